@@ -1,0 +1,26 @@
+"""Errors that say what was given, what is possible and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class KVSiftError(Exception):
+    """Anything kvsift refuses: the message is for the user, and complete without a traceback."""
+
+
+class InputError(KVSiftError, ValueError):
+    """Something the user gave cannot be used."""
+
+
+class NothingSkipped(KVSiftError, RuntimeError):
+    """A sparse plan ran and read everything; raised under ``strict``."""
+
+
+def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
+    """The error for a name that is not known, with the nearest known one."""
+    names = sorted(known)
+    near = get_close_matches(given, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return InputError(f"unknown {what} {given!r}{hint} Known: {', '.join(names)}")

@@ -1,0 +1,95 @@
+"""Page summaries: one packed row per page and KV head, and the query features that score it.
+
+Every kind is built so that the score of all pages is **one matrix product**: score = features(q) . row(page), in
+units of scaled logits. Bounds stay bounds after rounding to the KV dtype.
+
+| kind            | row(page)                     | features(q)            | score                                   |
+|-----------------|-------------------------------|------------------------|-----------------------------------------|
+| minmax          | [max k, min k]                | [q+, q-]               | >= the page's largest logit (Quest)     |
+| mean_std        | [mean k, std k]               | [q, |q|]               | one deviation above the mean logit      |
+| centroid_radius | [mean k, max |k - mean|]      | [q, |q|_2]             | >= the page's largest logit             |
+| log_mass        | [mean k, var k], logits ~ N   | [q, q^2 / 2]           | log mass of the page / page_size        |
+
+with q already multiplied by the scale. Sources: Quest (arXiv 2406.10774) for minmax; centroid_radius is the
+Cauchy-Schwarz bound; log_mass the log moment of a Gaussian, log E[exp x] = mean + var / 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SummaryKind(NamedTuple):
+    """How a page is summarised and scored."""
+
+    width: Callable[[int], int]  # head_dim -> numbers per row
+    rows: Callable[[Tensor, Tensor], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] -> [.., width]
+    features: Callable[[Tensor], Tensor]  # scaled queries [.., head_dim] float32 -> [.., width]
+    is_bound: bool  # score >= the true maximum logit of the page
+
+
+def page_scores(features: Tensor, rows: Tensor) -> Tensor:
+    """Scores of all pages for all queries of a group at once.
+
+    features [num_kv_heads, num_queries, width] float32; rows [num_kv_heads, num_pages, width] in the KV dtype ->
+    float32 [num_kv_heads, num_queries, num_pages].
+    """
+    return features @ rows.float().mT
+
+
+def summarise(kind: str, keys: Tensor, valid: Tensor) -> Tensor:
+    """Packed rows of pages, in the dtype of ``keys``.
+
+    keys [num_kv_heads, num_pages, page_size, head_dim], what is not valid may hold anything, NaN included;
+    valid bool [num_pages, page_size] with at least one token per page -> [num_kv_heads, num_pages, width].
+    """
+    return SUMMARIES[kind].rows(keys, valid.unsqueeze(-1))
+
+
+def _minmax_rows(keys: Tensor, valid: Tensor) -> Tensor:
+    top = keys.masked_fill(~valid, -torch.inf).amax(-2)
+    bottom = keys.masked_fill(~valid, torch.inf).amin(-2)
+    return torch.cat([top, bottom], -1)
+
+
+def _moments(keys: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, and deviations from it with zeros where invalid, in float32; and the number of valid tokens."""
+    k = keys.float().masked_fill(~valid, 0.0)
+    count = valid.sum(-2)  # [num_pages, 1]
+    mean = k.sum(-2) / count
+    return mean, (k - mean.unsqueeze(-2)).masked_fill(~valid, 0.0), count
+
+
+def _mean_std_rows(keys: Tensor, valid: Tensor) -> Tensor:
+    mean, deviation, count = _moments(keys, valid)
+    return torch.cat([mean, (deviation.square().sum(-2) / count).sqrt()], -1).to(keys.dtype)
+
+
+def _mean_var_rows(keys: Tensor, valid: Tensor) -> Tensor:
+    mean, deviation, count = _moments(keys, valid)
+    return torch.cat([mean, deviation.square().sum(-2) / count], -1).to(keys.dtype)
+
+
+def _centroid_radius_rows(keys: Tensor, valid: Tensor) -> Tensor:
+    mean = _moments(keys, valid)[0].to(keys.dtype)
+    # the radius belongs to the centroid as stored, and is rounded outward: the bound survives bf16
+    deviation = (keys.float() - mean.float().unsqueeze(-2)).masked_fill(~valid, 0.0)
+    radius = deviation.norm(dim=-1).amax(-1, keepdim=True)
+    # two ulp: one for rounding to the KV dtype, one for the arithmetic of the score itself
+    return torch.cat([mean, (radius * (1 + 2 * torch.finfo(keys.dtype).eps)).to(keys.dtype)], -1)
+
+
+SUMMARIES: dict[str, SummaryKind] = {
+    "minmax": SummaryKind(
+        lambda dim: 2 * dim, _minmax_rows, lambda q: torch.cat([q.clamp_min(0), q.clamp_max(0)], -1), True
+    ),
+    "mean_std": SummaryKind(lambda dim: 2 * dim, _mean_std_rows, lambda q: torch.cat([q, q.abs()], -1), False),
+    "centroid_radius": SummaryKind(
+        lambda dim: dim + 1, _centroid_radius_rows, lambda q: torch.cat([q, q.norm(dim=-1, keepdim=True)], -1), True
+    ),
+    "log_mass": SummaryKind(lambda dim: 2 * dim, _mean_var_rows, lambda q: torch.cat([q, 0.5 * q.square()], -1), False),
+}

@@ -1,0 +1,60 @@
+"""The catalogue: every method by name, one line each. Other packages add theirs through entry points:
+
+[project.entry-points."kvsift.methods"]
+my_method = "my_package.my_method:MyMethod"
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvsift.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from kvsift.methods.base import Method
+
+
+class Entry(NamedTuple):
+    """Where a method's class is, and what it does in one line."""
+
+    path: str  # "module:Class"
+    summary: str
+
+
+BUILT_IN: dict[str, Entry] = {
+    "dense": Entry("kvsift.methods.dense:Dense", "every token; the baseline"),
+    "oracle_pages": Entry("kvsift.methods.oracle:OraclePages", "pages with the largest exact logits; a ceiling"),
+    "oracle_tokens": Entry("kvsift.methods.oracle:OracleTokens", "tokens with the largest exact logits; a ceiling"),
+    "quest": Entry("kvsift.methods.quest:Quest", "pages by the upper bound of their min/max keys"),
+    "random": Entry("kvsift.methods.random:Random", "pages drawn at random; a floor"),
+    "streaming_llm": Entry("kvsift.methods.streaming_llm:StreamingLLM", "sinks and the most recent tokens; a floor"),
+}
+
+
+@cache
+def catalogue() -> dict[str, Entry]:
+    """Every method that can be named: built in, and added by installed packages."""
+    added = {
+        point.name: Entry(point.value, f"added by {point.dist.name if point.dist else 'an installed package'}")
+        for point in entry_points(group="kvsift.methods")
+    }
+    clash = sorted(added.keys() & BUILT_IN.keys())
+    if clash:
+        raise InputError(f"an installed package adds methods that exist already: {', '.join(clash)}. Uninstall it.")
+    return dict(sorted({**BUILT_IN, **added}.items()))
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a catalogued method.
+
+    Raises:
+        InputError: if no method has that name (with the nearest one that exists).
+    """
+    if name not in catalogue():
+        raise unknown("method", name, catalogue())
+    module, _, attribute = catalogue()[name].path.partition(":")
+    found: type[Method] = getattr(import_module(module), attribute)
+    return found

@@ -1,0 +1,66 @@
+"""Oracles: selection by exact logits. A ceiling for what a budget can give, never faster than dense.
+
+OracleTokens takes the tokens with the largest logits; OraclePages the pages whose best token has the largest logit,
+which is what a perfect page summary would choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from kvsift.methods.base import Phase, ScoringMethod
+from kvsift.methods.pages import check_page_size
+from kvsift.types import Candidates, KVReader, LayerShape
+
+
+@dataclass(frozen=True)
+class OracleTokens(ScoringMethod):
+    """The tokens with the largest exact logits."""
+
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+
+    def score(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+    ) -> Tensor:
+        return exact_logits(shape, queries, reader.keys()[:, candidates.tokens])
+
+
+@dataclass(frozen=True)
+class OraclePages(ScoringMethod):
+    """The pages that hold the largest exact logits.
+
+    Attributes:
+        page_size: tokens per page.
+    """
+
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+
+    page_size: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page_size(self.page_size)
+
+    @property
+    def unit_size(self) -> int:
+        return self.page_size
+
+    def score(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+    ) -> Tensor:
+        logits = exact_logits(shape, queries, reader.keys()[:, candidates.tokens])
+        return logits.unflatten(-1, (candidates.count, self.page_size)).amax(-1)
+
+
+def exact_logits(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
+    """scale * q.k in float32, before soft-capping (which keeps the order).
+
+    queries [num_query_heads, num_queries, head_dim], keys [num_kv_heads, num_keys, head_dim] -> [num_query_heads,
+    num_queries, num_keys].
+    """
+    q = queries.float().unflatten(0, (shape.num_kv_heads, -1)).flatten(1, 2)  # [num_kv_heads, group*queries, head_dim]
+    logits = (q @ keys.float().mT) * shape.scale
+    return logits.reshape(shape.num_query_heads, queries.shape[1], -1)

@@ -1,0 +1,49 @@
+"""Quest: pages by an upper bound of their logits (https://arxiv.org/abs/2406.10774), and its better-informed kin.
+
+score(page) = sum over channels c of max(q_c * min_c, q_c * max_c), the largest logit the page could hold.
+
+Deviation from the paper, unless ``compat`` asks for it:
+- sinks and a local window are always visible, the page being filled among them, and count in the budget;
+- query heads that share a KV head share a selection (by their largest scaled score), so a page is fetched once;
+- ``score_by`` may rank by another summary at the same price.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from kvsift.errors import InputError
+from kvsift.methods.pages import PageMethod
+
+
+@dataclass(frozen=True)
+class Quest(PageMethod):
+    """Quest's choice of pages in decode; prefill is dense.
+
+    Attributes:
+        compat: "paper": Algorithm 1, each query head for itself and every page competes, the one being filled
+            included, which may then be dropped (so does the public accuracy evaluation). "code": the public
+            kernels, where the page being filled is always attended and counts. Both without sinks or window.
+    """
+
+    compat: Literal["paper", "code"] | None = None
+
+    source: ClassVar[str] = "arXiv 2406.10774"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compat not in (None, "paper", "code"):
+            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        if self.compat is not None and (self.heads == "kv" or self.score_by != "minmax"):
+            raise InputError(
+                f"compat={self.compat!r} means heads='query' and score_by='minmax'; leave those out, or compat."
+            )
+        if self.compat is not None:
+            object.__setattr__(self, "heads", "query")
+
+    @property
+    def budget_defaults(self) -> dict[str, Any]:
+        if self.compat is None:
+            return {}
+        return {"sinks": 0, "window": 0 if self.compat == "paper" else 1}

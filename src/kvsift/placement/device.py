@@ -1,0 +1,223 @@
+"""KV on the device that attends it: paged pools for one layer and the whole batch, summaries beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.placement.pages import PageTable
+from kvsift.types import LayerShape
+
+
+class DeviceStore:
+    """Keys, values and page summaries of one layer for a batch of sequences.
+
+    Pools are [num_kv_heads, num_pages, page_size, head_dim]: a row whose pages are consecutive is a view
+    [num_kv_heads, length, head_dim], so dense attention copies nothing. A page's summary sits at the same physical
+    index as its keys, so copying, forking and freeing a page carries it along.
+
+    Args:
+        shape: the layer.
+        num_rows: sequences in the batch.
+        page_size: tokens per page.
+        like: a tensor with the device and dtype of the keys.
+        summaries: kinds to maintain (``kernels.page_summary.SUMMARIES``).
+        reserve: tokens a row is expected to reach; saves copies, limits nothing.
+    """
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        num_rows: int,
+        page_size: int,
+        like: Tensor,
+        summaries: Iterable[str] = (),
+        reserve: int = 0,
+    ) -> None:
+        self.shape = shape
+        self.page_size = page_size
+        self.table = PageTable(num_rows)
+        self.lengths = [0] * num_rows
+        self.reserve = reserve
+        self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
+        self.values = torch.empty_like(self.keys)
+        self.summaries: dict[str, Tensor] = {}  # kind -> [num_kv_heads, num_pages, width]
+        for kind in summaries:
+            self.add_summary(kind)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    def append(self, row: int, keys: Tensor, values: Tensor) -> None:
+        """Write new tokens of one row, [num_kv_heads, num_new, head_dim], and re-summarise the pages they touch."""
+        start, stop = self.lengths[row], self.lengths[row] + keys.shape[1]
+        if start == stop:
+            return
+        self.table.grow(row, -(-stop // self.page_size), -(-self.reserve // self.page_size))
+        self._fit_pools()
+        slots = self._slots(row, start, stop)
+        self.keys.flatten(1, 2)[:, slots] = keys
+        self.values.flatten(1, 2)[:, slots] = values
+        self.lengths[row] = stop
+        self._summarise(row, start // self.page_size, self.summaries)
+
+    def row(self, row: int) -> RowReader:
+        """What one sequence holds, in logical order."""
+        return RowReader(self, row)
+
+    def use(self, page_size: int, kinds: Iterable[str]) -> None:
+        """Maintain kinds of summary from now on, built for what is stored already.
+
+        Raises:
+            InputError: if they are wanted for another page size.
+        """
+        if page_size != self.page_size:
+            raise InputError(
+                f"this cache was built with pages of {self.page_size} tokens; a plan with page_size={page_size} needs "
+                "a cache of its own."
+            )
+        for kind in kinds:
+            self.add_summary(kind)
+
+    def add_summary(self, kind: str) -> None:
+        """Maintain one kind from now on, built for what is stored already."""
+        if kind in self.summaries:
+            return
+        width = SUMMARIES[kind].width(self.shape.head_dim)
+        self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], width)
+        for row in range(self.num_rows):
+            self._summarise(row, 0, [kind])
+
+    def crop(self, row: int, length: int) -> None:
+        """Forget the tokens of a row from position ``length`` on."""
+        if length >= self.lengths[row]:
+            return
+        self.lengths[row] = length
+        self.table.shrink(row, -(-length // self.page_size))
+        self._own_partial_page(row)
+        self._summarise(row, length // self.page_size, self.summaries)
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row i becomes a copy of row ``sources[i]``; full pages are shared, the page being filled is copied."""
+        self.table.fork(sources)
+        self.lengths = [self.lengths[source] for source in sources]
+        for row in range(self.num_rows):
+            self._own_partial_page(row)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys, values and summaries."""
+        return sum(pool.numel() * pool.element_size() for pool in (self.keys, self.values, *self.summaries.values()))
+
+    def _own_partial_page(self, row: int) -> None:
+        if self.lengths[row] % self.page_size == 0:
+            return
+        copy = self.table.unshare_last(row)
+        if copy is None:
+            return
+        self._fit_pools()
+        for pool in (self.keys, self.values, *self.summaries.values()):
+            pool[:, copy[1]] = pool[:, copy[0]]
+
+    def _fit_pools(self) -> None:
+        have, need = self.keys.shape[1], self.table.num_pages
+        if need <= have:
+            return
+        target = need if have == 0 else max(need, 2 * have)
+        self.keys, self.values = _grown(self.keys, target), _grown(self.values, target)
+        self.summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
+
+    def _slots(self, row: int, start: int, stop: int) -> slice | Tensor:
+        """Where positions start to stop of a row lie in a pool whose pages are flattened."""
+        first = self.table.run_start(row)
+        if first is not None:
+            return slice(first * self.page_size + start, first * self.page_size + stop)
+        positions = torch.arange(start, stop)
+        pages = torch.tensor(self.table.rows[row])
+        slots = pages[positions // self.page_size] * self.page_size + positions % self.page_size
+        return slots.to(self.keys.device)
+
+    def _pages(self, row: int, first: int, stop: int) -> slice | Tensor:
+        start = self.table.run_start(row)
+        if start is not None:
+            return slice(start + first, start + stop)
+        return torch.tensor(self.table.rows[row][first:stop], dtype=torch.int64, device=self.keys.device)
+
+    def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
+        # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
+        # roll-back the row is the same, bit for bit. At most one page is read twice.
+        stop_page = len(self.table.rows[row])
+        if first_page >= stop_page or not kinds:
+            return
+        pages = self._pages(row, first_page, stop_page)
+        positions = torch.arange(first_page * self.page_size, stop_page * self.page_size, device=self.keys.device)
+        valid = (positions < self.lengths[row]).view(-1, self.page_size)
+        for kind in kinds:
+            self.summaries[kind][:, pages] = summarise(kind, self.keys[:, pages], valid)
+
+
+class RowReader:
+    """One sequence of a store in logical order (``types.KVReader``); views where pages are consecutive."""
+
+    def __init__(self, store: DeviceStore, row: int) -> None:
+        self._store, self._row = store, row
+
+    @property
+    def page_size(self) -> int:
+        return self._store.page_size
+
+    @property
+    def length(self) -> int:
+        return self._store.lengths[self._row]
+
+    def keys(self) -> Tensor:
+        """[num_kv_heads, length, head_dim]"""
+        return self._store.keys.flatten(1, 2)[:, self._store._slots(self._row, 0, self.length)]
+
+    def values(self) -> Tensor:
+        """[num_kv_heads, length, head_dim]"""
+        return self._store.values.flatten(1, 2)[:, self._store._slots(self._row, 0, self.length)]
+
+    def summary(self, kind: str, units: slice) -> Tensor:
+        """[num_kv_heads, len(units), width]"""
+        return self._store.summaries[kind][:, self._store._pages(self._row, units.start, units.stop)]
+
+    def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of chosen tokens, copied out of the pools.
+
+        Args:
+            granules: int64 [num_heads, count], runs of ``granule_size`` tokens by logical index, -1 for none;
+                num_heads is a multiple of the KV heads. ``granule_size`` divides the page size.
+
+        Returns:
+            Two tensors [num_heads, count * granule_size, head_dim]; what a -1 or the unwritten tail of the last
+            page yields is undefined.
+        """
+        store, per_page = self._store, self._store.page_size // granule_size
+        granules = granules.clamp_min(0)
+        first = store.table.run_start(self._row)
+        if first is not None:
+            physical = granules + first * per_page
+        else:
+            pages = torch.tensor(store.table.rows[self._row], device=granules.device)
+            physical = pages[granules // per_page] * per_page + granules % per_page
+        num_heads, num_kv_heads = granules.shape[0], store.shape.num_kv_heads
+        head = torch.arange(num_heads, device=granules.device) // (num_heads // num_kv_heads)
+        index = (physical + head.unsqueeze(1) * (store.keys.shape[1] * per_page)).flatten()
+        # one index_select over rows of granule_size * head_dim numbers: each is one contiguous copy
+        width = granule_size * store.shape.head_dim
+        return tuple(  # type: ignore[return-value]
+            pool.view(-1, width).index_select(0, index).view(num_heads, -1, store.shape.head_dim)
+            for pool in (store.keys, store.values)
+        )
+
+
+def _grown(pool: Tensor, num_pages: int) -> Tensor:
+    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:])
+    grown[:, : pool.shape[1]] = pool
+    return grown

@@ -1,0 +1,96 @@
+"""Which physical pages each row of a batch owns: a page table on the host, with shared pages counted.
+
+The invariant that keeps appends free of copies: **the page a row is filling is never shared**. Full pages are, and
+are never written again; a fork copies the partial page at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SPARE_PAGES = 64  # kept behind a new row's pages, so that rows of a batch stay contiguous while they decode
+
+
+class PageTable:
+    """Rows of physical page ids. The pools they index live elsewhere (one set per layer) and grow on demand."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.rows: list[list[int]] = [[] for _ in range(num_rows)]
+        self.num_pages = 0  # pages that pools must hold
+        self._spare: list[list[int]] = [[] for _ in range(num_rows)]
+        self._consecutive = [True] * num_rows
+        self._references: list[int] = []
+        self._free: set[int] = set()
+
+    def grow(self, row: int, num_pages: int, reserve: int = 0) -> None:
+        """Give ``row`` pages until it owns ``num_pages``; a new row gets consecutive ones, ``reserve`` in all."""
+        owned, spare = self.rows[row], self._spare[row]
+        if not owned and not spare and num_pages > len(self._free):
+            spare.extend(self._fresh(max(reserve, num_pages + num_pages // 8 + SPARE_PAGES)))
+        while len(owned) < num_pages:
+            page = spare.pop(0) if spare else self._next(owned)
+            self._references[page] = 1
+            self._consecutive[row] &= not owned or page == owned[-1] + 1
+            owned.append(page)
+
+    def shrink(self, row: int, num_pages: int) -> None:
+        """Take pages back until ``row`` owns ``num_pages``."""
+        while len(self.rows[row]) > num_pages:
+            self._release(self.rows[row].pop())
+        self._consecutive[row] = _are_consecutive(self.rows[row])
+
+    def is_shared(self, page: int) -> bool:
+        """Whether more than one row owns the page."""
+        return self._references[page] > 1
+
+    def unshare_last(self, row: int) -> tuple[int, int] | None:
+        """Make the last page of ``row`` its own. Returns (source, target) of the copy the pools must make."""
+        source = self.rows[row][-1]
+        if not self.is_shared(source):
+            return None
+        target = self._next([])
+        self._references[target] = 1
+        self._references[source] -= 1
+        self.rows[row][-1] = target
+        self._consecutive[row] = _are_consecutive(self.rows[row])
+        return source, target
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """New rows: row i becomes a sharer of everything row ``sources[i]`` owned."""
+        rows = [list(self.rows[source]) for source in sources]
+        for row in rows:
+            for page in row:
+                self._references[page] += 1
+        for row in self.rows:
+            for page in row:
+                self._release(page)
+        self._free.update(page for spare in self._spare for page in spare)
+        self.rows, self._spare = rows, [[] for _ in rows]
+        self._consecutive = [_are_consecutive(row) for row in rows]
+
+    def run_start(self, row: int) -> int | None:
+        """First page of ``row`` if its pages are consecutive, else None."""
+        return self.rows[row][0] if self.rows[row] and self._consecutive[row] else None
+
+    def _next(self, owned: list[int]) -> int:
+        after = owned[-1] + 1 if owned else -1
+        if after == self.num_pages or not self._free:
+            return self._fresh(1)[0]
+        page = after if after in self._free else min(self._free)
+        self._free.remove(page)
+        return page
+
+    def _fresh(self, count: int) -> range:
+        fresh = range(self.num_pages, self.num_pages + count)
+        self.num_pages += count
+        self._references.extend([0] * count)
+        return fresh
+
+    def _release(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.add(page)
+
+
+def _are_consecutive(pages: list[int]) -> bool:
+    return not pages or pages == list(range(pages[0], pages[0] + len(pages)))

@@ -1,0 +1,104 @@
+"""Attention over what a rule lets some queries see: always-visible spans, the selection, and their exact merge."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.attention import attention, attention_reference
+from kvsift.kernels.merge import merge
+from kvsift.placement.device import RowReader
+from kvsift.types import LayerShape, Part, Selection
+
+
+class Segment(NamedTuple):
+    """Consecutive new queries of one sequence, and where they stand."""
+
+    queries: Tensor  # [1, num_query_heads, num_queries, head_dim]
+    start: int  # position of the first query
+    stop: int
+
+
+def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
+    """Every query over everything up to itself."""
+    keys, values = reader.keys().unsqueeze(0), reader.values().unsqueeze(0)  # [1, num_kv_heads, length, head_dim]
+    return _past_and_own(shape, segment, keys[:, :, : segment.stop], values[:, :, : segment.stop])
+
+
+def attend_spans(
+    shape: LayerShape, segment: Segment, reader: RowReader, sinks_stop: int, window_start: int, slides: bool
+) -> tuple[Part, int | Tensor]:
+    """Sinks, the tokens from ``window_start`` on and the segment's own past, and how many tokens that is, summed
+    over queries. With ``slides`` a later query of the segment sees a window that has moved along."""
+    window = slice(min(window_start, segment.stop), segment.stop)
+    keys, values = (
+        torch.cat([tokens[:, :sinks_stop], tokens[:, window]], 1).unsqueeze(0)
+        for tokens in (reader.keys(), reader.values())
+    )
+    num_queries = segment.stop - segment.start
+    positions = torch.arange(segment.start, segment.stop, device=keys.device)
+    if window_start > segment.start:  # nothing recent is forced
+        return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap), sinks_stop * num_queries
+    if slides and num_queries > 1:
+        key_positions = torch.cat([torch.arange(sinks_stop), torch.arange(window.start, window.stop)]).to(keys.device)
+        oldest = positions - (segment.start - window_start)
+        mask = (key_positions <= positions.unsqueeze(1)) & (
+            (key_positions >= oldest.unsqueeze(1)) | (key_positions < sinks_stop)
+        )
+        part = attention_reference(segment.queries, keys, values, shape.scale, mask=mask, softcap=shape.softcap)
+        return part, mask.sum()
+    own = num_queries * (num_queries + 1) // 2
+    visible = num_queries * (sinks_stop + segment.start - window_start) + own
+    return _past_and_own(shape, segment, keys, values), visible
+
+
+def attend_selection(
+    shape: LayerShape, segment: Segment, reader: RowReader, selection: Selection
+) -> tuple[Part, Tensor, int]:
+    """Selected tokens, the same for every query of the segment.
+
+    Returns:
+        The part; visible tokens per query, a scalar mean over heads; bytes fetched.
+    """
+    units = selection.units
+    if units.shape[0] == 1:
+        units = units.expand(shape.num_kv_heads, -1)
+    size = selection.unit_size
+    granule = gcd(size, reader.page_size)
+    granules = (units.unsqueeze(-1) * (size // granule) + torch.arange(size // granule, device=units.device)).flatten(1)
+    keys, values = reader.gather(granules, granule)
+    positions = (units.unsqueeze(-1) * size + torch.arange(size, device=units.device)).flatten(1)
+    seen = (units >= 0).repeat_interleave(size, 1) & (positions < segment.stop)  # [num_heads, num_tokens]
+    keys, values = keys.unsqueeze(0), values.unsqueeze(0)
+    if selection.log_weight is None and bool(seen.all()):
+        part = attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
+    else:
+        weight = selection.log_weight
+        if weight is not None:
+            weight = weight.expand(units.shape[0], -1).repeat_interleave(size, 1).unsqueeze(1)
+        part = attention_reference(
+            segment.queries, keys, values, shape.scale,
+            mask=seen.unsqueeze(1), softcap=shape.softcap, log_weight=weight,
+        )  # fmt: skip
+    if selection.extra is not None:
+        part = merge(part, selection.extra)
+    return part, seen.sum(1).float().mean(), 2 * keys.numel() * keys.element_size()
+
+
+def _past_and_own(shape: LayerShape, segment: Segment, keys: Tensor, values: Tensor) -> Part:
+    """All given keys, the last ones being the segment's own: those causally, the others in full."""
+    num_queries = segment.stop - segment.start
+    if num_queries == 1:
+        return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
+    past = keys.shape[2] - num_queries
+    own = attention(
+        segment.queries, keys[:, :, past:], values[:, :, past:], shape.scale, causal=True, softcap=shape.softcap
+    )
+    if past == 0:
+        return own
+    return merge(
+        attention(segment.queries, keys[:, :, :past], values[:, :, :past], shape.scale, softcap=shape.softcap), own
+    )

@@ -1,0 +1,133 @@
+"""Which method chooses in which phase, and how much it may show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvsift.errors import InputError
+from kvsift.methods import catalogue
+from kvsift.methods.base import Method, Phase
+from kvsift.runtime.budget import Budget
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A method with its budget.
+
+    Raises:
+        InputError: if the budget can never select anything, or the method takes none.
+    """
+
+    method: Method
+    budget: Budget = field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        if self.method.unbounded:
+            return
+        self.budget.check(self.method.unit_size, self.method.selects)
+        if self.budget.mass is not None and not self.method.estimates_mass:
+            raise InputError(f"{_name_of(self.method)} estimates no attention mass; give budget or ratio, not mass.")
+
+    def is_dense(self, layer: int, start: int, stop: int) -> bool:
+        """Whether queries at positions start to stop see everything before them in this layer."""
+        budget, method = self.budget, self.method
+        if method.unbounded or layer in budget.dense_layers or stop < budget.min_context:
+            return True
+        if not method.selects:
+            return stop <= budget.limit(stop)
+        count = budget.candidates(start, method.unit_size).count
+        if budget.mass is not None and budget.mass < 1:
+            return count == 0  # how much is needed shows only once it is scored
+        return budget.units(start, stop, method.unit_size) >= count
+
+    def __str__(self) -> str:
+        name = _name_of(self.method)
+        if self.method.unbounded:
+            return name
+        knobs = {f.name: getattr(self.method, f.name) for f in fields(self.method)}
+        changed = {key: value for key, value in knobs.items() if value != _default(self.method, key)}
+        budget = self.budget
+        sizes = {"budget": budget.tokens, "ratio": budget.ratio, "mass": budget.mass}
+        plain = Budget(**getattr(self.method, "budget_defaults", {}))
+        rest = {key: getattr(budget, key) for key in ("sinks", "window", "dense_layers", "min_context")}
+        rest = {key: value for key, value in rest.items() if value != getattr(plain, key)}
+        settings = {**{k: v for k, v in sizes.items() if v is not None}, **changed, **rest}
+        return ":".join([name, *(f"{key}={_spell(value)}" for key, value in settings.items())])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rule per phase; None is dense.
+
+    Raises:
+        InputError: if a method is asked for a phase it has no answer for, or the two rules cannot share pages.
+    """
+
+    prefill: Rule | None = None
+    decode: Rule | None = None
+
+    def __post_init__(self) -> None:
+        for phase in PHASES:
+            rule = self.rule(phase)
+            if rule is not None and phase not in rule.method.phases:
+                able = " and ".join(rule.method.phases)
+                raise InputError(
+                    f"{_name_of(rule.method)} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
+                )
+        if self.prefill is not None and self.prefill.budget.window == 0:
+            raise InputError(
+                "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
+            )
+        sizes = {rule.method.unit_size for rule in self.rules if rule.method.summaries}
+        if len(sizes) > 1:
+            raise InputError(
+                f"prefill and decode use pages of {' and '.join(map(str, sorted(sizes)))} tokens; summaries are kept "
+                "for one page size. Give both the same page_size."
+            )
+
+    def rule(self, phase: Phase) -> Rule | None:
+        """The rule of a phase."""
+        return self.prefill if phase == "prefill" else self.decode
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return tuple(rule for rule in (self.prefill, self.decode) if rule is not None)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether any phase is meant to skip anything."""
+        return any(not rule.method.unbounded for rule in self.rules)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page of the store that serves this plan."""
+        paged = [rule.method.unit_size for rule in self.rules if rule.method.unit_size > 1]
+        summarised = [rule.method.unit_size for rule in self.rules if rule.method.summaries]
+        return (summarised or paged or [16])[0]
+
+    @property
+    def summaries(self) -> tuple[str, ...]:
+        """Kinds of page summary to maintain."""
+        return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
+
+    def __str__(self) -> str:
+        sparse = [f"{phase}={self.rule(phase)}" for phase in PHASES if self.rule(phase) is not None]
+        return ",".join(sparse) or "dense"
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value)
+
+
+def _default(method: Method, key: str) -> Any:
+    return next(f.default for f in fields(method) if f.name == key)
+
+
+def _name_of(method: Method) -> str:
+    path = f"{type(method).__module__}:{type(method).__qualname__}"
+    return next((name for name, entry in catalogue().items() if entry.path == path), type(method).__name__)

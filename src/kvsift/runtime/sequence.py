@@ -1,0 +1,240 @@
+"""The one place where a method meets a store: one attention layer of a running batch, and the order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.merge import merge, with_sink_logit
+from kvsift.methods.base import Phase
+from kvsift.placement.device import DeviceStore, RowReader
+from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans
+from kvsift.runtime.plan import PHASES, Plan, Rule
+from kvsift.runtime.probe import probe
+from kvsift.runtime.stats import RunStats, Tally
+from kvsift.types import Chunk, LayerShape, Limit, Part, Selection
+
+
+class SparseAttention:
+    """Attention of one layer under a plan: stores what comes, asks the methods, attends what they chose, counts.
+
+    Rows are answered one at a time, so that a row's answer cannot depend on its neighbours.
+
+    Args:
+        shape: the layer.
+        plan: rules by phase.
+        num_rows: sequences in the batch.
+        like: a tensor with the device and dtype of the keys.
+        stats: where to count.
+        reserve: tokens a row is expected to reach.
+    """
+
+    def __init__(
+        self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0
+    ) -> None:
+        self.shape = shape
+        self.stats = stats
+        self.store = DeviceStore(shape, num_rows, plan.page_size, like, plan.summaries, reserve)
+        self.plan = plan
+        self._states = self._new_states(plan, num_rows)
+
+    def attend(self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None) -> Tensor:
+        """Store a chunk and attend it.
+
+        Args:
+            chunk: new tokens of every row.
+            decode_tokens: how many tokens at the end of each row are generated ones; each is answered as if it had
+                come alone. The others are prompt.
+            sink_logit: [num_query_heads], a learned extra logit, if the model has one.
+
+        Returns:
+            [batch, num_query_heads, num_new, head_dim]; padding yields 0.
+        """
+        output = torch.zeros_like(chunk.queries)
+        for row, length in enumerate(chunk.lengths):
+            prompt = max(length - decode_tokens, 0)
+            steps: list[tuple[int, int, Phase]] = [(0, prompt, "prefill")] if prompt else []
+            steps += [(token, token + 1, "decode") for token in range(prompt, length)]
+            for first, last, phase in steps:
+                tokens = slice(first, last)
+                part = self._step(
+                    row, chunk.queries[row, :, tokens], chunk.keys[row, :, tokens], chunk.values[row, :, tokens], phase
+                )
+                if sink_logit is not None:
+                    part = with_sink_logit(part, sink_logit)
+                output[row, :, tokens] = part.output[0]
+        return output
+
+    def replan(self, plan: Plan) -> None:
+        """Go on with another plan over what is stored. Methods that remember start from the stored keys.
+
+        Raises:
+            InputError: if the plan's summaries need another page size than the store has.
+        """
+        self.store.use(plan.page_size if plan.summaries else self.store.page_size, plan.summaries)
+        self.plan = plan
+        self._states = self._new_states(plan, self.store.num_rows)
+        for row in range(self.store.num_rows):
+            if self.store.lengths[row]:
+                reader = self.store.row(row)
+                self._observe(row, None, reader.keys(), reader.values(), 0)
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row i becomes a copy of row ``sources[i]``."""
+        self.store.fork(sources)
+        for phase, states in self._states.items():
+            self._states[phase] = [None if states[source] is None else states[source].fork() for source in sources]
+
+    def crop(self, row: int, length: int) -> None:
+        """Forget the tokens of a row from position ``length`` on."""
+        self.store.crop(row, length)
+        for states in self._states.values():
+            if states[row] is not None:
+                states[row].crop(length)
+
+    def _new_states(self, plan: Plan, num_rows: int) -> dict[Phase, list[Any]]:
+        return {
+            phase: [rule.method.new_state(self.shape) for _ in range(num_rows)]
+            for phase in PHASES
+            if (rule := plan.rule(phase)) is not None
+        }
+
+    def _step(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, phase: Phase) -> Part:
+        start = self.store.lengths[row]
+        self.store.append(row, keys, values)
+        self._observe(row, queries, keys, values, start)
+        segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
+        rule, tally = self.plan.rule(phase), self.stats.tally(self.shape.layer, phase)
+        if rule is None:
+            return self._dense(segment, self.store.row(row), tally)
+        parts = []
+        for piece, dense in _pieces(rule, self.shape.layer, segment, phase):
+            reader = self.store.row(row)
+            answer = (
+                self._dense(piece, reader, tally) if dense else self._sparse(row, rule, piece, reader, tally, phase)
+            )
+            parts.append(answer)
+        if len(parts) == 1:
+            return parts[0]
+        return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+    def _observe(self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int) -> None:
+        for phase, states in self._states.items():
+            rule = self.plan.rule(phase)
+            if rule is not None:
+                rule.method.observe(states[row], self.shape, queries, keys, values, start)
+
+    def _dense(self, segment: Segment, reader: RowReader, tally: Tally) -> Part:
+        self._count(tally, segment)
+        context = _context_tokens(segment)
+        tally.visible_tokens += context
+        tally.kv_bytes_read += self._kv_bytes(segment.stop)
+        return attend_dense(self.shape, segment, reader)
+
+    def _sparse(self, row: int, rule: Rule, segment: Segment, reader: RowReader, tally: Tally, phase: Phase) -> Part:
+        method, budget = rule.method, rule.budget
+        sinks_stop, window_start = budget.always(segment.start, method.unit_size, fill=not method.selects)
+        part, visible = attend_spans(self.shape, segment, reader, sinks_stop, window_start, method.slides)
+        self._count(tally, segment)
+        tally.sparse_queries += segment.stop - segment.start
+        tally.visible_tokens += visible
+        tally.kv_bytes_read += self._kv_bytes(sinks_stop + max(segment.stop - window_start, 0))
+        selection = None
+        if method.selects:
+            started = perf_counter()
+            counted = CountedReader(reader)
+            selection = self._select(row, rule, segment, part, counted, phase)
+            tally.index_bytes_read += counted.bytes_read
+            tally.select_s += perf_counter() - started
+            chosen, seen, fetched = attend_selection(self.shape, segment, reader, selection)
+            tally.visible_tokens += seen * (segment.stop - segment.start)
+            tally.kv_bytes_read += fetched
+            part = merge(part, chosen)
+        self._probe(segment, reader, (sinks_stop, window_start), selection, tally, phase)
+        return part
+
+    def _select(
+        self, row: int, rule: Rule, segment: Segment, spans: Part, reader: CountedReader, phase: Phase
+    ) -> Selection:
+        method, budget = rule.method, rule.budget
+        candidates = budget.candidates(segment.start, method.unit_size)
+        units = min(budget.units(segment.start, segment.stop, method.unit_size), candidates.count)
+        limit = Limit(units, budget.mass, spans.lse[0] if budget.mass is not None else None)
+        return method.select(
+            self._states[phase][row], self.shape, segment.queries[0], segment.start, candidates, limit, reader
+        )
+
+    def _probe(
+        self, segment: Segment, reader: RowReader, spans: tuple[int, int], selection: Selection | None,
+        tally: Tally, phase: Phase,
+    ) -> None:  # fmt: skip
+        every = self.stats.probe_every
+        if phase != "decode" or every == 0 or (tally.sparse_queries - 1) % every != 0:
+            return
+        started = perf_counter()
+        recall, recovery = probe(self.shape, segment.queries[0], reader.keys(), spans, selection)
+        tally.probes, tally.recall, tally.recovery = tally.probes + 1, tally.recall + recall, tally.recovery + recovery
+        self.stats.probe_s += perf_counter() - started
+
+    def _count(self, tally: Tally, segment: Segment) -> None:
+        tally.queries += segment.stop - segment.start
+        tally.context_tokens += _context_tokens(segment)
+        tally.kv_bytes_dense += self._kv_bytes(segment.stop)
+
+    def _kv_bytes(self, num_tokens: int) -> int:
+        per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.store.keys.element_size()
+        return num_tokens * per_token
+
+
+class CountedReader:
+    """What a method may read, with the bytes it did read to choose."""
+
+    def __init__(self, reader: RowReader) -> None:
+        self._reader = reader
+        self.bytes_read = 0
+
+    @property
+    def length(self) -> int:
+        return self._reader.length
+
+    def keys(self) -> Tensor:
+        """[num_kv_heads, length, head_dim]"""
+        return self._counted(self._reader.keys())
+
+    def summary(self, kind: str, units: slice) -> Tensor:
+        """[num_kv_heads, len(units), width]"""
+        return self._counted(self._reader.summary(kind, units))
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+
+def _context_tokens(segment: Segment) -> int:
+    num_queries = segment.stop - segment.start
+    return num_queries * segment.start + num_queries * (num_queries + 1) // 2
+
+
+def _pieces(rule: Rule, layer: int, segment: Segment, phase: Phase) -> list[tuple[Segment, bool]]:
+    """The chunk cut at multiples of the method's segment size, with whether each piece is dense; dense neighbours
+    stay together. Cutting at absolute positions makes the answer independent of how the prompt was chunked."""
+    size = rule.method.segment_size
+    cuts = [segment.start, *range((segment.start // size + 1) * size, segment.stop, size), segment.stop]
+    if phase == "decode":
+        cuts = [segment.start, segment.stop]
+    runs: list[tuple[int, int, bool]] = []
+    for start, stop in pairwise(cuts):
+        dense = rule.is_dense(layer, start, stop)
+        if dense and runs and runs[-1][2]:
+            runs[-1] = (runs[-1][0], stop, True)
+        else:
+            runs.append((start, stop, dense))
+    return [
+        (Segment(segment.queries[:, :, start - segment.start : stop - segment.start], start, stop), dense)
+        for start, stop, dense in runs
+    ]

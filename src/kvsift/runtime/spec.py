@@ -1,0 +1,129 @@
+"""Plans as text and tables. A plan reads the same everywhere:
+
+    quest:budget=1024                                     command line, TOML, Python string
+    prefill=streaming_llm:budget=4096,decode=quest:budget=2048:page_size=32
+    {decode = {method = "quest", budget = 2048}}          TOML table, Python dict
+    Plan(decode=Rule(Quest(), Budget(tokens=2048)))       Python objects
+
+A bare method applies to decode if it can, else to prefill; a phase that is not named is dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from kvsift.errors import InputError, unknown
+from kvsift.methods import method_class
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.plan import PHASES, Plan, Rule
+
+BUDGET_KEYS = {"budget": "tokens"} | {
+    name: name for name in ("ratio", "mass", "sinks", "window", "dense_layers", "min_context")
+}
+
+
+def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
+    """A plan from any of its spellings (see the module).
+
+    Raises:
+        InputError: for an unknown method, key or value; nothing is ignored.
+    """
+    if spec is None:
+        return Plan()
+    if isinstance(spec, Plan):
+        return spec
+    if isinstance(spec, Rule):
+        return _plan_of(spec)
+    if isinstance(spec, Mapping):
+        return _from_mapping(spec)
+    if not isinstance(spec, str) or not spec.strip():
+        raise InputError(f"a plan is text such as 'quest:budget=1024', a table or a Plan; got {spec!r}.")
+    heads = [part.partition("=")[0].strip() for part in spec.split(",")]
+    if len(heads) == 1 and heads[0] not in PHASES:
+        return _plan_of(_parse_rule(spec.strip()))
+    rules: dict[str, Rule | None] = {}
+    for part in spec.split(","):
+        phase, _, rule = part.partition("=")
+        phase = phase.strip()
+        if phase not in PHASES:
+            raise unknown("phase", phase.partition(":")[0], PHASES)
+        if phase in rules:
+            raise InputError(f"{phase} is given twice in {spec!r}.")
+        if not rule.strip():
+            raise InputError(f"{phase}= is empty in {spec!r}; write for instance {phase}=dense.")
+        rules[phase] = _parse_rule(rule.strip())
+    return Plan(**rules)
+
+
+def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
+    """A rule from a method's name and its settings, the method's and the budget's in one mapping.
+
+    Raises:
+        InputError: for a name or key that does not exist (with the nearest one that does), or a bad value.
+    """
+    cls = method_class(method)
+    knobs = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in knobs and (key not in BUDGET_KEYS or cls.unbounded):
+            raise unknown(f"key of {method}", key, knobs if cls.unbounded else [*knobs, *BUDGET_KEYS])
+    chosen = cls(**{key: value for key, value in settings.items() if key in knobs})
+    budget = {BUDGET_KEYS[key]: value for key, value in settings.items() if key in BUDGET_KEYS}
+    if "dense_layers" in budget and isinstance(budget["dense_layers"], int):
+        budget["dense_layers"] = (budget["dense_layers"],)
+    return Rule(chosen, Budget(**{**getattr(chosen, "budget_defaults", {}), **budget}))
+
+
+def _plan_of(rule: Rule) -> Plan:
+    if rule.method.unbounded:
+        return Plan()
+    return Plan(decode=rule) if "decode" in rule.method.phases else Plan(prefill=rule)
+
+
+def _from_mapping(table: Mapping[str, Any]) -> Plan:
+    if "method" in table:
+        return _plan_of(make_rule(table["method"], {k: v for k, v in table.items() if k != "method"}))
+    for key in table:
+        if key not in PHASES:
+            raise unknown("phase", str(key), PHASES)
+    return Plan(**{phase: _rule_of(value) for phase, value in table.items()})
+
+
+def _rule_of(value: Any) -> Rule | None:
+    if value is None or isinstance(value, Rule):
+        return value
+    if isinstance(value, str):
+        return _parse_rule(value)
+    if isinstance(value, Mapping) and "method" in value:
+        return make_rule(value["method"], {k: v for k, v in value.items() if k != "method"})
+    raise InputError(f"a phase is given as text, a table with the key 'method', or a Rule; got {value!r}.")
+
+
+def _parse_rule(text: str) -> Rule:
+    name, *pairs = text.split(":")
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = (piece.strip() for piece in pair.partition("="))
+        if not equals or not key or not value:
+            raise InputError(f"{pair!r} in {text!r} must be key=value, for instance budget=1024.")
+        if key in settings:
+            raise InputError(f"{key} is given twice in {text!r}.")
+        settings[key] = _read(key, value)
+    return make_rule(name.strip(), settings)
+
+
+def _read(key: str, text: str) -> Any:
+    """A value as it is written in a plan: whole number, decimal, layers such as 0+1 or none, or a word."""
+    if key == "dense_layers":
+        if text == "none":
+            return ()
+        if not all(layer.isdigit() for layer in text.split("+")):
+            raise InputError(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
+        return tuple(int(layer) for layer in text.split("+"))
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,97 @@
+"""Run statistics: what was visible, read and skipped, counted from the selections themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvsift.methods.base import Phase
+
+RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
+
+
+@dataclass
+class Tally:
+    """Sums over the queries of one layer in one phase. Tensors stay on their device until they are read."""
+
+    queries: int = 0
+    context_tokens: int = 0  # what dense attention would have shown, summed over queries
+    visible_tokens: float | Tensor = 0.0  # per head, summed over queries
+    sparse_queries: int = 0
+    kv_bytes_read: float | Tensor = 0.0  # keys and values attended
+    index_bytes_read: float = 0.0  # keys and summaries read to choose
+    kv_bytes_dense: float = 0.0
+    select_s: float = 0.0
+    probes: int = 0
+    recall: float = 0.0
+    recovery: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def report(self) -> dict[str, Any]:
+        """Means per query and head, sums of bytes and seconds; None where nothing was counted."""
+        visible, queries = float(self.visible_tokens), self.queries
+        return {
+            "queries": queries,
+            "visible_tokens": visible / queries if queries else None,
+            "density": visible / self.context_tokens if self.context_tokens else None,
+            "sparse_queries": self.sparse_queries,
+            "kv_bytes_read": int(float(self.kv_bytes_read) + self.index_bytes_read),
+            "kv_bytes_attended": int(self.kv_bytes_read),
+            "kv_bytes_to_select": int(self.index_bytes_read),
+            "kv_bytes_dense": int(self.kv_bytes_dense),
+            "select_s": self.select_s,
+            "recall": self.recall / self.probes if self.probes else None,
+            "recovery": self.recovery / self.probes if self.probes else None,
+        }
+
+
+@dataclass
+class RunStats:
+    """Counters of one run, by layer and phase.
+
+    Attributes:
+        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
+        probe_s: seconds spent on that, which are not part of the method.
+    """
+
+    probe_every: int = 16
+    probe_s: float = 0.0
+    tallies: dict[tuple[int, Phase], Tally] = field(default_factory=dict)
+
+    def tally(self, layer: int, phase: Phase) -> Tally:
+        """The counters of one layer in one phase."""
+        return self.tallies.setdefault((layer, phase), Tally())
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        self.tallies.clear()
+        self.probe_s = 0.0
+
+    def phase(self, phase: Phase) -> Tally:
+        """Sum over the layers."""
+        total = Tally()
+        for (_, of), tally in self.tallies.items():
+            if of == phase:
+                total.add(tally)
+        return total
+
+    def skipped_nothing(self, phase: Phase) -> bool:
+        """Whether queries ran in the phase and every one saw its whole context."""
+        total = self.phase(phase)
+        return total.queries > 0 and float(total.visible_tokens) >= total.context_tokens
+
+    def report(self) -> dict[str, Any]:
+        """Everything, ready for JSON: a summary per phase and a row per layer and phase."""
+        phases: tuple[Phase, ...] = ("prefill", "decode")
+        return {
+            "phases": {phase: self.phase(phase).report() for phase in phases},
+            "layers": [
+                {"layer": layer, "phase": phase, **tally.report()}
+                for (layer, phase), tally in sorted(self.tallies.items())
+            ],
+        }

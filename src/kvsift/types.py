@@ -1,0 +1,122 @@
+"""The types every part of kvsift speaks; shapes are the contract. Imports torch and nothing of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class LayerShape(NamedTuple):
+    """What does not change about one attention layer while it runs."""
+
+    layer: int  # true index in the model, sliding and linear layers counted
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # logit = scale * q.k
+    softcap: float | None = None  # logit = softcap * tanh(logit / softcap)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_query_heads // self.num_kv_heads
+
+
+class Chunk(NamedTuple):
+    """New tokens of a batch in one layer, after RoPE. Row b holds ``lengths[b]`` real tokens, first ones first."""
+
+    queries: Tensor  # [batch, num_query_heads, num_new, head_dim]
+    keys: Tensor  # [batch, num_kv_heads, num_new, head_dim]
+    values: Tensor  # [batch, num_kv_heads, num_new, head_dim]
+    lengths: Sequence[int]  # [batch], each at most num_new; what follows in a row is padding
+
+
+class Part(NamedTuple):
+    """Attention over some tokens. Parts over disjoint tokens merge exactly (``kernels.merge``)."""
+
+    output: Tensor  # [batch, num_query_heads, num_queries, head_dim]
+    lse: Tensor  # [batch, num_query_heads, num_queries] float32, natural log; -inf where a row saw nothing
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Units a method may choose from: ids ``first`` to ``first + count - 1``.
+
+    They are complete units that lie after the sinks and before the local window of every query that asks, so a
+    method handles neither causality nor partial pages nor its own sinks.
+    """
+
+    first: int
+    count: int
+    unit_size: int  # tokens
+
+    @property
+    def stop(self) -> int:
+        return self.first + self.count
+
+    @property
+    def units(self) -> slice:
+        """Index of the candidates along a dimension of units."""
+        return slice(self.first, self.stop)
+
+    @property
+    def tokens(self) -> slice:
+        """Index of the candidates along a dimension of tokens."""
+        return slice(self.first * self.unit_size, self.stop * self.unit_size)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How much one selection may hold: at most ``units``, and no more than ``mass`` asks for.
+
+    ``mass`` is the share of attention that always-visible and selected tokens must reach by the method's own
+    estimate. ``always_lse`` [num_query_heads, num_queries] is the exact log-sum-exp over the always-visible tokens,
+    given when ``mass`` is.
+    """
+
+    units: int
+    mass: float | None = None
+    always_lse: Tensor | None = None
+
+
+@dataclass
+class Selection:
+    """Unit ids that each head may see, on top of the tokens that are always visible.
+
+    Attributes:
+        units: int64 [num_heads, capacity], ascending and unique in a row, -1 pads at the end. num_heads is the
+            number of query heads, of KV heads, or 1 when all heads share the row.
+        unit_size: tokens per unit.
+        log_weight: optional float32 [num_heads, capacity], added to the logits of the unit's tokens.
+        extra: optional estimate of what was left out, merged as if its tokens had been attended.
+    """
+
+    units: Tensor
+    unit_size: int
+    log_weight: Tensor | None = None
+    extra: Part | None = None
+
+    def to_mask(self, num_tokens: int) -> Tensor:
+        """bool [num_heads, num_tokens], for tests and plots. Never on a hot path."""
+        tokens = self.units.unsqueeze(-1) * self.unit_size + torch.arange(self.unit_size, device=self.units.device)
+        seen = torch.zeros(self.units.shape[0], num_tokens + self.unit_size, dtype=torch.bool, device=self.units.device)
+        seen.scatter_(1, tokens.masked_fill(self.units.unsqueeze(-1) < 0, num_tokens).flatten(1), True)
+        return seen[:, :num_tokens]
+
+
+class KVReader(Protocol):
+    """What a method may read of one sequence in one layer: logical order, never addresses."""
+
+    @property
+    def length(self) -> int:
+        """Tokens cached so far."""
+
+    def keys(self) -> Tensor:
+        """[num_kv_heads, length, head_dim]"""
+
+    def summary(self, kind: str, units: slice) -> Tensor:
+        """[num_kv_heads, len(units), width] packed summary rows of complete pages (``kernels.page_summary``)."""
