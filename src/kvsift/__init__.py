@@ -1,1 +1,45 @@
+"""kvsift: long-context LLM inference that reads, for every query, only what that query needs of the KV cache.
+
+    import kvsift
+
+    with kvsift.sparse(model, "quest:budget=1024") as run:   # a transformers model
+        model.generate(**inputs)
+    print(run.report())
+
+Everything is imported when it is first used: ``import kvsift`` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0.dev0"
+
+if TYPE_CHECKING:
+    from kvsift.errors import InputError, KVSiftError, NothingSkipped
+    from kvsift.models.transformers import make_cache, register, sparse
+    from kvsift.runtime.budget import Budget
+    from kvsift.runtime.plan import Plan, Rule
+    from kvsift.runtime.spec import parse_plan
+
+_HOMES = {
+    "Budget": "kvsift.runtime.budget",
+    "InputError": "kvsift.errors",
+    "KVSiftError": "kvsift.errors",
+    "NothingSkipped": "kvsift.errors",
+    "Plan": "kvsift.runtime.plan",
+    "Rule": "kvsift.runtime.plan",
+    "make_cache": "kvsift.models.transformers",
+    "parse_plan": "kvsift.runtime.spec",
+    "register": "kvsift.models.transformers",
+    "sparse": "kvsift.models.transformers",
+}
+
+__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvsift' has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,305 @@
+"""kvsift inside a transformers model (5.17 to 5.23), without touching a modeling file.
+
+    with kvsift.sparse(model, "quest:budget=1024") as run:
+        model.generate(**inputs)
+    print(run.report())
+
+``sparse`` gives every fresh cache of the model kvsift layers. An explicit cache does the same for one conversation:
+``model.generate(..., past_key_values=kvsift.make_cache(model, "quest:budget=1024"))``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvsift.errors import InputError, NothingSkipped
+from kvsift.models.transformers_layer import Run, SparseLayer, UnsupportedModel, attention_forward, mask_forward
+from kvsift.runtime.plan import PHASES, Plan
+from kvsift.runtime.spec import parse_plan
+from kvsift.runtime.stats import RunStats
+
+NAME = "kvsift"
+CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache prefills everything again
+PlanSpec = str | Mapping[str, Any] | Plan | None
+
+
+def register() -> None:
+    """Make ``attn_implementation="kvsift"`` known to transformers; safe to repeat."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask_forward)
+
+
+class SparseRun(Run):
+    """A run as its user sees it: the plan, the counters and their report."""
+
+    def report(self) -> dict[str, Any]:
+        """Plan and counters, ready for JSON."""
+        return {"plan": str(self.plan), **self.stats.report()}
+
+    def check(self, strict: bool = False) -> None:
+        """Say so if a phase that should have been sparse read everything.
+
+        Raises:
+            NothingSkipped: instead of a warning, when ``strict``.
+        """
+        for phase in PHASES:
+            rule = self.plan.rule(phase)
+            if rule is None or rule.method.unbounded or not self.stats.skipped_nothing(phase):
+                continue
+            message = (
+                f"the plan {self.plan} skipped nothing in {phase}: every query saw its whole context. The context is "
+                "shorter than the budget, or every layer is in dense_layers."
+            )
+            if strict:
+                raise NothingSkipped(message)
+            warnings.warn(message, stacklevel=3)
+
+
+@contextmanager
+def sparse(
+    model: PreTrainedModel, plan: PlanSpec, *, strict: bool = False, probe_every: int = 16, reserve: int = 0
+) -> Iterator[SparseRun]:
+    """Run a transformers model under a plan: generate(), pipelines and plain forward calls alike.
+
+    Args:
+        model: a decoder whose attention goes through transformers' attention interface.
+        plan: for instance "quest:budget=1024"; see ``kvsift.runtime.spec``.
+        strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
+        probe_every: compare every so many sparse decode steps with exact attention; 0 never.
+        reserve: tokens the context is expected to reach; saves copies.
+
+    Yields:
+        The run, with ``.stats`` and ``.report()``.
+
+    Raises:
+        InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
+    """
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve)
+    adapter = Adapter.attach(model)
+    if adapter.run is not None:
+        raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
+    adapter.run = run
+    try:
+        yield run
+    finally:
+        adapter.run = None
+        adapter.detach()
+    run.check(strict)
+
+
+def make_cache(model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16, reserve: int = 0) -> SparseCache:
+    """A cache that runs ``model`` under a plan wherever it is passed as ``past_key_values``.
+
+    The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense.
+    """
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve)
+    Adapter.attach(model)
+    return SparseCache(model.config, run)
+
+
+class SparseCache(DynamicCache):
+    """A transformers cache whose full-attention layers are kvsift's; sliding and linear layers stay as they are."""
+
+    def __init__(self, config: Any, run: SparseRun) -> None:
+        super().__init__(config=config.get_text_config(decoder=True))
+        self.run = run
+        _take_layers(self, run)
+
+    @property
+    def stats(self) -> RunStats:
+        return self.run.stats
+
+    def replan(self, plan: PlanSpec) -> None:
+        """Go on with another plan over what is cached; counters start anew.
+
+        Raises:
+            InputError: if the plan needs another page size than the cache was built with.
+        """
+        self.run.plan = parse_plan(plan)
+        self.run.stats.clear()
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.replan(self.run.plan)
+
+
+class Adapter:
+    """What kvsift has put on a model: attention and mask functions, a hook before forward, a watch on generate."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.run: SparseRun | None = None
+        self.generating = self.prefilling = False
+        self._previous = model.config._attn_implementation
+        self._handle: Any = None
+
+    @classmethod
+    def attach(cls, model: PreTrainedModel) -> Adapter:
+        """The adapter of a model, put there if need be.
+
+        Raises:
+            UnsupportedModel: naming the architecture and the reason.
+        """
+        existing: Adapter | None = model.__dict__.get("_kvsift")
+        if existing is not None:
+            return existing
+        _refuse_unsupported(model)
+        adapter = cls(model)
+        register()
+        model.set_attn_implementation(NAME)
+        if model.config._attn_implementation != NAME:
+            raise UnsupportedModel(
+                f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot be "
+                "replaced."
+            )
+        adapter._handle = model.register_forward_pre_hook(adapter._before_forward, with_kwargs=True)
+        adapter._watch("generate", "generating")
+        adapter._watch("_prefill", "prefilling")
+        model.__dict__["_kvsift"] = adapter
+        try:
+            adapter._try_out()
+        except BaseException:
+            adapter.detach()
+            raise
+        return adapter
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self._handle.remove()
+        for name in ("generate", "_prefill", "_kvsift"):
+            self.model.__dict__.pop(name, None)
+        self.model.set_attn_implementation(self._previous)
+
+    def _watch(self, method: str, flag: str) -> None:
+        """Know when the model is inside one of its own methods: that tells prompt tokens from generated ones."""
+        original: Callable[..., Any] | None = getattr(self.model, method, None)
+        if original is None:
+            return
+
+        @wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if method == "generate":
+                self._refuse_generate(kwargs)
+            setattr(self, flag, True)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                setattr(self, flag, False)
+
+        self.model.__dict__[method] = watched
+
+    def _refuse_generate(self, kwargs: dict[str, Any]) -> None:
+        config, cache = kwargs.get("generation_config"), kwargs.get("past_key_values")
+        if self.run is not None and kwargs.get("cache_implementation") not in (None, "dynamic"):
+            raise InputError(
+                f"cache_implementation={kwargs['cache_implementation']!r} cannot hold kvsift's pages; leave it out."
+            )
+        chunked = kwargs.get("prefill_chunk_size") or getattr(config, "prefill_chunk_size", None)
+        version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+        if chunked and cache is not None and cache.get_seq_length() > 0 and version < CHUNK_BUG_FIXED:
+            raise InputError(
+                f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
+                "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
+            )
+
+    def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cache = kwargs.get("past_key_values")
+        if self.run is not None:
+            cache = kwargs["past_key_values"] = self._with_layers(cache)
+        runs = {layer.run for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)}
+        for run in runs:
+            run.decode_tokens = self._decode_tokens(cache, args, kwargs)
+        return args, kwargs
+
+    def _with_layers(self, cache: Cache | None) -> Cache:
+        assert self.run is not None
+        if cache is None:
+            return SparseCache(self.model.config, self.run)
+        if any(isinstance(layer, SparseLayer) for layer in cache.layers):
+            return cache
+        if type(cache) is not DynamicCache or cache.offloading:
+            raise InputError(f"a {type(cache).__name__} cannot hold kvsift's pages; pass a DynamicCache, or no cache.")
+        if cache.get_seq_length() > 0:
+            raise InputError(
+                "this cache was filled without kvsift. Start with an empty one, or with kvsift.make_cache(model, plan)."
+            )
+        if not cache.layers:  # made without a config: all layers alike, created on the go
+            cache.layers, cache.layer_class_to_replicate = SparseCache(self.model.config, self.run).layers, None
+        _take_layers(cache, self.run)
+        return cache
+
+    def _decode_tokens(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """How many tokens at the end of this forward pass are generated ones (drafts to verify included)."""
+        tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
+        num_new, past, kept = tokens.shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
+        drafts = kept - 1 if isinstance(kept, int) and kept > 0 else 0  # assisted decoding wants a logit per draft
+        if self.prefilling:
+            return 0
+        if past == 0:
+            return drafts if self.generating else 0
+        if num_new == 1:
+            return 1
+        if not self.generating:
+            return 0
+        return num_new if drafts in (0, num_new - 1) else drafts
+
+    def _try_out(self) -> None:
+        """One forward pass over two tokens, on a cache of its own: does every layer reach our attention?"""
+        run = SparseRun(Plan(), RunStats())
+        cache = SparseCache(self.model.config, run)
+        name = type(self.model).__name__
+        ours = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
+        if not ours:
+            raise UnsupportedModel(f"{name} has no full-attention layer; there is nothing for kvsift to make sparse.")
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{name} cannot run under kvsift: {error}") from None
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{name} cannot run under kvsift: a forward pass with its cache failed with {type(error).__name__}: "
+                f"{error}"
+            ) from error
+        finally:
+            self.model.train(training)
+        unused = [index for index in ours if (layer := cache.layers[index]).attention is None and not _shares_kv(layer)]
+        if unused:
+            raise UnsupportedModel(
+                f"{name} cannot run under kvsift: layers {unused} did not use the attention interface."
+            )
+
+
+def _shares_kv(layer: SparseLayer) -> bool:
+    return layer.columns == 0  # a layer that reads another layer's cache updates none of its own
+
+
+def _take_layers(cache: Cache, run: SparseRun) -> None:
+    cache.layers = [
+        SparseLayer(run, index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(cache.layers)
+    ]
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; kvsift runs decoders with causal self-attention.")
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedModel(
+            f"{name} caches a latent instead of keys (multi-head latent attention); kvsift needs keys and values."
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(
+            f"{name} does not use transformers' attention interface, so its attention cannot be replaced."
+        )

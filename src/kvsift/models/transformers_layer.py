@@ -1,0 +1,230 @@
+"""One attention layer inside a transformers model: the cache layer, the attention function and the mask function.
+
+Modeling code calls ``cache.update(k, v, layer)`` and hands the result to the attention function untouched. So
+``SparseLayer.update`` returns itself twice, and the attention function finds the whole paged store where a tensor
+used to be; no modeling file is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from kvsift.errors import InputError
+from kvsift.kernels.attention import attention_reference
+from kvsift.kernels.merge import with_sink_logit
+from kvsift.runtime.plan import Plan
+from kvsift.runtime.sequence import SparseAttention
+from kvsift.runtime.stats import RunStats
+from kvsift.types import Chunk, LayerShape
+
+
+class UnsupportedModel(InputError, AttributeError):
+    """A model whose attention cannot be taken over; says which and why."""
+
+
+class Run:
+    """What all layers of one run share: the plan, the counters, and which of the coming tokens are generated ones."""
+
+    def __init__(self, plan: Plan, stats: RunStats, reserve: int = 0) -> None:
+        self.plan = plan
+        self.stats = stats
+        self.reserve = reserve
+        self.decode_tokens = 0  # of the forward pass under way, at the end of each row
+
+
+class SparseLayer(CacheLayerMixin):
+    """A layer of a transformers cache that keeps its tokens in a paged store and answers attention itself.
+
+    transformers counts columns, padding included; the store holds real tokens only, so a left-padded row answers
+    as it does alone.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, run: Run, layer: int) -> None:
+        super().__init__()
+        self.run, self.layer = run, layer
+        self.columns = 0
+        self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
+        self.attention: SparseAttention | None = None
+        self._pending: tuple[Tensor, Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedModel(
+            f"this model's attention reads {name!r} of what its cache returned, so kvsift cannot stand in for the keys. "
+            "Models whose attention passes the cache's result straight to the attention function work."
+        )
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._pending = key_states, value_states
+        self.columns += key_states.shape[2]
+        return self, self
+
+    def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
+        """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim].
+
+        queries [batch, num_query_heads, num_new, head_dim]; mask bool [batch, 1, 1, columns], True is a real token.
+        """
+        if self._pending is None:
+            raise UnsupportedModel("attention was called twice for one cache update; kvsift cannot follow this model.")
+        keys, values = self._pending
+        self._pending = None
+        batch, _, num_new, _ = keys.shape
+        if self.attention is None:
+            self.attention = SparseAttention(shape, self.run.plan, batch, keys, self.run.stats, self.run.reserve)
+        new = self._new_valid(mask, batch, num_new)
+        if new is None:
+            return self.attention.attend(
+                Chunk(queries, keys, values, [num_new] * batch), min(self.run.decode_tokens, num_new), sink_logit
+            )
+        # Padding goes behind the real tokens for the store, and the answers back to their columns.
+        order = (~new).to(torch.int8).sort(dim=1, stable=True).indices.to(keys.device)  # [batch, num_new]
+        chunk = Chunk(*(_take(t, order) for t in (queries, keys, values)), new.sum(1).tolist())
+        packed = self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit)
+        return torch.zeros_like(packed).scatter_(2, order[:, None, :, None].expand_as(packed), packed)
+
+    def _new_valid(self, mask: Tensor | None, batch: int, num_new: int) -> Tensor | None:
+        """Which of the new columns are real tokens, None for all; remembers them."""
+        past = self.columns - num_new
+        if mask is None and self.valid is None:
+            return None
+        before = torch.ones(batch, past, dtype=torch.bool) if self.valid is None else self.valid
+        now = (
+            torch.ones(batch, self.columns, dtype=torch.bool) if mask is None else mask[:, 0, 0].expand(batch, -1).cpu()
+        )
+        if mask is not None and not torch.equal(now[:, :past], before):
+            raise InputError(
+                "the attention mask hides or shows tokens that were cached the other way. Pass the mask of the whole "
+                "sequence, as it was, with new columns at its end."
+            )
+        self.valid = torch.cat([before, now[:, past:]], 1)
+        new = now[:, past:]
+        return None if bool(new.all()) else new
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.columns, self.valid, self.attention, self._pending = 0, None, None, None
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove tokens from the end: -n removes n; a positive n keeps n (transformers 5.17 still calls it so)."""
+        amount = int(tokens_to_remove)
+        columns = min(amount, self.columns) if amount > 0 else self.columns + amount
+        if columns < 0:
+            raise InputError(f"cannot remove {-amount} tokens from a cache that holds {self.columns}.")
+        if self.attention is not None:
+            for row, length in enumerate(self._lengths(columns)):
+                self.attention.crop(row, length)
+        self.valid = None if self.valid is None else self.valid[:, :columns]
+        self.columns = columns
+
+    def _lengths(self, columns: int) -> list[int]:
+        assert self.attention is not None
+        if self.valid is None:
+            return [columns] * self.attention.store.num_rows
+        return [int(n) for n in self.valid[:, :columns].sum(1)]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.attention is None:
+            return
+        rows = torch.arange(self.attention.store.num_rows)[indices.cpu()]
+        self.attention.fork(rows.tolist())
+        self.valid = None if self.valid is None else self.valid[rows]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.attention is not None:
+            self.batch_select_indices(torch.arange(self.attention.store.num_rows).repeat_interleave(repeats))
+
+    def offload(self) -> None:
+        raise InputError("kvsift keeps KV on the device; a cache with offloading=True cannot hold its layers.")
+
+    prefetch = offload
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function registered as "kvsift": sparse for our cache layers, exact dense for everything else."""
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise InputError("kvsift is for inference: call the model under torch.inference_mode() or torch.no_grad().")
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    if isinstance(key, SparseLayer):
+        assert key._pending is not None
+        shape = LayerShape(key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3], scale, softcap)
+        output = key.attend(shape, query, attention_mask, s_aux)
+    else:
+        output = _attend_tensors(query, key, value, attention_mask, scale, softcap, s_aux)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def mask_forward(
+    *, attention_mask: Tensor | None, mask_function: Any, local_size: int | None = None, **kwargs: Any
+) -> Tensor | None:
+    """Full layers: None, or bool [batch, 1, 1, columns] where there is padding. Local layers: their usual 4-D mask."""
+    if local_size is not None:
+        kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, local_size=local_size, **kwargs)
+    if mask_function is not causal_mask_function:
+        raise InputError(
+            "this input needs attention that is not plainly causal (images seen both ways, or packed sequences); "
+            "kvsift answers causal attention only. Pass one sequence per row, text only."
+        )
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask[:, None, None, : kwargs["kv_length"]].bool()
+
+
+def _attend_tensors(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
+    sink_logit: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Dense attention over plain tensors: local layers, and models run without a kvsift cache."""
+    num_new, num_keys = query.shape[2], key.shape[2]
+    visible = mask
+    if mask is None or mask.shape[2] == 1 < num_new:
+        causal = torch.ones(num_new, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_new)
+        visible = causal if mask is None else causal & mask
+    if softcap is None and sink_logit is None:
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (t.repeat_interleave(groups, 1) for t in (key, value))
+        out = torch.nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=scale)
+        return torch.nan_to_num(out)  # rows that are padding see nothing
+    part = attention_reference(query, key, value, scale, mask=visible, softcap=softcap)
+    return (part if sink_logit is None else with_sink_logit(part, sink_logit)).output
+
+
+def _take(tensor: Tensor, order: Tensor) -> Tensor:
+    return tensor.gather(2, order[:, None, :, None].expand_as(tensor))
