@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM
+    from kvsift.engine.sampling import Sampling
     from kvsift.errors import InputError, KVSiftError, NothingSkipped
     from kvsift.models.transformers import make_cache, register, sparse
     from kvsift.runtime.budget import Budget
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "Budget": "kvsift.runtime.budget",
     "InputError": "kvsift.errors",
+    "LLM": "kvsift.engine.llm",
+    "Sampling": "kvsift.engine.sampling",
     "KVSiftError": "kvsift.errors",
     "NothingSkipped": "kvsift.errors",
     "Plan": "kvsift.runtime.plan",
@@ -36,7 +40,7 @@ _HOMES = {
     "sparse": "kvsift.models.transformers",
 }
 
-__all__ = [*_HOMES, "__version__"]  # noqa: PLE0604
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,7 @@ def attention(
     """
     if keys.shape[2] == 0:
         return nothing(queries)
-    if softcap is None and _fused_runs(queries, keys, causal):
+    if softcap is None and fused_runs(queries, keys, causal):
         return _fused(queries, keys, values, scale, causal)
     mask = None
     if causal:
@@ -107,7 +107,7 @@ def _blank(tensor: Tensor, hidden: Tensor | None) -> Tensor:
     return tensor if hidden is None else tensor.masked_fill(hidden, 0.0)
 
 
-def _fused_runs(queries: Tensor, keys: Tensor, causal: bool) -> bool:
+def fused_runs(queries: Tensor, keys: Tensor, causal: bool) -> bool:
     if causal and queries.shape[2] != keys.shape[2]:
         return False
     if queries.is_cuda:

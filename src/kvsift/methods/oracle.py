@@ -7,9 +7,11 @@ which is what a perfect page summary would choose.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsift.methods.base import Phase, ScoringMethod
 from kvsift.methods.pages import check_page_size
@@ -52,7 +54,8 @@ class OraclePages(ScoringMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
         logits = exact_logits(shape, queries, reader.keys()[:, candidates.tokens])
-        return logits.unflatten(-1, (candidates.count, self.page_size)).amax(-1)
+        missing = candidates.count * self.page_size - logits.shape[-1]  # window=0: the page being filled competes
+        return pad(logits, (0, missing), value=-inf).unflatten(-1, (candidates.count, self.page_size)).amax(-1)
 
 
 def exact_logits(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:

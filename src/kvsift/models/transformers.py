@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import wraps
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from transformers.cache_utils import DynamicLayer
 
 from kvsift.errors import InputError, NothingSkipped
+from kvsift.methods.base import Phase
 from kvsift.models.transformers_layer import Run, SparseLayer, UnsupportedModel, attention_forward, mask_forward
 from kvsift.runtime.plan import PHASES, Plan
 from kvsift.runtime.spec import parse_plan
@@ -106,24 +108,52 @@ def make_cache(model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16,
     return SparseCache(model.config, run)
 
 
+@contextmanager
+def feeding(model: PreTrainedModel, phase: Phase) -> Iterator[None]:
+    """Forward calls in this block carry tokens of one phase, however many come at once."""
+    adapter = Adapter.attach(model)
+    adapter.feeding = phase
+    try:
+        yield
+    finally:
+        adapter.feeding = None
+
+
 class SparseCache(DynamicCache):
     """A transformers cache whose full-attention layers are kvsift's; sliding and linear layers stay as they are."""
 
     def __init__(self, config: Any, run: SparseRun) -> None:
         super().__init__(config=config.get_text_config(decoder=True))
         self.run = run
+        self._mark: tuple[int, dict[int, Any]] = (0, {})
         _take_layers(self, run)
 
     @property
     def stats(self) -> RunStats:
         return self.run.stats
 
-    def replan(self, plan: PlanSpec) -> None:
-        """Go on with another plan over what is cached; counters start anew.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys, values and summaries."""
+        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return sum(attention.store.num_bytes for attention in layers if attention is not None)
 
-        Raises:
-            InputError: if the plan needs another page size than the cache was built with.
-        """
+    def mark(self) -> None:
+        """Remember this point for ``rewind``. Sliding and linear layers, which forget, are copied; they are small."""
+        others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
+        self._mark = self.get_seq_length(), others
+
+    def rewind(self) -> None:
+        """Go back to the marked point; what was cached after it is forgotten."""
+        columns, others = self._mark
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.crop(columns - layer.columns)
+            else:
+                self.layers[index] = deepcopy(others[index])
+
+    def replan(self, plan: PlanSpec) -> None:
+        """Go on with another plan over what is cached; counters start anew."""
         self.run.plan = parse_plan(plan)
         self.run.stats.clear()
         for layer in self.layers:
@@ -138,6 +168,7 @@ class Adapter:
         self.model = model
         self.run: SparseRun | None = None
         self.generating = self.prefilling = False
+        self.feeding: Phase | None = None
         self._previous = model.config._attn_implementation
         self._handle: Any = None
 
@@ -241,6 +272,8 @@ class Adapter:
         tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
         num_new, past, kept = tokens.shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
         drafts = kept - 1 if isinstance(kept, int) and kept > 0 else 0  # assisted decoding wants a logit per draft
+        if self.feeding is not None:
+            return num_new if self.feeding == "decode" else 0
         if self.prefilling:
             return 0
         if past == 0:
@@ -274,15 +307,12 @@ class Adapter:
             ) from error
         finally:
             self.model.train(training)
-        unused = [index for index in ours if (layer := cache.layers[index]).attention is None and not _shares_kv(layer)]
+        # a layer that reads another layer's cache updates none of its own
+        unused = [index for index in ours if cache.layers[index].attention is None and cache.layers[index].columns]
         if unused:
             raise UnsupportedModel(
                 f"{name} cannot run under kvsift: layers {unused} did not use the attention interface."
             )
-
-
-def _shares_kv(layer: SparseLayer) -> bool:
-    return layer.columns == 0  # a layer that reads another layer's cache updates none of its own
 
 
 def _take_layers(cache: Cache, run: SparseRun) -> None:

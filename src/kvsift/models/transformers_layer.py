@@ -58,8 +58,8 @@ class SparseLayer(CacheLayerMixin):
 
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedModel(
-            f"this model's attention reads {name!r} of what its cache returned, so kvsift cannot stand in for the keys. "
-            "Models whose attention passes the cache's result straight to the attention function work."
+            f"this model's attention reads {name!r} of what its cache returned, so kvsift cannot stand in for the "
+            "keys. Models whose attention passes the cache's result straight to the attention function work."
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -92,7 +92,7 @@ class SparseLayer(CacheLayerMixin):
             )
         # Padding goes behind the real tokens for the store, and the answers back to their columns.
         order = (~new).to(torch.int8).sort(dim=1, stable=True).indices.to(keys.device)  # [batch, num_new]
-        chunk = Chunk(*(_take(t, order) for t in (queries, keys, values)), new.sum(1).tolist())
+        chunk = Chunk(_take(queries, order), _take(keys, order), _take(values, order), new.sum(1).tolist())
         packed = self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit)
         return torch.zeros_like(packed).scatter_(2, order[:, None, :, None].expand_as(packed), packed)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.placement.pages import PageTable
 from kvsift.types import LayerShape
@@ -46,13 +45,13 @@ class DeviceStore:
         self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
         self.values = torch.empty_like(self.keys)
         self.summaries: dict[str, Tensor] = {}  # kind -> [num_kv_heads, num_pages, width]
-        for kind in summaries:
-            self.add_summary(kind)
+        self.repage(page_size, summaries)
 
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
 
+    @torch.inference_mode()  # pools outlive the block they were made in
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         """Write new tokens of one row, [num_kv_heads, num_new, head_dim], and re-summarise the pages they touch."""
         start, stop = self.lengths[row], self.lengths[row] + keys.shape[1]
@@ -70,29 +69,25 @@ class DeviceStore:
         """What one sequence holds, in logical order."""
         return RowReader(self, row)
 
-    def use(self, page_size: int, kinds: Iterable[str]) -> None:
-        """Maintain kinds of summary from now on, built for what is stored already.
-
-        Raises:
-            InputError: if they are wanted for another page size.
-        """
+    @torch.inference_mode()
+    def repage(self, page_size: int, summaries: Iterable[str]) -> None:
+        """Maintain these summaries from now on, on pages of this size; copies the store if the size changes."""
         if page_size != self.page_size:
-            raise InputError(
-                f"this cache was built with pages of {self.page_size} tokens; a plan with page_size={page_size} needs "
-                "a cache of its own."
-            )
-        for kind in kinds:
-            self.add_summary(kind)
+            other = DeviceStore(self.shape, self.num_rows, page_size, self.keys, summaries, self.reserve)
+            for row in range(self.num_rows):
+                other.append(row, self.row(row).keys(), self.row(row).values())
+            self.__dict__.update(other.__dict__)
+        for kind in summaries:
+            if kind not in self.summaries:
+                self._add_summary(kind)
 
-    def add_summary(self, kind: str) -> None:
-        """Maintain one kind from now on, built for what is stored already."""
-        if kind in self.summaries:
-            return
+    def _add_summary(self, kind: str) -> None:
         width = SUMMARIES[kind].width(self.shape.head_dim)
         self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], width)
         for row in range(self.num_rows):
             self._summarise(row, 0, [kind])
 
+    @torch.inference_mode()
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
         if length >= self.lengths[row]:
@@ -102,6 +97,7 @@ class DeviceStore:
         self._own_partial_page(row)
         self._summarise(row, length // self.page_size, self.summaries)
 
+    @torch.inference_mode()
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``; full pages are shared, the page being filled is copied."""
         self.table.fork(sources)

@@ -92,6 +92,8 @@ class Budget:
     def units(self, start: int, stop: int, unit_size: int) -> int:
         """How many units queries at positions start to stop may select."""
         sinks_stop, window_start = self.always(start, unit_size)
+        if self.limit(stop) >= stop:  # with window=0 the unit being filled is a candidate, and none may be left out
+            return (window_start - sinks_stop) // unit_size
         room = self.limit(stop) - sinks_stop - max(stop - window_start, 0)
         return max(room // unit_size, 1 if self.tokens is None else 0)
 

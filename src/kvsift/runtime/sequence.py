@@ -71,12 +71,8 @@ class SparseAttention:
         return output
 
     def replan(self, plan: Plan) -> None:
-        """Go on with another plan over what is stored. Methods that remember start from the stored keys.
-
-        Raises:
-            InputError: if the plan's summaries need another page size than the store has.
-        """
-        self.store.use(plan.page_size if plan.summaries else self.store.page_size, plan.summaries)
+        """Go on with another plan over what is stored. Methods that remember start from the stored keys."""
+        self.store.repage(plan.page_size, plan.summaries)
         self.plan = plan
         self._states = self._new_states(plan, self.store.num_rows)
         for row in range(self.store.num_rows):

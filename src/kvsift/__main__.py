@@ -1,0 +1,5 @@
+"""``python -m kvsift`` is ``kvsift``."""
+
+from kvsift.cli.main import main
+
+main()

@@ -1,0 +1,70 @@
+"""kvsift doctor: what is installed, what this machine has, and which path will run."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvsift.cli import options as o
+
+PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+
+
+def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
+    """Report versions, device and memory, and which path each kind of attention takes here."""
+    facts = {"versions": _versions(), **_machine(device)}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", "", show_header=False)
+    for group, values in facts.items():
+        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
+            table.add_row(f"{group} {key}".strip(), str(value))
+    Console().print(table)
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine(name: str) -> dict[str, Any]:
+    import torch
+
+    from kvsift.engine.memory import GIB, available_bytes
+    from kvsift.kernels.attention import fused_runs
+    from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
+
+    device = choose_device(name)
+    embedded = ModelDirectory.check(None)
+    dtype = choose_dtype("auto", device, embedded.config)
+    available = available_bytes(device)
+    sample = torch.zeros(1, 1, 1, 64, dtype=dtype, device=device)
+    fused = fused_runs(sample, sample, causal=False)
+    return {
+        "device": {
+            "chosen": str(device),
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+            "memory": "unknown" if available is None else f"{available / GIB:.1f} GiB available",
+            "threads": torch.get_num_threads(),
+            "fast bfloat16": cpu_has_fast_bf16() if device.type == "cpu" else True,
+        },
+        "path": {
+            "dense attention": "torch's fused kernel" if fused else "plain torch, in float32",
+            "soft-capped attention": "plain torch, in float32",
+            "page scores": "one torch matrix product per layer",
+            "selected pages": "gathered, then as dense attention",
+        },
+        "embedded model": {"path": str(embedded.path), "dtype here": str(dtype).removeprefix("torch.")},
+    }

@@ -1,0 +1,82 @@
+"""How much memory a run will need, before anything is loaded."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+from kvsift.errors import InputError
+from kvsift.models.transformers_load import ModelDirectory
+
+GIB = 1 << 30
+SUMMARY_SHARE = 1 / 16  # page summaries beside the keys and values they describe, at page size 16
+RUNTIME_BYTES = GIB // 2  # torch, transformers and the interpreter
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that can still be had on a device; None if nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = [_meminfo(), _cgroup()]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory used so far: the process on a CPU, torch's allocations on a GPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def predict_bytes(
+    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int
+) -> int:
+    """What a run over ``num_tokens`` will hold at its peak: weights, KV, summaries, one chunk's activations."""
+    config = directory.config
+    stored = getattr(config, "dtype", None)
+    weights = directory.num_weight_bytes * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
+    kv = directory.kv_bytes_per_token(dtype) * num_tokens
+    width = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
+    activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
+    runtime = RUNTIME_BYTES if device.type == "cpu" else 0
+    return int(weights + kv * (1 + SUMMARY_SHARE) + activations + runtime)
+
+
+def require_memory(
+    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int
+) -> None:
+    """Refuse a run that cannot fit.
+
+    Raises:
+        InputError: with what it would take, what there is, and what would help.
+    """
+    need, have = predict_bytes(directory, device, dtype, num_tokens, chunk_size), available_bytes(device)
+    if have is None or need <= have:
+        return
+    kv = directory.kv_bytes_per_token(dtype) * num_tokens
+    raise InputError(
+        f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
+        f"on disk, {kv / GIB:.1f} GiB of KV for {num_tokens} tokens in {str(dtype).removeprefix('torch.')}), and "
+        f"{have / GIB:.1f} GiB can be had. Shorten the context, take a smaller model"
+        + (", or use --dtype bfloat16." if dtype == torch.float32 else ".")
+    )
+
+
+def _meminfo() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+def _cgroup() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup, or "max": no limit
+        return None

@@ -1,0 +1,59 @@
+"""What a run gives back: the text, and the proof of how it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """Generated text with its times and counters.
+
+    Attributes:
+        text: what was generated, stop excluded.
+        token_ids: the generated tokens.
+        prompt_tokens: tokens before them, document included.
+        new_prompt_tokens: those that were not cached yet.
+        ttft_s: seconds from submitting to the first token.
+        itl_s: seconds between output tokens after the first; probing is not in them.
+        stats: counters by phase and layer (``RunStats.report``).
+        plan: the plan as it was resolved.
+        kv_bytes: held by keys, values and summaries at the end.
+        peak_memory_bytes: the most memory so far.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_tokens: int
+    new_prompt_tokens: int
+    ttft_s: float
+    itl_s: list[float]
+    plan: str
+    kv_bytes: int
+    peak_memory_bytes: int
+    stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per output token after the first; None if there was only one."""
+        return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
+
+    def decode(self, key: str) -> Any:
+        """One of the decode counters: density, visible_tokens, kv_bytes_read, recovery, ..."""
+        return self.stats["phases"]["decode"][key]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        keys = ("visible_tokens", "density", "kv_bytes_read", "kv_bytes_dense", "recall", "recovery", "select_s")
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "new_prompt_tokens": self.new_prompt_tokens,
+            "ttft_s": self.ttft_s,
+            "tpot_s": self.tpot_s,
+            **{key: self.decode(key) for key in keys},
+            "kv_bytes": self.kv_bytes,
+            "peak_memory_bytes": self.peak_memory_bytes,
+        }

@@ -1,0 +1,45 @@
+"""Choosing the next token from its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen.
+
+    Attributes:
+        temperature: 0 is greedy; higher is more random.
+        top_p: only the most likely tokens that together reach this probability are drawn from.
+        seed: of the draw, on its own generator.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or more.")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p} must be greater than 0 and at most 1.")
+
+    def chooser(self, device: torch.device) -> Callable[[Tensor], int]:
+        """A function from logits [vocabulary] to a token id; each has its own stream of random numbers."""
+        generator = torch.Generator(device).manual_seed(self.seed)
+
+        def choose(logits: Tensor) -> int:
+            if self.temperature == 0:
+                return int(logits.argmax())
+            order = (logits.float() / self.temperature).softmax(-1).sort(descending=True)
+            kept = order.values.masked_fill(order.values.cumsum(-1) - order.values >= self.top_p, 0.0)
+            return int(order.indices[kept.multinomial(1, generator=generator)])
+
+        return choose
