@@ -115,8 +115,8 @@ class KVReader(Protocol):
     def length(self) -> int:
         """Tokens cached so far."""
 
-    def keys(self) -> Tensor:
-        """[num_kv_heads, length, head_dim]"""
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
 
     def summary(self, kind: str, units: slice) -> Tensor:
         """[num_kv_heads, len(units), width] packed summary rows of complete pages (``kernels.page_summary``)."""

@@ -8,6 +8,7 @@ import typer
 
 from kvsift import __version__
 from kvsift.cli.ask import ask
+from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (ask, generate, quality, methods, doctor):
+for command in (demo, ask, generate, quality, methods, doctor):
     app.command()(command)
 
 

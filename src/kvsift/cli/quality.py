@@ -1,4 +1,39 @@
-"""kvsift quality: exact match of plans on retrieval tasks; placeholder until the tasks land."""
+"""kvsift quality: which plan still answers, at which budget."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsift.cli import options as o
 
 
-def quality() -> None: ...
+def quality(
+    recipe: Annotated[Path, typer.Option("--recipe", help="TOML file: tasks, length, plans, budgets.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write the result, all samples in it, here.")] = None,
+    workers: Annotated[int, typer.Option("--workers", min=1, help="Contexts in parallel, a process each.")] = 1,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Measure exact match of plans on retrieval tasks, at equal budgets, on the same prefilled contexts."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from kvsift.errors import InputError
+    from kvsift.eval.quality import Recipe, run
+    from kvsift.eval.report import quality_table
+
+    loaded = Recipe.load(recipe)
+    if out is not None and not out.parent.is_dir():
+        raise InputError(f"--out {out}: the directory {out.parent} does not exist.")
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("contexts", total=len(loaded.jobs()))
+        result = run(loaded, workers, lambda done, total: bar.update(task, completed=done, total=total))
+    text = json.dumps(result, indent=1)
+    if out is not None:
+        partial = out.with_name(out.name + ".partial")
+        partial.write_text(text + "\n")
+        partial.replace(out)
+    print(text if as_json else quality_table(result))

@@ -171,13 +171,16 @@ class RowReader:
     def length(self) -> int:
         return self._store.lengths[self._row]
 
-    def keys(self) -> Tensor:
-        """[num_kv_heads, length, head_dim]"""
-        return self._store.keys.flatten(1, 2)[:, self._store._slots(self._row, 0, self.length)]
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self._store.keys.flatten(1, 2)[:, self._slots(start, stop)]
 
-    def values(self) -> Tensor:
-        """[num_kv_heads, length, head_dim]"""
-        return self._store.values.flatten(1, 2)[:, self._store._slots(self._row, 0, self.length)]
+    def values(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self._store.values.flatten(1, 2)[:, self._slots(start, stop)]
+
+    def _slots(self, start: int, stop: int | None) -> slice | Tensor:
+        return self._store._slots(self._row, start, self.length if stop is None else stop)
 
     def summary(self, kind: str, units: slice) -> Tensor:
         """[num_kv_heads, len(units), width]"""

@@ -35,8 +35,14 @@ class PageTable:
 
     def shrink(self, row: int, num_pages: int) -> None:
         """Take pages back until ``row`` owns ``num_pages``."""
-        while len(self.rows[row]) > num_pages:
-            self._release(self.rows[row].pop())
+        owned, spare = self.rows[row], self._spare[row]
+        while len(owned) > num_pages:
+            page = owned.pop()
+            if not self.is_shared(page) and spare and spare[0] == page + 1:
+                self._references[page] = 0
+                spare.insert(0, page)  # the row grows back into the same pages
+            else:
+                self._release(page)
         self._consecutive[row] = _are_consecutive(self.rows[row])
 
     def is_shared(self, page: int) -> bool:

@@ -24,8 +24,8 @@ class Segment(NamedTuple):
 
 def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
     """Every query over everything up to itself."""
-    keys, values = reader.keys().unsqueeze(0), reader.values().unsqueeze(0)  # [1, num_kv_heads, length, head_dim]
-    return _past_and_own(shape, segment, keys[:, :, : segment.stop], values[:, :, : segment.stop])
+    keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
+    return _past_and_own(shape, segment, keys, values)  # [1, num_kv_heads, stop, head_dim]
 
 
 def attend_spans(
@@ -33,17 +33,16 @@ def attend_spans(
 ) -> tuple[Part, int | Tensor]:
     """Sinks, the tokens from ``window_start`` on and the segment's own past, and how many tokens that is, summed
     over queries. With ``slides`` a later query of the segment sees a window that has moved along."""
-    window = slice(min(window_start, segment.stop), segment.stop)
+    window = min(window_start, segment.stop), segment.stop
     keys, values = (
-        torch.cat([tokens[:, :sinks_stop], tokens[:, window]], 1).unsqueeze(0)
-        for tokens in (reader.keys(), reader.values())
+        torch.cat([read(0, sinks_stop), read(*window)], 1).unsqueeze(0) for read in (reader.keys, reader.values)
     )
     num_queries = segment.stop - segment.start
-    positions = torch.arange(segment.start, segment.stop, device=keys.device)
     if window_start > segment.start:  # nothing recent is forced
         return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap), sinks_stop * num_queries
     if slides and num_queries > 1:
-        key_positions = torch.cat([torch.arange(sinks_stop), torch.arange(window.start, window.stop)]).to(keys.device)
+        positions = torch.arange(segment.start, segment.stop, device=keys.device)
+        key_positions = torch.cat([torch.arange(sinks_stop), torch.arange(*window)]).to(keys.device)
         oldest = positions - (segment.start - window_start)
         mask = (key_positions <= positions.unsqueeze(1)) & (
             (key_positions >= oldest.unsqueeze(1)) | (key_positions < sinks_stop)

@@ -198,9 +198,9 @@ class CountedReader:
     def length(self) -> int:
         return self._reader.length
 
-    def keys(self) -> Tensor:
-        """[num_kv_heads, length, head_dim]"""
-        return self._counted(self._reader.keys())
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self._counted(self._reader.keys(start, stop))
 
     def summary(self, kind: str, units: slice) -> Tensor:
         """[num_kv_heads, len(units), width]"""

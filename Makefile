@@ -1,0 +1,46 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := 5.17.0
+COMPAT := .compat/transformers-$(OLDEST)
+TEST_WORKERS ?= 2
+
+.PHONY: demo test lint docs clean
+
+demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
+	$(BIN)/kvsift demo
+
+test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the adapter on the oldest transformers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/models tests/engine
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/installed  ## render the generated tables into README and docs
+	$(BIN)/python scripts/render_docs.py
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvsift needs Python 3.11 or newer; name one with make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python pyproject.toml scripts/install-torch
+	scripts/install-torch $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(COMPAT)/installed: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT) "transformers==$(OLDEST)" \
+	  "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .compat .pytest_cache .hypothesis .mypy_cache .ruff_cache

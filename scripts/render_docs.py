@@ -1,0 +1,71 @@
+"""Render what README and docs show but code and results know: tables and examples. ``--check`` only compares."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from kvsift.cli.methods import budget_knobs, method_rows
+from kvsift.eval.report import quality_table
+
+ROOT = Path(__file__).parent.parent
+
+
+def method_table() -> str:
+    """The catalogue as Markdown."""
+    lines = ["| method | chooses | phases | knobs | source |", "|---|---|---|---|---|"]
+    for row in method_rows():
+        knobs = ", ".join(f"`{key}={value}`" for key, value in row["knobs"].items())
+        lines.append(f"| `{row['name']}` | {row['summary']} | {', '.join(row['phases'])} | {knobs} | {row['source']} |")
+    common = ", ".join(f"`{key}={value}`" for key, value in budget_knobs().items())
+    return "\n".join(lines) + f"\n\nEvery method but `dense` also takes {common}."
+
+
+def quality() -> str:
+    """The quality table of the shipped result."""
+    path = ROOT / "results" / "selection-32k.json"
+    result = json.loads(path.read_text())
+    made = f"{result['machine']}, commit {result['commit'][:10]}, torch {result['versions']['torch']}"
+    return f"{quality_table(result)}\n\n`results/{path.name}`: {made}."
+
+
+def example() -> str:
+    """The example of adding-a-method.md."""
+    return f"```python\n{(ROOT / 'examples' / 'page_mean.py').read_text()}```"
+
+
+BLOCKS = {
+    "README.md": {"methods": method_table},
+    "docs/methods.md": {"methods": method_table},
+    "docs/quality.md": {"quality": quality},
+    "docs/adding-a-method.md": {"example": example},
+}
+
+
+def rendered(text: str, name: str, content: str) -> str:
+    """``text`` with what stands between the markers of ``name`` replaced."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if begin not in text or end not in text:
+        raise SystemExit(f"the markers {begin} and {end} are missing")
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{content}\n{end}", text, flags=re.DOTALL)
+
+
+def main() -> None:
+    stale = []
+    for file, blocks in BLOCKS.items():
+        path = ROOT / file
+        before = after = path.read_text()
+        for name, render in blocks.items():
+            after = rendered(after, name, render())
+        if after != before:
+            stale.append(file)
+            if "--check" not in sys.argv:
+                path.write_text(after)
+    if stale and "--check" in sys.argv:
+        raise SystemExit(f"stale: {', '.join(stale)}; run make docs")
+
+
+if __name__ == "__main__":
+    main()
