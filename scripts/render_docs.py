@@ -6,9 +6,10 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from kvsift.cli.methods import budget_knobs, method_rows
-from kvsift.eval.report import quality_table
+from kvsift.eval.report import budget_table, quality_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -23,12 +24,32 @@ def method_table() -> str:
     return "\n".join(lines) + f"\n\nEvery method but `dense` also takes {common}."
 
 
+RESULT = ROOT / "results" / "selection-32k.json"
+HEADLINE_BUDGET = 512
+
+
 def quality() -> str:
-    """The quality table of the shipped result."""
-    path = ROOT / "results" / "selection-32k.json"
-    result = json.loads(path.read_text())
-    made = f"{result['machine']}, commit {result['commit'][:10]}, torch {result['versions']['torch']}"
-    return f"{quality_table(result)}\n\n`results/{path.name}`: {made}."
+    """Every cell of the shipped quality result."""
+    return f"{quality_table(_result())}\n\n{_made()}"
+
+
+def headline() -> str:
+    """The quality result at one budget."""
+    return f"{budget_table(_result(), HEADLINE_BUDGET)}\n\n{_made()}"
+
+
+def _result() -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(RESULT.read_text())
+    return result
+
+
+def _made() -> str:
+    result = _result()
+    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
+    return (
+        f"Exact match at {result['recipe']['length']:,} tokens on the embedded model; "
+        f"`results/{RESULT.name}`: {result['machine']}, {versions}, commit {result['commit'][:10]}."
+    )
 
 
 def example() -> str:
@@ -37,7 +58,7 @@ def example() -> str:
 
 
 BLOCKS = {
-    "README.md": {"methods": method_table},
+    "README.md": {"methods": method_table, "results": headline},
     "docs/methods.md": {"methods": method_table},
     "docs/quality.md": {"quality": quality},
     "docs/adding-a-method.md": {"example": example},

@@ -37,11 +37,14 @@ def read_text(path: Path, what: str) -> str:
     Raises:
         InputError: if it is missing, empty, a directory, or not text.
     """
-    if not path.exists():
-        raise InputError(f"the {what} file {path} does not exist.")
-    if not path.is_file():
-        raise InputError(f"the {what} {path} is not a file.")
-    data = path.read_bytes()
+    try:
+        if not path.exists():
+            raise InputError(f"the {what} file {path} does not exist.")
+        if not path.is_file():
+            raise InputError(f"the {what} {path} is not a file.")
+        data = path.read_bytes()
+    except OSError as error:  # no permission, or a text where its file's name belongs
+        raise InputError(f"the {what} file {_shortened(path)} cannot be read: {error.strerror}.") from None
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -54,6 +57,10 @@ def read_text(path: Path, what: str) -> str:
     if not text.strip():
         raise InputError(f"the {what} file {path} is empty.")
     return text
+
+
+def _shortened(path: Path) -> str:
+    return name if len(name := str(path)) <= 80 else name[:80] + "..."
 
 
 def read_plan(text: str) -> str | dict[str, Any]:

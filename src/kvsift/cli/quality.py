@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,12 +29,20 @@ def quality(
     loaded = Recipe.load(recipe)
     if out is not None and not out.parent.is_dir():
         raise InputError(f"--out {out}: the directory {out.parent} does not exist.")
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise InputError(f"--out {out}: no file can be written there.")
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("contexts", total=len(loaded.jobs()))
         result = run(loaded, workers, lambda done, total: bar.update(task, completed=done, total=total))
-    text = json.dumps(result, indent=1)
+    text = _one_sample_per_line(result)
     if out is not None:
         partial = out.with_name(out.name + ".partial")
         partial.write_text(text + "\n")
         partial.replace(out)
     print(text if as_json else quality_table(result))
+
+
+def _one_sample_per_line(result: dict[str, Any]) -> str:
+    head = json.dumps({key: value for key, value in result.items() if key != "samples"}, indent=1)
+    samples = ",\n".join(json.dumps(sample) for sample in result["samples"])
+    return f'{head[:-2]},\n "samples": [\n{samples}\n]}}'

@@ -20,11 +20,11 @@ from kvsift.engine.memory import peak_bytes, require_memory
 from kvsift.engine.prompt import STOP, prompt
 from kvsift.engine.result import Answer
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError
+from kvsift.errors import InputError, unknown
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
-from kvsift.runtime.plan import Plan
+from kvsift.runtime.plan import PHASES, Plan
 from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
@@ -58,6 +58,8 @@ class LLM:
     ) -> None:
         if chunk_size < 1:
             raise InputError(f"chunk_size={chunk_size} must be 1 or more.")
+        if probe_every < 0:
+            raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
         self.plan: Plan = parse_plan(plan)
         self.directory = ModelDirectory.check(model)
         self.device = choose_device(device)
@@ -73,18 +75,32 @@ class LLM:
             self._model = self.directory.load(self.device, self.dtype)
         return self._model
 
-    def check_length(self, num_tokens: int, max_new_tokens: int) -> None:
-        """Refuse what the model has no positions or this machine no memory for.
+    def load(self) -> float:
+        """Load the weights if that has not happened yet; the seconds it took, which are no part of any answer."""
+        started = perf_counter()
+        _ = self.model
+        return perf_counter() - started
+
+    def check(self, ids: list[int], max_new_tokens: int) -> None:
+        """Refuse a prompt that the model has no embeddings or positions, or this machine no memory for.
 
         Raises:
             InputError: before the weights are loaded.
         """
-        positions, total = self.directory.max_positions, num_tokens + max_new_tokens
-        if positions is not None and total > positions:
-            name, room = self.directory.path.name, positions - max_new_tokens
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
+        name, vocabulary = self.directory.path.name, getattr(self.directory.config, "vocab_size", None)
+        if vocabulary is not None and max(ids, default=0) >= vocabulary:
             raise InputError(
-                f"the prompt has {num_tokens} tokens and {max_new_tokens} more are to come, but {name} was made for "
-                f"{positions} positions. Cut the context to {room} tokens, or use a model made for longer ones."
+                f"the tokenizer of {name} gives token {max(ids)}, but the model has a vocabulary of {vocabulary}. They "
+                "do not belong together."
+            )
+        positions, total = self.directory.max_positions, len(ids) + max_new_tokens
+        if positions is not None and total > positions:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens and {max_new_tokens} more are to come, but {name} was made for "
+                f"{positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use a "
+                "model made for longer ones."
             )
         if self._model is None:
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size)
@@ -125,10 +141,11 @@ class LLM:
             on_text: called with every new piece of text.
         """
         started = perf_counter()
-        ids = self.tokenizer(text)["input_ids"]
-        if not ids:
+        ids = self.tokenizer(text, verbose=False)["input_ids"]
+        if not text or not ids:
             raise InputError("the prompt is empty.")
-        self.check_length(len(ids), max_new_tokens)
+        self.check(ids, max_new_tokens)
+        started += self.load()
         cache = self.new_cache(self.plan if plan is None else parse_plan(plan), len(ids) + max_new_tokens)
         self.prefill(cache, ids[:-1], progress)
         return self.decode(cache, ids, started, max_new_tokens, sampling, stop, on_text)
@@ -185,13 +202,16 @@ class LLM:
             found = text.find(stop, len(text) - len(text.lstrip())) if stop and text.strip() else -1
             if found >= 0:
                 text = text[:found]
-            if on_text is not None and not text.endswith("\ufffd"):
-                on_text(text[len(shown) :])
-                shown = text
             if found >= 0 or len(new_ids) >= max_new_tokens:
                 break
+            ready = text[: len(text) - _undecided(text, stop)]
+            if on_text is not None and len(ready) > len(shown):
+                on_text(ready[len(shown) :])
+                shown = ready
             step = torch.tensor([[token]], device=self.device)
             logits = self.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        if on_text is not None and len(text) > len(shown):
+            on_text(text[len(shown) :])
         return Answer(
             text=text,
             token_ids=new_ids,
@@ -207,11 +227,11 @@ class LLM:
 
     def _encode(self, context: str, question: str) -> list[int]:
         if not self.tokenizer.chat_template:
-            ids: list[int] = self.tokenizer(prompt(context, question))["input_ids"]
+            ids: list[int] = self.tokenizer(prompt(context, question), verbose=False)["input_ids"]
             return ids
         turn = [{"role": "user", "content": f"{context.rstrip()}\n\n{question.strip()}"}]
         text = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        templated: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        templated: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return templated
 
     def _end_ids(self) -> set[int]:
@@ -249,35 +269,47 @@ class Document:
         """Tokens that all questions share."""
         return len(self._ids)
 
-    def check(self, question: str, max_new_tokens: int) -> None:
+    def check(self, question: str, max_new_tokens: int) -> list[int]:
         """Refuse a question that cannot be asked, before the weights are loaded.
+
+        Returns:
+            Its whole prompt.
 
         Raises:
             InputError: if it is empty, longer than the document, or makes the prompt too long.
         """
         if not question.strip():
             raise InputError("the question is empty.")
-        ids = self._encode(question)
-        if len(ids) - self.num_tokens > self.num_tokens:
+        asked = len(self._llm.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+        if asked > self.num_tokens:
             raise InputError(
-                f"the question has {len(ids) - self.num_tokens} tokens and the context only {self.num_tokens}. Were "
-                "they swapped? The long text is the context."
+                f"the question has {asked} tokens and the context only {self.num_tokens}. Were they swapped? The long "
+                "text is the context."
             )
-        self._llm.check_length(len(ids), max_new_tokens)
+        ids = self._encode(question)
+        if ids[: self.num_tokens] != self._ids:
+            raise InputError(
+                f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
+                "with a word."
+            )
+        self._llm.check(ids, max_new_tokens)
+        return ids
 
     def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
         """The cache of the document under a plan; read again only if the plan prefills differently."""
-        cache = self._cache
-        if cache is not None and cache.run.plan.prefill == plan.prefill:
-            cache.rewind()
-            cache.replan(plan)
-            return cache
+        if self._cache is not None and self._cache.run.plan.prefill == plan.prefill:
+            self._cache.rewind()
+            self._cache.replan(plan)
+            return self._cache
+        self._cache = None  # the memory of the old one is free before the new one grows
+        self._llm.load()
         started = perf_counter()
-        self._cache = cache = self._llm.new_cache(plan, self.num_tokens + reserve)
+        cache = self._llm.new_cache(plan, self.num_tokens + reserve)
         self._llm.prefill(cache, self._ids, self._progress)
         self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
         cache.stats.clear()
         cache.mark()
+        self._cache = cache  # only now: a reading that was interrupted leaves nothing behind
         return cache
 
     def ask(
@@ -304,14 +336,23 @@ class Document:
         Returns:
             The answer; its ``ttft_s`` counts from the cached document, see ``read_s`` for the document itself.
         """
-        self.check(question, max_new_tokens)
-        cache = self.prefill(self._plan if plan is None else parse_plan(plan))
+        if question_phase not in PHASES:
+            raise unknown("question_phase", question_phase, PHASES)
+        ids = self.check(question, max_new_tokens)
+        plan = self._plan if plan is None else parse_plan(plan)
+        cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
         stop = None if self._llm.tokenizer.chat_template else STOP
-        answer = self._llm.decode(
-            cache, self._encode(question), perf_counter(), max_new_tokens, sampling, stop, on_text, question_phase
-        )
+        answer = self._llm.decode(cache, ids, perf_counter(), max_new_tokens, sampling, stop, on_text, question_phase)
         answer.text = answer.text.strip()
         return answer
+
+
+def _undecided(text: str, stop: str | None) -> int:
+    """How many characters at the end of a text may still change or turn out to begin the stop."""
+    broken = len(text) - len(text.rstrip("\ufffd"))  # a character whose bytes have not all come
+    stop = stop or ""
+    begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+    return max(broken, begun)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> list[int]:

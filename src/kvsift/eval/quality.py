@@ -12,19 +12,24 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
-from multiprocessing import get_context
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import MISSING, asdict, dataclass, fields
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
 from kvsift import __version__
 from kvsift.engine.prompt import exact_match, question_text
 from kvsift.errors import InputError, unknown
-from kvsift.eval.tasks import find_task, make_sample
+from kvsift.eval.tasks import TASKS, find_task, make_sample
 from kvsift.methods.base import Phase
+from kvsift.runtime.plan import PHASES
 from kvsift.runtime.spec import parse_plan
 
 MAX_NEW_TOKENS = 40
+LISTS = {"tasks": str, "plans": str, "budgets": int}
+LEAST = {"length": 1, "questions_per_task": 1, "questions_per_context": 1, "seed": 0}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Recipe:
         """A recipe from a TOML file.
 
         Raises:
-            InputError: if it is missing, not TOML, or has a key that no recipe has.
+            InputError: if it is missing, not TOML, not complete, or has a key or a value that makes no sense.
         """
         try:
             table = tomllib.loads(path.read_text())
@@ -71,11 +76,29 @@ class Recipe:
         for key in table:
             if key not in known:
                 raise unknown(f"key of the recipe {path.name}", key, known)
+        lacking = [f.name for f in fields(cls) if f.default is MISSING and f.name not in table]
+        if lacking:
+            raise InputError(f"the recipe {path.name} is not complete; it lacks {', '.join(lacking)}.")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise InputError(f"the recipe {path} is not complete: {error}") from None
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for key, kind in LISTS.items():
+            _list_of(key, getattr(self, key), kind)
+        for key, least in LEAST.items():
+            value = getattr(self, key)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{key}={value!r} of a recipe must be a whole number, {least} or more.")
+        for key in ("settings", "device", "dtype", *(["model"] if self.model is not None else [])):
+            if not isinstance(getattr(self, key), str):
+                raise InputError(f"{key}={getattr(self, key)!r} of a recipe must be text.")
+        for task in self.tasks:
+            if task not in TASKS:
+                raise unknown("task", task, TASKS)
+        if self.question_phase not in PHASES:
+            raise unknown("question_phase", str(self.question_phase), PHASES)
+        for spec, _ in self.rows():
+            parse_plan(spec)
 
     def rows(self) -> Iterator[tuple[str, int | None]]:
         """(plan, budget) of every cell; a plan without a budget has one cell."""
@@ -84,13 +107,15 @@ class Recipe:
                 yield plan, None
                 continue
             for budget in self.budgets:
-                yield plan.format(budget=budget) + self.settings, budget
+                yield plan.replace("{budget}", str(budget)) + self.settings, budget
 
     def jobs(self) -> list[tuple[str, int]]:
         """(task, seed) of every context that will be prefilled."""
         jobs = []
         for task in self.tasks:
-            per_context = min(self.questions_per_context, find_task(task).max_questions)
+            found = find_task(task)
+            fitting = max(1, self.length // (2 * found.tokens_per_question))  # as ``make_sample`` counts
+            per_context = min(self.questions_per_context, found.max_questions, fitting)
             contexts = -(-self.questions_per_task // per_context)
             jobs += [(task, self.seed + index) for index in range(contexts)]
         return jobs
@@ -103,20 +128,37 @@ def run(recipe: Recipe, workers: int, on_job: Callable[[int, int], None]) -> dic
         A JSON document: recipe, versions, machine and one sample per question and cell.
 
     Raises:
-        InputError: before anything runs, for a plan or task that does not exist.
+        InputError: before anything runs for a model or device that cannot be used; later if a worker dies.
     """
-    for spec, _ in recipe.rows():
-        parse_plan(spec)
+    from kvsift.engine.llm import LLM
+
+    LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype)
     jobs = recipe.jobs()
     samples: list[dict[str, Any]] = []
     threads = max(1, (os.cpu_count() or 1) // workers)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(run_job, recipe, task, seed, threads) for task, seed in jobs]
-        for done, future in enumerate(as_completed(running), 1):
-            samples.extend(future.result())
-            on_job(done, len(jobs))
+    others = active_children()
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_leave_interruptions_to_the_parent) as pool:
+        try:
+            running = [pool.submit(run_job, recipe, task, seed, threads) for task, seed in jobs]
+            for done, future in enumerate(as_completed(running), 1):
+                samples.extend(future.result())
+                on_job(done, len(jobs))
+        except BaseException as error:  # an interruption too: do not wait for contexts nobody will look at
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in active_children():
+                if worker not in others:
+                    worker.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise InputError(
+                    f"a worker died, probably for lack of memory. {workers} ran at a time; give fewer --workers."
+                ) from error
+            raise
     samples.sort(key=lambda s: (s["task"], s["seed"], s["plan"], s["question"]))
     return {"kind": "quality", "recipe": asdict(recipe), **provenance(recipe), "samples": samples}
+
+
+def _leave_interruptions_to_the_parent() -> None:
+    signal(SIGINT, SIG_IGN)
 
 
 def run_job(recipe: Recipe, task: str, seed: int, threads: int) -> list[dict[str, Any]]:
@@ -134,7 +176,10 @@ def run_job(recipe: Recipe, task: str, seed: int, threads: int) -> list[dict[str
 
     bos = llm.tokenizer.bos_token_id
     prefix = [] if bos is None else [bos]
-    sample = make_sample(task, recipe.length, seed, encode, recipe.questions_per_context, prefix)
+    try:
+        sample = make_sample(task, recipe.length, seed, encode, recipe.questions_per_context, prefix)
+    except ValueError as error:
+        raise InputError(f"task {task!r} cannot be made: {error}") from error
     ids = list(sample.context_ids)
     document = Document(llm, ids, lambda question: ids + encode(question_text(question)), llm.plan)
     results = []
@@ -161,6 +206,12 @@ def run_job(recipe: Recipe, task: str, seed: int, threads: int) -> list[dict[str
     return results
 
 
+def _list_of(key: str, value: object, kind: type) -> None:
+    if isinstance(value, tuple) and value and all(type(each) is kind for each in value):
+        return
+    raise InputError(f"{key}={value!r} of a recipe must be a list of {'names' if kind is str else 'whole numbers'}.")
+
+
 def provenance(recipe: Recipe) -> dict[str, Any]:
     """Where and with what numbers were made."""
     import torch
@@ -182,6 +233,9 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
 
 
 def _commit() -> str:
+    """The commit that runs; KVSIFT_COMMIT names it where the code was copied without its repository."""
+    if "KVSIFT_COMMIT" in os.environ:
+        return os.environ["KVSIFT_COMMIT"]
     root = Path(__file__).parent
     try:
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)

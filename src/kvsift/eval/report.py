@@ -6,6 +6,8 @@ from collections import defaultdict
 from math import sqrt
 from typing import Any
 
+from kvsift.runtime.spec import BUDGET_KEYS
+
 
 def quality_table(result: dict[str, Any]) -> str:
     """A Markdown table per task: a row per plan, a column per budget, exact match with counts."""
@@ -17,6 +19,28 @@ def quality_table(result: dict[str, Any]) -> str:
         dict.fromkeys(_name(plan.format(budget=0) if "{" in plan else plan, recipe) for plan in recipe["plans"])
     )
     return "\n\n".join(_task_table(task, plans, recipe["budgets"], cells) for task in recipe["tasks"])
+
+
+def budget_table(result: dict[str, Any], budget: int) -> str:
+    """One Markdown table for one budget: a row per plan, a column per task, measured visible tokens and recovery."""
+    recipe = result["recipe"]
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in result["samples"]:
+        if sample["budget"] in (None, budget):
+            rows[_name(sample["plan"], recipe)].append(sample)
+    head = f"| budget {budget} | {' | '.join(recipe['tasks'])} | visible tokens | attention recovered |"
+    lines = [head, "|---" * (len(recipe["tasks"]) + 3) + "|"]
+    for plan, samples in rows.items():
+        tasks = [_cell([s["correct"] for s in samples if s["task"] == task]) for task in recipe["tasks"]]
+        visible = _mean([s["sparse_layer_visible_tokens"] or s["visible_tokens"] for s in samples])
+        recovery = _mean([s["recovery"] for s in samples if s["recovery"] is not None])
+        recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
+        lines.append(f"| {plan} | {' | '.join(tasks)} | {visible:,.0f} | {recovered} |")
+    return "\n".join(lines)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
@@ -47,6 +71,8 @@ def _cell(scores: list[bool] | None) -> str:
 
 
 def _name(plan: str, recipe: dict[str, Any]) -> str:
-    """A plan without what all plans of the table share: budget and common settings."""
-    kept = [piece for piece in plan.removesuffix(recipe["settings"]).split(":") if not piece.startswith("budget=")]
+    """A plan without its budget, which the table shows or says once for all."""
+    kept = [
+        piece for piece in plan.removesuffix(recipe["settings"]).split(":") if piece.split("=")[0] not in BUDGET_KEYS
+    ]
     return ":".join(kept)

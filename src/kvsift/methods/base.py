@@ -103,6 +103,8 @@ class ScoringMethod(Method):
         best = scores.amax(1).unflatten(0, (num_heads, -1)).amax(1)  # [num_heads, count]
         keep = None
         if limit.mass is not None and limit.always_lse is not None:
+            if shape.softcap is not None:
+                scores = shape.softcap * torch.tanh(scores / shape.softcap)
             best, keep = _mass_order(scores, limit.always_lse, limit.mass, num_heads, candidates.unit_size)
         chosen = top_units(best, limit.units, keep)
         return Selection(torch.where(chosen < 0, chosen, chosen + candidates.first), candidates.unit_size)

@@ -53,7 +53,8 @@ class OraclePages(ScoringMethod):
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
-        logits = exact_logits(shape, queries, reader.keys(candidates.tokens.start, candidates.tokens.stop))
+        stop = min(candidates.tokens.stop, reader.length)
+        logits = exact_logits(shape, queries, reader.keys(candidates.tokens.start, stop))
         missing = candidates.count * self.page_size - logits.shape[-1]  # window=0: the page being filled competes
         return pad(logits, (0, missing), value=-inf).unflatten(-1, (candidates.count, self.page_size)).amax(-1)
 

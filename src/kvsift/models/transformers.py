@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -94,7 +96,8 @@ def sparse(
         yield run
     finally:
         adapter.run = None
-        adapter.detach()
+        if not adapter.stays:
+            adapter.detach()
     run.check(strict)
 
 
@@ -104,7 +107,7 @@ def make_cache(model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16,
     The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense.
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve)
-    Adapter.attach(model)
+    Adapter.attach(model).stays = True
     return SparseCache(model.config, run)
 
 
@@ -167,9 +170,16 @@ class Adapter:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.run: SparseRun | None = None
+        self.stays = False  # a cache of ``make_cache`` needs it beyond the block it was made in
         self.generating = self.prefilling = False
         self.feeding: Phase | None = None
-        self._previous = model.config._attn_implementation
+        self._previous = {"": model.config._attn_implementation} | {
+            key: config._attn_implementation
+            for key in model.config.sub_configs
+            if (config := getattr(model.config, key, None)) is not None
+        }
+        self._own = {name: model.__dict__[name] for name in ("generate", "_prefill") if name in model.__dict__}
+        self._forward_names = list(signature(model.forward).parameters)
         self._handle: Any = None
 
     @classmethod
@@ -207,6 +217,7 @@ class Adapter:
         self._handle.remove()
         for name in ("generate", "_prefill", "_kvsift"):
             self.model.__dict__.pop(name, None)
+        self.model.__dict__.update(self._own)
         self.model.set_attn_implementation(self._previous)
 
     def _watch(self, method: str, flag: str) -> None:
@@ -219,36 +230,51 @@ class Adapter:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if method == "generate":
                 self._refuse_generate(kwargs)
+            else:
+                _refuse_refilling(*args, **kwargs)
+            outer = getattr(self, flag)  # a model that drafts for itself generates while it generates
             setattr(self, flag, True)
             try:
                 return original(*args, **kwargs)
             finally:
-                setattr(self, flag, False)
+                setattr(self, flag, outer)
 
         self.model.__dict__[method] = watched
 
     def _refuse_generate(self, kwargs: dict[str, Any]) -> None:
-        config, cache = kwargs.get("generation_config"), kwargs.get("past_key_values")
         if self.run is not None and kwargs.get("cache_implementation") not in (None, "dynamic"):
             raise InputError(
                 f"cache_implementation={kwargs['cache_implementation']!r} cannot hold kvsift's pages; leave it out."
             )
-        chunked = kwargs.get("prefill_chunk_size") or getattr(config, "prefill_chunk_size", None)
-        version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-        if chunked and cache is not None and cache.get_seq_length() > 0 and version < CHUNK_BUG_FIXED:
-            raise InputError(
-                f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
-                "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
-            )
 
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        kwargs |= dict(zip(self._forward_names, args))
         cache = kwargs.get("past_key_values")
         if self.run is not None:
+            if cache is None:
+                self._refuse_uncached(kwargs)
             cache = kwargs["past_key_values"] = self._with_layers(cache)
-        runs = {layer.run for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)}
-        for run in runs:
-            run.decode_tokens = self._decode_tokens(cache, args, kwargs)
-        return args, kwargs
+        layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
+        if layers and isinstance(mask := kwargs.get("attention_mask"), Tensor):
+            layers[0].check_mask(mask)
+        for run in {layer.run for layer in layers}:
+            run.decode_tokens = self._decode_tokens(cache, kwargs)
+        return (), kwargs
+
+    def _refuse_uncached(self, kwargs: dict[str, Any]) -> None:
+        positions = kwargs.get("position_ids")
+        if self.generating:
+            raise InputError(
+                "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
+                "whole sequence. Leave use_cache out."
+            )
+        if positions is None or kwargs.get("attention_mask") is not None or positions.ndim != 2:
+            return
+        if bool((positions.diff(dim=1) != 1).any()):
+            raise InputError(
+                "position_ids that start anew pack several sequences into one row; kvsift would let them see each "
+                "other. Pass one sequence per row."
+            )
 
     def _with_layers(self, cache: Cache | None) -> Cache:
         assert self.run is not None
@@ -257,7 +283,8 @@ class Adapter:
         if any(isinstance(layer, SparseLayer) for layer in cache.layers):
             return cache
         if type(cache) is not DynamicCache or cache.offloading:
-            raise InputError(f"a {type(cache).__name__} cannot hold kvsift's pages; pass a DynamicCache, or no cache.")
+            kind = f"{type(cache).__name__}{' with offloading' if cache.offloading else ''}"
+            raise InputError(f"a {kind} cannot hold kvsift's pages; pass a plain DynamicCache, or no cache.")
         if cache.get_seq_length() > 0:
             raise InputError(
                 "this cache was filled without kvsift. Start with an empty one, or with kvsift.make_cache(model, plan)."
@@ -267,22 +294,28 @@ class Adapter:
         _take_layers(cache, self.run)
         return cache
 
-    def _decode_tokens(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def _decode_tokens(self, cache: Any, kwargs: dict[str, Any]) -> int:
         """How many tokens at the end of this forward pass are generated ones (drafts to verify included)."""
-        tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
+        tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         num_new, past, kept = tokens.shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
-        drafts = kept - 1 if isinstance(kept, int) and kept > 0 else 0  # assisted decoding wants a logit per draft
+        # assisted decoding wants one logit more than there are drafts
+        drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
         if self.feeding is not None:
             return num_new if self.feeding == "decode" else 0
         if self.prefilling:
             return 0
         if past == 0:
-            return drafts if self.generating else 0
+            return drafts or 0 if self.generating else 0
         if num_new == 1:
             return 1
         if not self.generating:
             return 0
-        return num_new if drafts in (0, num_new - 1) else drafts
+        if drafts is not None and drafts != num_new - 1:
+            raise InputError(
+                "transformers feeds the whole sequence again when assisted decoding or prompt lookup starts on a "
+                "filled cache, and answers wrongly. Leave the drafts out for this turn, or start with an empty cache."
+            )
+        return num_new
 
     def _try_out(self) -> None:
         """One forward pass over two tokens, on a cache of its own: does every layer reach our attention?"""
@@ -293,7 +326,7 @@ class Adapter:
         if not ours:
             raise UnsupportedModel(f"{name} has no full-attention layer; there is nothing for kvsift to make sparse.")
         ids = torch.zeros(1, 2, dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
-        training = self.model.training
+        training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
             with torch.no_grad():
@@ -306,7 +339,8 @@ class Adapter:
                 f"{error}"
             ) from error
         finally:
-            self.model.train(training)
+            for module in training:
+                module.training = True
         # a layer that reads another layer's cache updates none of its own
         unused = [index for index in ours if cache.layers[index].attention is None and cache.layers[index].columns]
         if unused:
@@ -319,6 +353,20 @@ def _take_layers(cache: Cache, run: SparseRun) -> None:
     cache.layers = [
         SparseLayer(run, index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(cache.layers)
     ]
+
+
+def _refuse_refilling(
+    input_ids: Tensor, generation_config: Any, model_kwargs: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> None:
+    cache = model_kwargs.get("past_key_values")
+    version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    if not generation_config.prefill_chunk_size or cache is None or version >= CHUNK_BUG_FIXED:
+        return
+    if cache.get_seq_length() > 0:
+        raise InputError(
+            f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
+            "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
+        )
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:

@@ -73,6 +73,13 @@ class SparseLayer(CacheLayerMixin):
         self.columns += key_states.shape[2]
         return self, self
 
+    def check_mask(self, mask: Tensor) -> None:
+        """Refuse a mask, as the model was given it, that we cannot follow; nothing has been stored yet."""
+        if mask.ndim != 2:
+            raise _row_per_query(mask)
+        if self.columns:
+            _check_cached(mask[:, : self.columns].bool().cpu(), self._valid_so_far(len(mask), self.columns))
+
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim].
 
@@ -80,6 +87,8 @@ class SparseLayer(CacheLayerMixin):
         """
         if self._pending is None:
             raise UnsupportedModel("attention was called twice for one cache update; kvsift cannot follow this model.")
+        if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
+            raise _row_per_query(mask)
         keys, values = self._pending
         self._pending = None
         batch, _, num_new, _ = keys.shape
@@ -101,18 +110,18 @@ class SparseLayer(CacheLayerMixin):
         past = self.columns - num_new
         if mask is None and self.valid is None:
             return None
-        before = torch.ones(batch, past, dtype=torch.bool) if self.valid is None else self.valid
+        before = self._valid_so_far(batch, past)
         now = (
             torch.ones(batch, self.columns, dtype=torch.bool) if mask is None else mask[:, 0, 0].expand(batch, -1).cpu()
         )
-        if mask is not None and not torch.equal(now[:, :past], before):
-            raise InputError(
-                "the attention mask hides or shows tokens that were cached the other way. Pass the mask of the whole "
-                "sequence, as it was, with new columns at its end."
-            )
+        if mask is not None:
+            _check_cached(now[:, :past], before)
         self.valid = torch.cat([before, now[:, past:]], 1)
         new = now[:, past:]
         return None if bool(new.all()) else new
+
+    def _valid_so_far(self, batch: int, columns: int) -> Tensor:
+        return torch.ones(batch, columns, dtype=torch.bool) if self.valid is None else self.valid
 
     def get_seq_length(self) -> int:
         return self.columns
@@ -182,11 +191,14 @@ def attention_forward(
         raise InputError("kvsift is for inference: call the model under torch.inference_mode() or torch.no_grad().")
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     if isinstance(key, SparseLayer):
-        assert key._pending is not None
+        if key._pending is None:
+            raise UnsupportedModel("a layer attends what another layer has cached; kvsift gives every layer its own.")
         shape = LayerShape(key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3], scale, softcap)
         output = key.attend(shape, query, attention_mask, s_aux)
     else:
-        output = _attend_tensors(query, key, value, attention_mask, scale, softcap, s_aux)
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal  # a vision tower sees both ways
+        output = _attend_tensors(query, key, value, attention_mask, scale, softcap, s_aux, causal)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -202,6 +214,11 @@ def mask_forward(
             "this input needs attention that is not plainly causal (images seen both ways, or packed sequences); "
             "kvsift answers causal attention only. Pass one sequence per row, text only."
         )
+    if (
+        kwargs["kv_length"] != kwargs["q_offset"] + kwargs["q_length"]
+    ):  # a static cache, which is longer than its tokens
+        kwargs["allow_is_causal_skip"] = False
+        return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, **kwargs)
     if attention_mask is None or bool(attention_mask.all()):
         return None
     return attention_mask[:, None, None, : kwargs["kv_length"]].bool()
@@ -209,14 +226,14 @@ def mask_forward(
 
 def _attend_tensors(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
-    sink_logit: Tensor | None,
+    sink_logit: Tensor | None, causal: bool,
 ) -> Tensor:  # fmt: skip
     """Dense attention over plain tensors: local layers, and models run without a kvsift cache."""
     num_new, num_keys = query.shape[2], key.shape[2]
     visible = mask
-    if mask is None or mask.shape[2] == 1 < num_new:
-        causal = torch.ones(num_new, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_new)
-        visible = causal if mask is None else causal & mask
+    if causal and (mask is None or mask.shape[2] == 1 < num_new):
+        past = torch.ones(num_new, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_new)
+        visible = past if mask is None else past & mask
     if softcap is None and sink_logit is None:
         groups = query.shape[1] // key.shape[1]
         keys, values = (t.repeat_interleave(groups, 1) for t in (key, value))
@@ -224,6 +241,21 @@ def _attend_tensors(
         return torch.nan_to_num(out)  # rows that are padding see nothing
     part = attention_reference(query, key, value, scale, mask=visible, softcap=softcap)
     return (part if sink_logit is None else with_sink_logit(part, sink_logit)).output
+
+
+def _row_per_query(mask: Tensor) -> InputError:
+    return InputError(
+        f"kvsift takes a mask of real tokens, [batch, tokens]; {list(mask.shape)} has a row per query. Pass the 2-D "
+        "mask; causality is implied."
+    )
+
+
+def _check_cached(now: Tensor, before: Tensor) -> None:
+    if not torch.equal(now, before):
+        raise InputError(
+            "the attention mask hides or shows tokens that were cached the other way. Pass the mask of the whole "
+            "sequence, as it was, with new columns at its end."
+        )
 
 
 def _take(tensor: Tensor, order: Tensor) -> Tensor:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from kvsift.errors import InputError, unknown
 
+log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
@@ -52,16 +55,18 @@ class ModelDirectory:
             )
         if not (directory / "config.json").is_file():
             raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory.")
-        weights = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
-        if not weights:
-            raise InputError(f"{directory} holds no weights (*.safetensors). Is the download complete?")
-        _require_shards(directory)
+        weights = _weight_files(directory)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(f"{directory} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}).")
         try:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            raise InputError(f"{directory}/config.json cannot be read: {error}") from error
+            if "trust_remote_code" in str(error):
+                raise InputError(
+                    f"{directory} brings its own modeling code (auto_map in config.json), which kvsift does not run. "
+                    "It runs architectures that the installed transformers knows."
+                ) from error
+            raise InputError(f"{directory}/config.json cannot be used: {_reason(error)}.") from error
         return cls(directory, config.get_text_config(decoder=True), sum(file.stat().st_size for file in weights))
 
     @property
@@ -71,26 +76,45 @@ class ModelDirectory:
         return int(positions) if positions else None
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token in all layers."""
+        """Keys and values of one token in all layers; 0 for a model without attention."""
         config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        num_query_heads = getattr(config, "num_attention_heads", None)
+        if not num_query_heads:
+            return 0
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_query_heads
+        heads = getattr(config, "num_key_value_heads", None) or num_query_heads
         return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer."""
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            raise InputError(f"the tokenizer in {self.path} cannot be loaded: {error}") from error
+            raise InputError(f"the tokenizer in {self.path} cannot be loaded: {_reason(error)}.") from error
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-        """Load the weights, ready for inference."""
+        """Load the weights, ready for inference.
+
+        Raises:
+            InputError: if they cannot be read, or are not all there: a weight that is not in the files would be random.
+        """
         transformers_logging.disable_progress_bar()
+        verbosity = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # what its report says is said below
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.path, dtype=dtype, local_files_only=True)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                self.path,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
         except Exception as error:
-            raise InputError(f"the model in {self.path} cannot be loaded: {error}") from error
+            raise InputError(f"the model in {self.path} cannot be loaded: {_reason(error)}.") from error
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+        _check_report(self.path, report)
         return model.to(device).eval()
 
 
@@ -108,6 +132,8 @@ def choose_device(name: str) -> torch.device:
         raise unknown("device", name, ["auto", "cpu", "cuda"]) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {name!r} was asked for, but torch sees no NVIDIA GPU here. Use --device cpu.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs, from cuda:0.")
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device {name!r} is not supported; choose cpu or cuda.")
     return device
@@ -139,16 +165,69 @@ def cpu_has_fast_bf16() -> bool:
     )
 
 
-def _require_shards(directory: Path) -> None:
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that the weights will be read from, each complete."""
     index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return
+    if index.is_file():
+        files = _shards(index)
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
+    if not files:
+        raise InputError(f"{directory} holds no weights (*.safetensors). Is the download complete?")
+    for file in files:
+        if file.suffix == ".safetensors":
+            _require_whole(file)
+    return files
+
+
+def _shards(index: Path) -> list[Path]:
     try:
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"{index} cannot be read: {error}") from error
-    missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+        files = sorted({index.parent / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(f"{index} cannot be read: {_reason(error)}.") from error
+    missing = [file.name for file in files if not file.is_file()]
     if missing:
+        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
         raise InputError(
-            f"{directory} lacks {len(missing)} of {len(shards)} weight files: {', '.join(missing[:3])} ..."
+            f"{index.parent} lacks {len(missing)} of {len(files)} weight files: {names}. Is the download complete?"
         )
+    return files
+
+
+def _require_whole(file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except Exception as error:
+        raise InputError(
+            f"{file} is not a whole safetensors file ({_reason(error)}). Is the download complete?"
+        ) from error
+
+
+def _check_report(path: Path, report: dict[str, Any]) -> None:
+    if missing := sorted(report["missing_keys"]):
+        raise InputError(f"the weights in {path} lack what config.json calls for: {_some(missing)}.")
+    if mismatched := sorted(report["mismatched_keys"]):
+        _, stored, wanted = mismatched[0]
+        raise InputError(
+            f"the weights in {path} are not of the shape that config.json calls for: "
+            f"{_some([each[0] for each in mismatched])}. The first is {list(stored)} and should be {list(wanted)}."
+        )
+    if unused := sorted(report["unexpected_keys"]):
+        log.warning("%s holds weights that the model does not use: %s", path, _some(unused))
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, on one line of bearable length."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    detail = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])  # "Validation error for field 'x':\n    ..."
+    text = " ".join(detail.split()).rstrip(".")
+    if isinstance(error, KeyError):
+        text = f"there is no {text} in it"
+    return text if len(text) <= 300 else text[:300] + " ..."

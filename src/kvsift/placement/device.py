@@ -134,7 +134,7 @@ class DeviceStore:
         if first is not None:
             return slice(first * self.page_size + start, first * self.page_size + stop)
         positions = torch.arange(start, stop)
-        pages = torch.tensor(self.table.rows[row])
+        pages = torch.tensor(self.table.rows[row], dtype=torch.int64)  # of an empty list it would be float
         slots = pages[positions // self.page_size] * self.page_size + positions % self.page_size
         return slots.to(self.keys.device)
 

@@ -48,7 +48,7 @@ def attend_spans(
             (key_positions >= oldest.unsqueeze(1)) | (key_positions < sinks_stop)
         )
         part = attention_reference(segment.queries, keys, values, shape.scale, mask=mask, softcap=shape.softcap)
-        return part, mask.sum()
+        return part, mask.sum().double()
     own = num_queries * (num_queries + 1) // 2
     visible = num_queries * (sinks_stop + segment.start - window_start) + own
     return _past_and_own(shape, segment, keys, values), visible
@@ -84,7 +84,7 @@ def attend_selection(
         )  # fmt: skip
     if selection.extra is not None:
         part = merge(part, selection.extra)
-    return part, seen.sum(1).float().mean(), 2 * keys.numel() * keys.element_size()
+    return part, seen.sum(1).double().mean(), 2 * keys.numel() * keys.element_size()
 
 
 def _past_and_own(shape: LayerShape, segment: Segment, keys: Tensor, values: Tensor) -> Part:

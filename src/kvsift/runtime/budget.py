@@ -6,6 +6,7 @@ and methods compare at equal measured tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 
@@ -46,6 +47,8 @@ class Budget:
         _whole("min_context", self.min_context, 0)
         _share("ratio", self.ratio)
         _share("mass", self.mass)
+        if not isinstance(self.dense_layers, Iterable):
+            raise InputError(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
         for layer in self.dense_layers:
             _whole("dense_layers", layer, 0)
@@ -54,22 +57,27 @@ class Budget:
         if self.tokens is None and self.ratio is None and self.mass is None:
             object.__setattr__(self, "tokens", DEFAULT_TOKENS)
 
-    def check(self, unit_size: int, selects: bool) -> None:
-        """Refuse a budget that can never select anything, in units of ``unit_size``."""
-        if self.tokens is None or not selects:
+    def check(self, unit_size: int, selects: bool, segment_size: int = 1) -> None:
+        """Refuse a budget that can never select anything, in units of ``unit_size``; ``segment_size`` queries share a
+        selection and see each other."""
+        if self.tokens is None:
             return
+        if not selects and self.tokens <= self.sinks:
+            raise InputError(f"budget={self.tokens} leaves no window: sinks={self.sinks} take it all. Give more.")
         always = _round_up(self.sinks, unit_size) + (self.window + unit_size - 1 if self.window else 0)
-        if self.tokens < always + unit_size:
+        always += segment_size - 1
+        if selects and self.tokens < always + unit_size:
+            taken = [f"sinks={self.sinks}", f"window={self.window}"]
+            taken += [f"{segment_size - 1} tokens of the segment"] if segment_size > 1 else []
             raise InputError(
-                f"budget={self.tokens} leaves nothing to select: sinks={self.sinks} and window={self.window} take up "
-                f"to {always} tokens in units of {unit_size}. Give at least {always + unit_size}, or shrink window, "
-                "sinks or page_size."
+                f"budget={self.tokens} leaves nothing to select: {' and '.join(taken)} take up to {always} tokens in "
+                f"units of {unit_size}. Give at least {always + unit_size}, or shrink window, sinks or page_size."
             )
 
     def limit(self, context: int) -> int:
         """Visible tokens allowed at a context length."""
         if self.tokens is not None:
-            return min(self.tokens, context)
+            return self.tokens
         return ceil(self.ratio * context) if self.ratio is not None else context
 
     def always(self, start: int, unit_size: int, fill: bool = False) -> tuple[int, int]:

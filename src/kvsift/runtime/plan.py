@@ -77,6 +77,9 @@ class Plan:
                 raise InputError(
                     f"{_name_of(rule.method)} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
                 )
+        if self.prefill is not None and not self.prefill.method.unbounded:
+            method = self.prefill.method
+            self.prefill.budget.check(method.unit_size, method.selects, method.segment_size if method.selects else 1)
         if self.prefill is not None and self.prefill.budget.window == 0:
             raise InputError(
                 "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."

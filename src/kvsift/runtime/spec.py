@@ -41,7 +41,7 @@ def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
     if not isinstance(spec, str) or not spec.strip():
         raise InputError(f"a plan is text such as 'quest:budget=1024', a table or a Plan; got {spec!r}.")
     heads = [part.partition("=")[0].strip() for part in spec.split(",")]
-    if len(heads) == 1 and heads[0] not in PHASES:
+    if len(heads) == 1 and heads[0] not in PHASES and "=" not in spec.partition(":")[0]:
         return _plan_of(_parse_rule(spec.strip()))
     rules: dict[str, Rule | None] = {}
     for part in spec.split(","):
@@ -68,6 +68,8 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     for key in settings:
         if key not in knobs and (key not in BUDGET_KEYS or cls.unbounded):
             raise unknown(f"key of {method}", key, knobs if cls.unbounded else [*knobs, *BUDGET_KEYS])
+    if not cls.selects and "window" in settings:
+        raise InputError(f"{method} takes no window: its window is all that sinks leave of the budget.")
     chosen = cls(**{key: value for key, value in settings.items() if key in knobs})
     budget = {BUDGET_KEYS[key]: value for key, value in settings.items() if key in BUDGET_KEYS}
     if "dense_layers" in budget and isinstance(budget["dense_layers"], int):
@@ -118,7 +120,7 @@ def _read(key: str, text: str) -> Any:
     if key == "dense_layers":
         if text == "none":
             return ()
-        if not all(layer.isdigit() for layer in text.split("+")):
+        if not all(layer.isdecimal() for layer in text.split("+")):
             raise InputError(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
         return tuple(int(layer) for layer in text.split("+"))
     for convert in (int, float):

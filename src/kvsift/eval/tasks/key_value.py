@@ -1,0 +1,51 @@
+"""Key-value: JSON-like lines fill the whole context, so every key has many look-alikes."""
+
+import random
+from collections.abc import Callable, Iterator
+
+from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
+
+Maker = Callable[[random.Random], str]
+
+
+def draft(rng: random.Random, num_questions: int) -> Draft:
+    make_key, make_value = rng.choice(_MAKERS), rng.choice(_MAKERS)
+    keys = distinct(rng, make_key, num_questions)
+    values = [make_value(rng) for _ in keys]
+    asks = [Ask(f'What is the value of the key "{k}"?', v, i) for i, (k, v) in enumerate(zip(keys, values))]
+    needles = [_line(k, v) for k, v in zip(keys, values)]
+    return Draft(needles, asks, _other_lines(rng, make_key, make_value, set(keys)), is_stock=False)
+
+
+def _line(key: str, value: str) -> str:
+    return f'\n"{key}": "{value}",'
+
+
+def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, taken: set[str]) -> Iterator[str]:
+    while True:
+        key = make_key(rng)
+        if key not in taken:
+            taken.add(key)
+            yield _line(key, make_value(rng))
+
+
+def _hexadecimal(rng: random.Random) -> str:
+    return hexadecimal(rng, 8)
+
+
+def _number(rng: random.Random) -> str:
+    return digits(rng, 6)
+
+
+def _words(rng: random.Random) -> str:
+    return f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}"
+
+
+def _pseudo_words(rng: random.Random) -> str:
+    return f"{pseudo_word(rng)} {pseudo_word(rng)}"
+
+
+_MAKERS: tuple[Maker, ...] = (_hexadecimal, _number, _words, _pseudo_words)
+
+TASK = Task("key_value", "JSON-like lines that fill the context", draft, tokens_per_question=40)

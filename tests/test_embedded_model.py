@@ -1,0 +1,76 @@
+"""The shipped model loads offline with stock transformers and looks answers up."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import kvsift
+from kvsift.engine.prompt import exact_match, prompt
+from kvsift.eval.tasks import make_sample
+from kvsift.eval.text import document
+
+DIRECTORY = Path(kvsift.__file__).parent / "embedded"
+FACTS = (
+    ("The access code of the north warehouse is 48213.", "What is the access code of the north warehouse?", "48213"),
+    ("The owner of the green boat is Maria Lindqvist.", "Who is the owner of the green boat?", "Maria Lindqvist"),
+    ("The old lighthouse was built in 1874.", "When was the old lighthouse built?", "1874"),
+)
+
+
+@cache
+def load():  # type: ignore[no-untyped-def]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DIRECTORY, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DIRECTORY, local_files_only=True)
+    return tokenizer, model.float().eval()
+
+
+def answer(text: str) -> str:
+    """Greedy, with the stops of the model's own generation config."""
+    tokenizer, model = load()
+    encoded = tokenizer(text, return_tensors="pt")
+    with torch.inference_mode():
+        ids = model.generate(**encoded, max_new_tokens=24)
+    return tokenizer.decode(ids[0, encoded["input_ids"].shape[1] :])
+
+
+def test_tokenizer_puts_bos_in_front_and_splits_digits() -> None:
+    tokenizer, _ = load()
+    ids = tokenizer("Code 482\n\n")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids)[0] == "<|bos|>"
+    assert [tokenizer.decode([i]) for i in ids[-5:]] == ["4", "8", "2", "\n", "\n"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "Code 482\n\n"
+
+
+def test_generation_stops_at_the_end_of_the_line() -> None:
+    tokenizer, model = load()
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id, *newline]
+
+
+def test_answers_facts_hidden_in_a_document() -> None:
+    tokenizer, _ = load()
+    text = document([fact for fact, _, _ in FACTS], [0.1, 0.5, 0.9], 2000, lambda piece: len(tokenizer.encode(piece)))
+    for _, question, expected in FACTS:
+        assert exact_match(answer(prompt(text, question)), expected)
+
+
+@pytest.mark.parametrize("task", ["needle", "key_value", "facts", "passkey"])
+def test_answers_most_questions_of_a_task(task: str) -> None:
+    tokenizer, _ = load()
+    sample = make_sample(task, 2048, 7, lambda text: tokenizer.encode(text, add_special_tokens=False), 4)
+    right = [exact_match(answer(prompt(sample.context, q.text)), q.answer) for q in sample.questions]
+    assert sum(right) >= len(right) - 1
+
+
+def test_card_tells_the_measured_numbers() -> None:
+    results = Path(__file__).parents[1] / "results" / "embedded-model.json"
+    if not results.exists():
+        pytest.skip("not a source checkout")
+    card = (DIRECTORY / "README.md").read_text()
+    for found in json.loads(results.read_text())["accuracy"].values():
+        for score in found.values():
+            assert f"({score['correct']} / {score['questions']})" in card
