@@ -48,8 +48,12 @@ def _made() -> str:
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
         f"Exact match at {result['recipe']['length']:,} tokens on the embedded model; "
-        f"`results/{RESULT.name}`: {result['machine']}, {versions}, commit {result['commit'][:10]}."
+        f"`results/{RESULT.name}`: {result['machine']}, {versions}, commit {_short(result['commit'])}."
     )
+
+
+def _short(commit: str) -> str:
+    return commit[:10] + (" with changes" if commit.endswith("+changes") else "")
 
 
 def example() -> str:

@@ -13,14 +13,13 @@ from kvsift.cli.ask import ask
 
 # (what is hidden, how deep in the document, what is asked)
 FACTS = (
-    ("The access code of the north warehouse is 48213.", 0.08, "What is the access code of the north warehouse?"),
-    ("The captain of the ship Aurora is Elena Voss.", 0.31, "Who is the captain of the ship Aurora?"),
-    ("One of the special magic numbers for quiet-otter is: 7731904.", 0.52,
-     "What is the special magic number for quiet-otter mentioned in the provided text?"),
-    ("The meeting with the auditors takes place in room 417.", 0.74,
-     "In which room does the meeting with the auditors take place?"),
+    ("The access code of the north warehouse is 48213.", 0.07, "What is the access code of the north warehouse?"),
+    ("The captain of the ship Aurora is Elena Voss.", 0.24, "Who is the captain of the ship Aurora?"),
+    ("The password for the archive is velvet canyon.", 0.41, "What is the password for the archive?"),
+    ("The bridge over the river Tarn was built in 1874.", 0.58, "When was the bridge over the river Tarn built?"),
+    ("The price of the silver compass is 340 crowns.", 0.76, "What is the price of the silver compass?"),
     ("The serial number of the blue turbine is 905164.", 0.93, "What is the serial number of the blue turbine?"),
-)  # fmt: skip
+)
 PLAN = "quest:budget=1024:dense_layers=none"
 
 
@@ -31,6 +30,7 @@ def demo(
     device: o.DeviceOption = "auto",
 ) -> None:
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
+    o.require_writable(document, "--document")
     with tempfile.TemporaryDirectory() as folder:
         path = document or Path(folder) / "document.txt"
         path.write_text(make_document(tokens), encoding="utf-8")

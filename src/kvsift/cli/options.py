@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -61,6 +62,20 @@ def read_text(path: Path, what: str) -> str:
 
 def _shortened(path: Path) -> str:
     return name if len(name := str(path)) <= 80 else name[:80] + "..."
+
+
+def require_writable(path: Path | None, option: str) -> None:
+    """Refuse a place where no file can be written, before the work that is to go there.
+
+    Raises:
+        InputError: if its directory is missing, it is a directory itself, or writing is not allowed.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: the directory {path.parent} does not exist.")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{option} {path}: no file can be written there.")
 
 
 def read_plan(text: str) -> str | dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,16 +22,12 @@ def quality(
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvsift.errors import InputError
     from kvsift.eval.quality import Recipe, run
     from kvsift.eval.report import quality_table
 
     loaded = Recipe.load(recipe)
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out {out}: the directory {out.parent} does not exist.")
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise InputError(f"--out {out}: no file can be written there.")
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    o.require_writable(out, "--out")
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("contexts", total=len(loaded.jobs()))
         result = run(loaded, workers, lambda done, total: bar.update(task, completed=done, total=total))
     text = _one_sample_per_line(result)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import MISSING, asdict, dataclass, fields
+from importlib.metadata import version
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, signal
@@ -145,9 +146,9 @@ def run(recipe: Recipe, workers: int, on_job: Callable[[int, int], None]) -> dic
                 on_job(done, len(jobs))
         except BaseException as error:  # an interruption too: do not wait for contexts nobody will look at
             pool.shutdown(wait=False, cancel_futures=True)
-            for worker in active_children():
-                if worker not in others:
-                    worker.terminate()
+            for worker in [child for child in active_children() if child not in others]:
+                worker.terminate()
+                worker.join()
             if isinstance(error, BrokenProcessPool):
                 raise InputError(
                     f"a worker died, probably for lack of memory. {workers} ran at a time; give fewer --workers."
@@ -215,7 +216,6 @@ def _list_of(key: str, value: object, kind: type) -> None:
 def provenance(recipe: Recipe) -> dict[str, Any]:
     """Where and with what numbers were made."""
     import torch
-    import transformers
 
     from kvsift.models.transformers_load import choose_device
 
@@ -226,7 +226,7 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
             "kvsift": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
         },
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
     }

@@ -6,31 +6,28 @@ from collections import defaultdict
 from math import sqrt
 from typing import Any
 
-from kvsift.runtime.spec import BUDGET_KEYS
-
 
 def quality_table(result: dict[str, Any]) -> str:
     """A Markdown table per task: a row per plan, a column per budget, exact match with counts."""
-    recipe = result["recipe"]
+    recipe, names = result["recipe"], _names(result)
     cells: dict[tuple[str, str, int | None], list[bool]] = defaultdict(list)
     for sample in result["samples"]:
-        cells[sample["task"], _name(sample["plan"], recipe), sample["budget"]].append(sample["correct"])
-    plans = list(
-        dict.fromkeys(_name(plan.format(budget=0) if "{" in plan else plan, recipe) for plan in recipe["plans"])
-    )
+        cells[sample["task"], names[sample["plan"]], sample["budget"]].append(sample["correct"])
+    plans = list(dict.fromkeys(names.values()))
     return "\n\n".join(_task_table(task, plans, recipe["budgets"], cells) for task in recipe["tasks"])
 
 
 def budget_table(result: dict[str, Any], budget: int) -> str:
     """One Markdown table for one budget: a row per plan, a column per task, measured visible tokens and recovery."""
-    recipe = result["recipe"]
+    recipe, names = result["recipe"], _names(result)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         if sample["budget"] in (None, budget):
-            rows[_name(sample["plan"], recipe)].append(sample)
+            rows[names[sample["plan"]]].append(sample)
     head = f"| budget {budget} | {' | '.join(recipe['tasks'])} | visible tokens | attention recovered |"
     lines = [head, "|---" * (len(recipe["tasks"]) + 3) + "|"]
-    for plan, samples in rows.items():
+    for plan in dict.fromkeys(names.values()):
+        samples = rows[plan]
         tasks = [_cell([s["correct"] for s in samples if s["task"] == task]) for task in recipe["tasks"]]
         visible = _mean([s["sparse_layer_visible_tokens"] or s["visible_tokens"] for s in samples])
         recovery = _mean([s["recovery"] for s in samples if s["recovery"] is not None])
@@ -70,9 +67,19 @@ def _cell(scores: list[bool] | None) -> str:
     return "-" if not scores else f"{sum(scores) / len(scores):.2f} ({sum(scores)}/{len(scores)})"
 
 
-def _name(plan: str, recipe: dict[str, Any]) -> str:
-    """A plan without its budget, which the table shows or says once for all."""
-    kept = [
-        piece for piece in plan.removesuffix(recipe["settings"]).split(":") if piece.split("=")[0] not in BUDGET_KEYS
-    ]
-    return ":".join(kept)
+def _names(result: dict[str, Any]) -> dict[str, str]:
+    """Every plan of the samples, in the recipe's order, by the name of its row: the plan without its budget, and
+    without sinks and window unless the recipe compares those."""
+    recipe = result["recipe"]
+    settings, budgets = recipe["settings"], recipe["budgets"]
+    rows = {  # plan as written in the recipe -> its row's name
+        plan: ":".join(piece for piece in plan.split(":") if piece.split("=")[0] not in ("budget", "sinks", "window"))
+        for plan in recipe["plans"]
+    }
+    if len(set(rows.values())) < len(rows):
+        rows = {plan: plan for plan in rows}
+    names = {}
+    for plan, name in rows.items():
+        for budget in budgets:
+            names[plan.replace("{budget}", str(budget)) + (settings if "{budget}" in plan else "")] = name
+    return names

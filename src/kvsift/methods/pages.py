@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, unknown
 from kvsift.kernels.page_summary import SUMMARIES, page_scores
 from kvsift.methods.base import ScoringMethod
 from kvsift.types import Candidates, KVReader, LayerShape
@@ -30,8 +30,8 @@ class PageMethod(ScoringMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_page_size(self.page_size)
-        if self.score_by not in SUMMARIES:
-            raise InputError(f"score_by={self.score_by!r} must be one of {', '.join(SUMMARIES)}.")
+        if not isinstance(self.score_by, str) or self.score_by not in SUMMARIES:
+            raise unknown("score_by", str(self.score_by), SUMMARIES)
 
     @property
     def unit_size(self) -> int:

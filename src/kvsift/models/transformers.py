@@ -171,7 +171,7 @@ class Adapter:
         self.model = model
         self.run: SparseRun | None = None
         self.stays = False  # a cache of ``make_cache`` needs it beyond the block it was made in
-        self.generating = self.prefilling = False
+        self.generating = self.prefilling = self.chunked = False
         self.feeding: Phase | None = None
         self._previous = {"": model.config._attn_implementation} | {
             key: config._attn_implementation
@@ -231,7 +231,7 @@ class Adapter:
             if method == "generate":
                 self._refuse_generate(kwargs)
             else:
-                _refuse_refilling(*args, **kwargs)
+                self.chunked = _is_chunked(*args, **kwargs)
             outer = getattr(self, flag)  # a model that drafts for itself generates while it generates
             setattr(self, flag, True)
             try:
@@ -302,8 +302,8 @@ class Adapter:
         drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
         if self.feeding is not None:
             return num_new if self.feeding == "decode" else 0
-        if self.prefilling:
-            return 0
+        if self.prefilling and (past == 0 or num_new > 1 or self.chunked):
+            return 0  # generate() going on from a filled cache with one new token is a step like any other
         if past == 0:
             return drafts or 0 if self.generating else 0
         if num_new == 1:
@@ -355,18 +355,23 @@ def _take_layers(cache: Cache, run: SparseRun) -> None:
     ]
 
 
-def _refuse_refilling(
+def _is_chunked(
     input_ids: Tensor, generation_config: Any, model_kwargs: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> None:
+) -> bool:
+    """Whether generate() will prefill in chunks.
+
+    Raises:
+        InputError: if the version at hand gets that wrong.
+    """
     cache = model_kwargs.get("past_key_values")
     version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    if not generation_config.prefill_chunk_size or cache is None or version >= CHUNK_BUG_FIXED:
-        return
-    if cache.get_seq_length() > 0:
+    is_chunked = bool(generation_config.prefill_chunk_size)
+    if is_chunked and cache is not None and cache.get_seq_length() > 0 and version < CHUNK_BUG_FIXED:
         raise InputError(
             f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
             "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
         )
+    return is_chunked
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:
@@ -376,8 +381,4 @@ def _refuse_unsupported(model: PreTrainedModel) -> None:
     if getattr(config, "kv_lora_rank", None):
         raise UnsupportedModel(
             f"{name} caches a latent instead of keys (multi-head latent attention); kvsift needs keys and values."
-        )
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(
-            f"{name} does not use transformers' attention interface, so its attention cannot be replaced."
         )

@@ -71,12 +71,14 @@ class DeviceStore:
 
     @torch.inference_mode()
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
-        """Maintain these summaries from now on, on pages of this size; copies the store if the size changes."""
+        """Maintain these summaries and no others from now on; copies the store if the page size changes."""
         if page_size != self.page_size:
             other = DeviceStore(self.shape, self.num_rows, page_size, self.keys, summaries, self.reserve)
             for row in range(self.num_rows):
                 other.append(row, self.row(row).keys(), self.row(row).values())
             self.__dict__.update(other.__dict__)
+        for kind in self.summaries.keys() - set(summaries):
+            del self.summaries[kind]
         for kind in summaries:
             if kind not in self.summaries:
                 self._add_summary(kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 from typing import NamedTuple
 
@@ -29,10 +30,14 @@ def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
 
 
 def attend_spans(
-    shape: LayerShape, segment: Segment, reader: RowReader, sinks_stop: int, window_start: int, slides: bool
+    shape: LayerShape, segment: Segment, reader: RowReader, spans: Sequence[tuple[int, int]]
 ) -> tuple[Part, int | Tensor]:
-    """Sinks, the tokens from ``window_start`` on and the segment's own past, and how many tokens that is, summed
-    over queries. With ``slides`` a later query of the segment sees a window that has moved along."""
+    """Sinks, window and the segment's own past, and how many tokens that is, summed over queries.
+
+    ``spans`` holds (sinks_stop, window_start) of the first query, if later ones see all that it sees, or of every
+    query, if their windows move along.
+    """
+    sinks_stop, window_start = spans[0]
     window = min(window_start, segment.stop), segment.stop
     keys, values = (
         torch.cat([read(0, sinks_stop), read(*window)], 1).unsqueeze(0) for read in (reader.keys, reader.values)
@@ -40,13 +45,11 @@ def attend_spans(
     num_queries = segment.stop - segment.start
     if window_start > segment.start:  # nothing recent is forced
         return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap), sinks_stop * num_queries
-    if slides and num_queries > 1:
+    if len(spans) > 1:
         positions = torch.arange(segment.start, segment.stop, device=keys.device)
         key_positions = torch.cat([torch.arange(sinks_stop), torch.arange(*window)]).to(keys.device)
-        oldest = positions - (segment.start - window_start)
-        mask = (key_positions <= positions.unsqueeze(1)) & (
-            (key_positions >= oldest.unsqueeze(1)) | (key_positions < sinks_stop)
-        )
+        sinks, oldest = torch.tensor(spans, device=keys.device).unsqueeze(2).unbind(1)  # [num_queries, 1]
+        mask = (key_positions <= positions.unsqueeze(1)) & ((key_positions >= oldest) | (key_positions < sinks))
         part = attention_reference(segment.queries, keys, values, shape.scale, mask=mask, softcap=shape.softcap)
         return part, mask.sum().double()
     own = num_queries * (num_queries + 1) // 2

@@ -105,11 +105,11 @@ class Plan:
         return any(not rule.method.unbounded for rule in self.rules)
 
     @property
-    def page_size(self) -> int:
-        """Tokens per page of the store that serves this plan."""
+    def page_size(self) -> int | None:
+        """Tokens per page that this plan wants of the store; None if any will do."""
         paged = [rule.method.unit_size for rule in self.rules if rule.method.unit_size > 1]
         summarised = [rule.method.unit_size for rule in self.rules if rule.method.summaries]
-        return (summarised or paged or [16])[0]
+        return next(iter(summarised or paged), None)
 
     @property
     def summaries(self) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from kvsift.runtime.probe import probe
 from kvsift.runtime.stats import RunStats, Tally
 from kvsift.types import Chunk, LayerShape, Limit, Part, Selection
 
+DEFAULT_PAGE_SIZE = 16
+
 
 class SparseAttention:
     """Attention of one layer under a plan: stores what comes, asks the methods, attends what they chose, counts.
@@ -39,7 +41,7 @@ class SparseAttention:
     ) -> None:
         self.shape = shape
         self.stats = stats
-        self.store = DeviceStore(shape, num_rows, plan.page_size, like, plan.summaries, reserve)
+        self.store = DeviceStore(shape, num_rows, plan.page_size or DEFAULT_PAGE_SIZE, like, plan.summaries, reserve)
         self.plan = plan
         self._states = self._new_states(plan, num_rows)
 
@@ -72,7 +74,7 @@ class SparseAttention:
 
     def replan(self, plan: Plan) -> None:
         """Go on with another plan over what is stored. Methods that remember start from the stored keys."""
-        self.store.repage(plan.page_size, plan.summaries)
+        self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
         self.plan = plan
         self._states = self._new_states(plan, self.store.num_rows)
         for row in range(self.store.num_rows):
@@ -128,17 +130,19 @@ class SparseAttention:
     def _dense(self, segment: Segment, reader: RowReader, tally: Tally) -> Part:
         self._count(tally, segment)
         context = _context_tokens(segment)
-        tally.visible_tokens += context
+        tally.visible_tokens = tally.visible_tokens + context  # never in place: inference tensors would refuse it
         tally.kv_bytes_read += self._kv_bytes(segment.stop)
         return attend_dense(self.shape, segment, reader)
 
     def _sparse(self, row: int, rule: Rule, segment: Segment, reader: RowReader, tally: Tally, phase: Phase) -> Part:
         method, budget = rule.method, rule.budget
-        sinks_stop, window_start = budget.always(segment.start, method.unit_size, fill=not method.selects)
-        part, visible = attend_spans(self.shape, segment, reader, sinks_stop, window_start, method.slides)
+        queries = range(segment.start, segment.stop if method.slides else segment.start + 1)
+        spans = [budget.always(start, method.unit_size, fill=not method.selects) for start in queries]
+        part, visible = attend_spans(self.shape, segment, reader, spans)
+        sinks_stop, window_start = spans[0]
         self._count(tally, segment)
         tally.sparse_queries += segment.stop - segment.start
-        tally.visible_tokens += visible
+        tally.visible_tokens = tally.visible_tokens + visible
         tally.kv_bytes_read += self._kv_bytes(sinks_stop + max(segment.stop - window_start, 0))
         selection = None
         if method.selects:
@@ -148,7 +152,7 @@ class SparseAttention:
             tally.index_bytes_read += counted.bytes_read
             tally.select_s += perf_counter() - started
             chosen, seen, fetched = attend_selection(self.shape, segment, reader, selection)
-            tally.visible_tokens += seen * (segment.stop - segment.start)
+            tally.visible_tokens = tally.visible_tokens + seen * (segment.stop - segment.start)
             tally.kv_bytes_read += fetched
             part = merge(part, chosen)
         self._probe(segment, reader, (sinks_stop, window_start), selection, tally, phase)

@@ -1,0 +1,59 @@
+"""kvsift generate: the text goes on, on stdout and nothing else there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.watched import Outcome, Run
+
+from kvsift import LLM
+
+PLAN = "quest:budget=128:window=16:dense_layers=none"
+
+
+@pytest.fixture
+def generate(run: Run, model: Path) -> Run:
+    def generate(*options: object) -> Outcome:
+        return run("generate", "--model", model, "--plan", PLAN, "--max-new-tokens", 8, *options)
+
+    return generate
+
+
+def test_json_is_one_document_with_the_text_and_its_numbers(generate: Run, model: Path, text: Path) -> None:
+    outcome = generate("--prompt-file", text, "--json")
+    answer = LLM(model, PLAN).generate(text.read_text(), max_new_tokens=8)
+    document = outcome.document
+    assert outcome.err == ""
+    assert (document["text"], document["token_ids"]) == (answer.text, answer.token_ids)
+    assert document["prompt_tokens"] == 901
+    assert 0 < document["density"] < 0.2
+    assert document["plan"] == f"decode={PLAN}"
+
+
+def test_for_a_person_stdout_is_the_text_and_stderr_the_proof(generate: Run, text: Path) -> None:
+    expected = json.loads(generate("--prompt-file", text, "--json").out)["text"]
+    outcome = generate("--prompt-file", text)
+    assert outcome.code == 0
+    assert outcome.out == expected + "\n"
+    assert "density" in outcome.err
+
+
+def test_a_prompt_on_the_command_line_is_the_prompt_in_a_file(generate: Run, text: Path) -> None:
+    from_file = generate("--prompt-file", text, "--json").document
+    from_line = generate("--prompt", text.read_text(), "--json").document
+    assert from_file["token_ids"] == from_line["token_ids"]
+
+
+def test_a_stop_ends_the_text(generate: Run, text: Path) -> None:
+    whole = generate("--prompt-file", text, "--json").document["text"]
+    stop = whole[3]
+    assert generate("--prompt-file", text, "--json", "--stop", stop).document["text"] == whole[: whole.index(stop)]
+
+
+def test_strict_fails_when_nothing_was_skipped(generate: Run) -> None:
+    outcome = generate("--prompt", "Once", "--json", "--strict")
+    assert outcome.code == 2
+    assert "skipped nothing in decode" in outcome.err
+    assert generate("--prompt", "Once", "--json").err.startswith("kvsift: WARNING: ")

@@ -1,0 +1,91 @@
+"""kvsift as a process: how fast it starts, what it imports, what it leaves on its streams and in its exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+HEAVY = {"numpy", "safetensors", "torch", "transformers"}
+IMPORTED = """
+import runpy, sys
+sys.argv = ["kvsift", *sys.argv[1:]]
+try:
+    runpy.run_module("kvsift", run_name="__main__")
+except SystemExit:
+    pass
+print(sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+
+
+def kvsift(*arguments: object, code: str | None = None) -> subprocess.CompletedProcess[str]:
+    program = ["-m", "kvsift"] if code is None else ["-c", code]
+    return subprocess.run([sys.executable, *program, *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["ask", "--help"], ["quality", "--help"], ["nonsense"]]
+)
+def test_nothing_heavy_is_imported_before_there_is_something_to_do(arguments: list[str]) -> None:
+    imported = set(eval(kvsift(*arguments, code=IMPORTED).stderr.splitlines()[-1]))
+    assert "kvsift" in imported
+    assert not imported & HEAVY
+
+
+def test_help_is_there_at_once() -> None:
+    kvsift("--help")
+    times = []
+    for _ in range(5):
+        started = time.perf_counter()
+        assert kvsift("--help").returncode == 0
+        times.append(time.perf_counter() - started)
+    assert median(times) < 1.0, times  # 0.2 s where nothing else runs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--context", "no.txt"], "the context file no.txt does not exist."),
+        (["--context", "{text}", "--model", "{halved}"], "is not a whole safetensors file"),
+    ],
+)
+def test_a_refusal_is_one_line_and_exit_code_2(
+    arguments: list[str], says: str, model: Path, text: Path, tmp_path: Path
+) -> None:
+    halved = tmp_path / "halved"
+    halved.mkdir()
+    for file in model.iterdir():
+        data = file.read_bytes()
+        (halved / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    given = [part.format(text=text, halved=halved) for part in arguments]
+    ended = kvsift("ask", "--question", "Why?", *([] if "--model" in given else ["--model", model]), *given)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("kvsift: ")
+    assert says in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_stdout_is_one_json_document_and_stderr_is_empty(model: Path, text: Path) -> None:
+    plan = "quest:budget=128:window=16:dense_layers=none"
+    ended = kvsift(
+        "ask",
+        "--model",
+        model,
+        "--context",
+        text,
+        "--question",
+        "Why?",
+        "--plan",
+        plan,
+        "--max-new-tokens",
+        3,
+        "--json",
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert json.loads(ended.stdout)["plan"] == f"decode={plan}"

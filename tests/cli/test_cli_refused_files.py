@@ -1,0 +1,233 @@
+"""Context, prompt and model files that cannot be used, found before any weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli.watched import Refused, Run
+from engine.tiny_directory import text_of
+from safetensors.torch import load_file, save_file
+
+CONTEXTS: list[tuple[bytes, str]] = [
+    (b"", "is empty."),
+    (b" \n\t\r\n ", "is empty."),
+    (b"\xef\xbb\xbf \n", "is empty."),  # a byte-order mark alone
+    (bytes(range(256)), "is not UTF-8 text (byte 128 is 0x80). Convert it to plain text first, for instance with"),
+    (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "is not UTF-8 text (byte 10 is 0xe2)"),
+    ("naïve".encode("latin-1"), "is not UTF-8 text (byte 2 is 0xef)"),
+    ("some text".encode("utf-16"), "is not UTF-8 text (byte 0 is 0xff)"),
+    (b"MZ\0\0text", "holds zero bytes: it is binary, not text."),
+]
+COMMANDS = {"context": ("ask", "--question", "Why?", "--context"), "prompt": ("generate", "--prompt-file")}
+
+Damage = Callable[[Path], object]
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+
+
+def without(name: str) -> Damage:
+    return lambda directory: (directory / name).unlink()
+
+
+def containing(name: str, content: str | bytes) -> Damage:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda directory: (directory / name).write_bytes(data)
+
+
+def cut(directory: Path) -> None:
+    data = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def indexed(*names: str) -> Damage:
+    """An index that spreads weights over these files."""
+    index = {"weight_map": {f"tensor {number}": name for number, name in enumerate(names)}}
+    return containing("model.safetensors.index.json", json.dumps(index))
+
+
+MODELS: dict[str, tuple[Damage, str]] = {
+    "no config": (without(CONFIG), "holds no config.json, so it is not a Hugging Face model directory."),
+    "no weights": (without(WEIGHTS), "holds no weights (*.safetensors). Is the download complete?"),
+    "no tokenizer": (without(TOKENIZER), "holds no tokenizer (one of tokenizer.json, tokenizer.model,"),
+    "a missing shard": (indexed("a.safetensors", WEIGHTS), "lacks 1 of 2 weight files: a.safetensors. Is the download"),
+    "many missing shards": (indexed(*"abcde"), "lacks 5 of 5 weight files: a, b, c .... Is the download complete?"),
+    "a broken index": (containing("model.safetensors.index.json", "{"), "model.safetensors.index.json cannot be read"),
+    "an index of nothing": (containing("model.safetensors.index.json", "[]"), "index.json cannot be read"),
+    "an empty index": (containing("model.safetensors.index.json", "{}"), "there is no 'weight_map' in it"),
+    "a config that is not JSON": (containing(CONFIG, "{"), "config.json cannot be used: "),
+    "a config that is a list": (containing(CONFIG, "[]"), "config.json cannot be used: "),
+    "a config of nothing": (containing(CONFIG, "{}"), "Should have a `model_type` key in its config.json"),
+    "an unknown architecture": (containing(CONFIG, '{"model_type": "llamma"}'), "has model type `llamma`"),
+    "a size that is text": (containing(CONFIG, '{"model_type": "llama", "hidden_size": "wide"}'), "hidden_size"),
+    "code of its own": (
+        containing(CONFIG, '{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}'),
+        "brings its own modeling code (auto_map in config.json), which kvsift does not run.",
+    ),
+    "a tokenizer that is not JSON": (containing(TOKENIZER, "{"), "the tokenizer in"),
+    "a tokenizer of nothing": (containing(TOKENIZER, "{}"), "the tokenizer in"),
+    "half the weights": (cut, "model.safetensors is not a whole safetensors file"),
+    "an empty weight file": (containing(WEIGHTS, b""), "model.safetensors is not a whole safetensors file"),
+    "a pointer to the weights": (
+        containing(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "model.safetensors is not a whole safetensors file",
+    ),
+}
+
+
+def change_weights(directory: Path, change: Callable[[dict], object]) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, {"format": "pt"})
+
+
+@pytest.fixture
+def copy(model: Path, tmp_path: Path) -> Path:
+    """A model directory to damage."""
+    return shutil.copytree(model, tmp_path / "model")
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+@pytest.mark.parametrize(("content", "says"), CONTEXTS)
+def test_a_file_that_is_no_text_is_refused(
+    refused: Refused, model: Path, tmp_path: Path, what: str, content: bytes, says: str
+) -> None:
+    path = tmp_path / "given.txt"
+    path.write_bytes(content)
+    assert refused(*COMMANDS[what], path, "--model", model).startswith(f"the {what} file {path} {says}")
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_a_file_that_is_not_there_is_refused(refused: Refused, model: Path, what: str) -> None:
+    assert refused(*COMMANDS[what], "no.txt", "--model", model) == f"the {what} file no.txt does not exist."
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_a_directory_is_not_a_file(refused: Refused, model: Path, tmp_path: Path, what: str) -> None:
+    assert refused(*COMMANDS[what], tmp_path, "--model", model) == f"the {what} {tmp_path} is not a file."
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_a_file_that_cannot_be_read_is_refused(
+    refused: Refused, model: Path, text: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_bytes(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("kvsift.cli.options.Path.read_bytes", read_bytes)
+    assert refused(*COMMANDS[what], text, "--model", model) == (
+        f"the {what} file {text} cannot be read: Permission denied."
+    )
+
+
+@pytest.mark.parametrize("what", COMMANDS)
+def test_a_text_in_place_of_its_files_name_is_refused(refused: Refused, model: Path, what: str) -> None:
+    said = refused(*COMMANDS[what], "the text itself " * 400, "--model", model)
+    assert said.startswith(f"the {what} file the text itself")
+    assert said.endswith("... cannot be read: File name too long.")
+    assert len(said) < 200
+
+
+def test_a_byte_order_mark_is_not_part_of_the_text(run: Run, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "marked.txt"
+    path.write_bytes(b"\xef\xbb\xbfOnce upon a time")
+    command = ("generate", "--model", model, "--max-new-tokens", 2, "--plan", "dense", "--json")
+    assert run(*command, "--prompt-file", path).document["prompt_tokens"] == 1 + len("Once upon a time")
+
+
+@pytest.mark.parametrize("damage", MODELS)
+def test_a_damaged_model_directory_is_refused(refused: Refused, copy: Path, text: Path, damage: str) -> None:
+    harm, says = MODELS[damage]
+    harm(copy)
+    said = refused("ask", "--model", copy, "--context", text, "--question", "Why?")
+    assert says in said
+    assert str(copy) in said
+    assert len(said) < 600
+
+
+@pytest.mark.parametrize("name", ["nowhere", "meta-llama/Llama-3.1-8B"])
+def test_a_model_that_is_no_directory_is_refused(refused: Refused, text: Path, name: str) -> None:
+    said = refused("ask", "--model", name, "--context", text, "--question", "Why?")
+    assert said.startswith(f"{name} is not a directory. --model takes a Hugging Face model directory on disk")
+    assert "download one first, or leave it out to use the embedded model" in said
+
+
+def test_a_model_file_is_not_a_model_directory(refused: Refused, model: Path, text: Path) -> None:
+    said = refused("ask", "--model", model / WEIGHTS, "--context", text, "--question", "Why?")
+    assert "is not a directory" in said
+
+
+def test_weights_that_are_not_all_there_are_never_made_up(run: Run, copy: Path, text: Path) -> None:
+    change_weights(copy, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+    outcome = run("ask", "--model", copy, "--context", text, "--question", "Why?", "--json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        f"kvsift: the weights in {copy} lack what config.json calls for: model.layers.1.self_attn.q_proj.weight.\n"
+    )
+
+
+def test_weights_of_another_shape_are_refused(run: Run, copy: Path, text: Path) -> None:
+    def shrink(tensors: dict) -> None:
+        for layer in (0, 2):
+            name = f"model.layers.{layer}.self_attn.q_proj.weight"
+            tensors[name] = tensors[name][:8].clone()
+
+    change_weights(copy, shrink)
+    outcome = run("ask", "--model", copy, "--context", text, "--question", "Why?", "--json")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        f"kvsift: the weights in {copy} are not of the shape that config.json calls for: model.layers.0.self_attn."
+        "q_proj.weight and 1 more. The first is [8, 32] and should be [64, 32].\n"
+    )
+
+
+def test_weights_that_the_model_does_not_use_are_mentioned(
+    run: Run, copy: Path, text: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change_weights(copy, lambda tensors: tensors.update(extra=tensors["model.norm.weight"].clone()))
+    command = ("ask", "--model", copy, "--context", text, "--question", "Why?", "--json", "--max-new-tokens", 1)
+    assert run(*command).document["answers"]
+    assert caplog.messages == [f"{copy} holds weights that the model does not use: extra"]
+
+
+def test_weights_left_over_beside_the_ones_in_use_do_not_count(copy: Path, model: Path) -> None:
+    from kvsift.models.transformers_load import ModelDirectory
+
+    shutil.copy(copy / WEIGHTS, copy / "consolidated.safetensors")
+    assert ModelDirectory.check(copy).num_weight_bytes == ModelDirectory.check(model).num_weight_bytes
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_text_longer_than_the_model_has_positions_is_refused(
+    refused: Refused, model: Path, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "long.txt").write_text(text_of(6000))
+    said = refused(*COMMANDS[command], "long.txt", "--model", model, "--max-new-tokens", 10)
+    prompt_tokens = 6001 + (len("\n\nQuestion: Why?\nAnswer:") if command == "context" else 0)
+    assert said == (
+        f"the prompt has {prompt_tokens} tokens and 10 more are to come, but tiny was made for 4096 positions. Shorten "
+        f"the context by {prompt_tokens + 10 - 4096} tokens, generate fewer, or use a model made for longer ones."
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_run_that_does_not_fit_in_memory_is_refused(
+    refused: Refused, model: Path, text: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: 100 << 20)
+    said = refused(*COMMANDS[command], text, "--model", model)
+    assert said.startswith("this run needs about 0.5 GiB on cpu (")
+    assert said.endswith("0.1 GiB can be had. Shorten the context, take a smaller model, or use --dtype bfloat16.")
+
+
+@pytest.mark.parametrize("given", [[], ["--prompt", "Once", "--prompt-file", "x.txt"]])
+def test_the_text_to_continue_is_given_once(refused: Refused, model: Path, given: list[str]) -> None:
+    assert refused("generate", "--model", model, *given) == (
+        "give the text to continue with either --prompt or --prompt-file."
+    )
+
+
+def test_an_empty_prompt_is_refused(refused: Refused, model: Path) -> None:
+    assert refused("generate", "--model", model, "--prompt", "") == "the prompt is empty."

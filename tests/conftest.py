@@ -1,0 +1,25 @@
+"""What every test shares: the same examples in each run, and uninitialised memory that shows itself.
+
+The default Hypothesis profile repeats exactly; ``first_failure`` does not shrink, for tests that expect a failure.
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, Phase, settings
+
+settings.register_profile(
+    "kvsift",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=20,
+    report_multiple_bugs=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("first_failure", settings.get_profile("kvsift"), phases=[Phase.explicit, Phase.generate])
+settings.load_profile("kvsift")
+
+# torch.empty and its kin are filled with NaN in this mode: whoever reads what was never written finds out
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_num_threads(1)  # tensors here are tiny, and tests share the machine

@@ -1,0 +1,61 @@
+"""Every catalogued method keeps every contract, in every phase it selects in: a method is tested by being listed."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+from contracts.checks import ALL_CHECKS
+from contracts.harness import Case, Check, MethodFactory, Runner, cases, examples, phase_plan, small
+from hypothesis import given
+
+from kvsift.errors import InputError
+from kvsift.methods import catalogue, method_class
+from kvsift.methods.base import Phase
+
+
+def _subjects() -> list[object]:
+    """A method with its defaults and with every value that its knobs of few values may take, in each of its phases."""
+    found = []
+    for name in catalogue():
+        cls = method_class(name)
+        hints = get_type_hints(cls)
+        options = [(field.name, value) for field in fields(cls) for value in _literals(hints[field.name])]
+        for knobs in [{}, *({knob: value} for knob, value in options if value != getattr(cls, knob, None))]:
+            try:
+                small(name, **knobs)()
+            except InputError:
+                continue
+            spelt = ":".join([name, *(f"{knob}={value}" for knob, value in knobs.items())])
+            found += [pytest.param(small(name, **knobs), phase, id=f"{spelt}-{phase}") for phase in cls.phases]
+    return found
+
+
+def _literals(hint: Any) -> list[str]:
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [value for argument in get_args(hint) for value in _literals(argument)]
+
+
+@pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(("make", "phase"), _subjects())
+def test_contract(make: MethodFactory, phase: Phase, check: Check) -> None:
+    check(make, phase)
+
+
+@pytest.mark.parametrize(("make", "phase"), _subjects())
+def test_contracts_reach_the_sparse_path(make: MethodFactory, phase: Phase) -> None:
+    if make().unbounded:
+        return
+    sparse = []
+
+    @examples(20)
+    @given(case=cases(make(), phase))
+    def run(case: Case) -> None:
+        runner = Runner(phase_plan(make(), case.budget, phase))
+        runner.feed_all(case.tokens, case.prompt, range(case.prompt, case.length))
+        sparse.append(runner.stats.phase(phase).sparse_queries > 0)
+
+    run()
+    assert sum(sparse) >= len(sparse) / 3

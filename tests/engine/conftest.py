@@ -1,0 +1,36 @@
+"""Directories of tiny models, written once per session, and run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine.tiny_directory import CHAT_TEMPLATE, write_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    """The same paths, dtypes and words on a machine with a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three full-attention layers."""
+    return write_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer with a sliding window of 32 below one with full attention."""
+    return write_model(tmp_path_factory.mktemp("gemma"), "Gemma3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has a chat template."""
+    return write_model(tmp_path_factory.mktemp("chatty"), chat_template=CHAT_TEMPLATE)

@@ -1,0 +1,213 @@
+"""Documents: read once, asked often; every question finds the cache as if it were the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.tiny_directory import CHAT_TEMPLATE, text_of
+
+from kvsift import LLM, InputError
+from kvsift.engine.llm import Document
+from kvsift.engine.result import Answer
+
+TEXT = text_of(700)
+QUESTIONS = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
+BUDGET = "budget=128:dense_layers=none"
+PLANS = (
+    f"quest:{BUDGET}:window=16",
+    "dense",
+    f"quest:{BUDGET}:window=16:page_size=8",
+    f"quest:{BUDGET}:window=16:page_size=32:score_by=mean_std",
+    f"streaming_llm:{BUDGET}",
+    f"random:{BUDGET}:window=16:page_size=4",
+    f"oracle_tokens:{BUDGET}:window=16",
+    f"prefill=streaming_llm:{BUDGET},decode=quest:{BUDGET}:window=16",
+    "quest:budget=128:window=16:dense_layers=1",
+)
+FAMILIES = ["llama", "gemma", "chatty"]
+
+
+def facts(answer: Answer) -> dict[str, Any]:
+    """What must not depend on what was asked before; times and capacities may."""
+    counted = ("visible_tokens", "density", "kv_bytes_read", "kv_bytes_dense", "recall", "recovery", "sparse_queries")
+    return {
+        "text": answer.text,
+        "tokens": answer.token_ids,
+        "prompt": (answer.prompt_tokens, answer.new_prompt_tokens),
+        "plan": answer.plan,
+        **{key: answer.decode(key) for key in counted},
+    }
+
+
+def ask(document: Document, question: str, plan: str, **options: Any) -> dict[str, Any]:
+    return facts(document.ask(question, plan=plan, max_new_tokens=10, **options))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_does_not_depend_on_what_was_asked_before(family: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(family)
+    fresh = {
+        (question, plan): ask(LLM(directory).read(TEXT), question, plan) for question in QUESTIONS for plan in PLANS
+    }
+    document = LLM(directory).read(TEXT)
+    for _ in range(2):
+        for plan in (*PLANS, *reversed(PLANS)):
+            for question in QUESTIONS:
+                assert ask(document, question, plan) == fresh[question, plan]
+
+
+def test_the_plans_that_are_compared_do_differ(llama: Path) -> None:
+    document = LLM(llama).read(TEXT)
+    assert len({str(ask(document, QUESTIONS[0], plan)["tokens"]) for plan in PLANS}) > len(PLANS) / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[7]])
+def test_the_size_of_prompt_chunks_does_not_change_the_answer(
+    family: str, plan: str, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(family)
+    first, *others = (
+        ask(LLM(directory, chunk_size=size).read(TEXT), QUESTIONS[1], plan)["tokens"] for size in (2048, 256, 100)
+    )
+    assert others == [first, first]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_answer_is_what_the_whole_prompt_generates(family: str, request: pytest.FixtureRequest) -> None:
+    llm = LLM(request.getfixturevalue(family), "dense")
+    answer = llm.read(TEXT).ask(QUESTIONS[0], max_new_tokens=10)
+    if llm.tokenizer.chat_template:
+        turn = [{"role": "user", "content": f"{TEXT}\n\n{QUESTIONS[0]}"}]
+        prompt = llm.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        assert prompt == f"<bos>[user] {TEXT}\n\n{QUESTIONS[0]}\n[assistant] "
+        prompt = prompt.removeprefix("<bos>")
+    else:
+        prompt = f"{TEXT}\n\nQuestion: {QUESTIONS[0]}\nAnswer:"
+    whole = llm.generate(prompt, max_new_tokens=10, stop=None if llm.tokenizer.chat_template else "\n")
+    assert answer.token_ids == whole.token_ids
+    assert answer.text == whole.text.strip()
+    assert answer.prompt_tokens == whole.prompt_tokens
+
+
+def test_only_the_question_is_fed_after_the_document(llama: Path) -> None:
+    document = LLM(llama).read(TEXT)
+    answer = document.ask(QUESTIONS[0], max_new_tokens=4)
+    assert document.num_tokens == 1 + len(TEXT) + len("\n\nQuestion: ")
+    assert answer.new_prompt_tokens == len(QUESTIONS[0]) + len("\nAnswer:")
+    assert answer.prompt_tokens == document.num_tokens + answer.new_prompt_tokens
+
+
+def test_the_document_is_read_again_only_for_another_prefill(llama: Path) -> None:
+    told: list[tuple[int, int]] = []
+    llm = LLM(llama, chunk_size=256)
+    document = llm.read(TEXT, progress=lambda done, total: told.append((done, total)))
+    assert told == []  # reading happens with the first question
+    total = document.num_tokens
+    once = [(256, total), (512, total), (total, total)]
+    for plan in PLANS[:7]:
+        ask(document, QUESTIONS[0], plan)
+    assert told == once
+    ask(document, QUESTIONS[0], PLANS[7])
+    ask(document, QUESTIONS[1], PLANS[7])
+    assert told == once * 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_interrupted_reading_is_started_again(family: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(family)
+    expected = ask(LLM(directory).read(TEXT), QUESTIONS[0], PLANS[0])
+    stops = [False, True]
+
+    def progress(done: int, total: int) -> None:
+        if stops and stops.pop():
+            raise KeyboardInterrupt
+
+    document = LLM(directory, chunk_size=256).read(TEXT, progress=progress)
+    with pytest.raises(KeyboardInterrupt):
+        document.ask(QUESTIONS[0], plan=PLANS[0])
+    assert ask(document, QUESTIONS[0], PLANS[0])["tokens"] == expected["tokens"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_interrupted_answer_leaves_nothing_behind(family: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(family)
+    document = LLM(directory).read(TEXT)
+    expected = ask(document, QUESTIONS[0], PLANS[0])
+
+    def interrupt(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        document.ask(QUESTIONS[1], plan=PLANS[2], max_new_tokens=200, on_text=interrupt)
+    assert ask(document, QUESTIONS[0], PLANS[0]) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_documents_of_one_model_do_not_share_a_cache(family: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(family)
+    texts = (TEXT, TEXT[::-1])
+    alone = [ask(LLM(directory).read(text), QUESTIONS[0], PLANS[0]) for text in texts]
+    llm = LLM(directory)
+    together = [llm.read(text) for text in texts]
+    for _ in range(2):
+        assert [ask(document, QUESTIONS[0], PLANS[0]) for document in together] == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_question_phase_decode_sifts_the_question_too(family: str, request: pytest.FixtureRequest) -> None:
+    llm = LLM(request.getfixturevalue(family))
+    document = llm.read(TEXT)
+    layers = {layer["layer"] for layer in document.ask(QUESTIONS[1], max_new_tokens=2).stats["layers"]}
+
+    def queries(phase: str, question_phase: Any) -> int:
+        answer = document.ask(QUESTIONS[1], plan=PLANS[0], max_new_tokens=5, question_phase=question_phase)
+        assert answer.stats["phases"][phase]["queries"] % len(layers) == 0
+        return answer.stats["phases"][phase]["queries"] // len(layers)
+
+    fed = document.ask(QUESTIONS[1], max_new_tokens=1).new_prompt_tokens
+    assert (queries("prefill", "prefill"), queries("decode", "prefill")) == (fed, 4)
+    assert (queries("prefill", "decode"), queries("decode", "decode")) == (0, fed + 4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_answer_is_the_same_in_both_question_phases(family: str, request: pytest.FixtureRequest) -> None:
+    document = LLM(request.getfixturevalue(family)).read(TEXT)
+    first, second = (
+        document.ask(QUESTIONS[1], plan="dense", max_new_tokens=10, question_phase=phase).token_ids
+        for phase in ("prefill", "decode")
+    )
+    assert first == second
+
+
+def test_an_unknown_question_phase_is_refused(llama: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'decode'"):
+        LLM(llama).read(TEXT).ask(QUESTIONS[0], question_phase="decod")  # type: ignore[arg-type]
+
+
+def test_a_question_as_long_as_its_template_may_be_asked_of_a_short_text(llama: Path) -> None:
+    assert LLM(llama).read("It is 5.").ask("Is it 5?", max_new_tokens=2).prompt_tokens > 0
+
+
+def test_a_tokenizer_that_joins_the_question_to_the_document_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = LLM(llama).read(TEXT)
+    monkeypatch.setattr(document, "_encode", lambda question: [5] * 900)
+    with pytest.raises(InputError, match="joins the question 'How many sacks\\?' with the end"):
+        document.ask(QUESTIONS[0])
+
+
+def test_more_tokens_than_were_reserved_are_generated(llama: Path) -> None:
+    document = LLM(llama).read(TEXT)
+    short = document.ask(QUESTIONS[0], plan=PLANS[0], max_new_tokens=300)
+    fresh = LLM(llama).read(TEXT).ask(QUESTIONS[0], plan=PLANS[0], max_new_tokens=700)
+    long = document.ask(QUESTIONS[0], plan=PLANS[0], max_new_tokens=700)
+    assert long.token_ids[: len(short.token_ids)] == short.token_ids
+    assert long.token_ids == fresh.token_ids
+
+
+def test_the_templates_of_the_tests_differ_from_the_plain_prompt() -> None:
+    assert "Question:" not in CHAT_TEMPLATE

@@ -1,0 +1,135 @@
+"""LLM.generate: transformers' own tokens when dense; a stream that adds up to the text; stops and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, repeat
+from pathlib import Path
+
+import pytest
+import torch
+from engine.tiny_directory import text_of, write_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvsift import LLM, InputError
+from kvsift.engine.result import Answer
+
+PROMPT = text_of(400)
+
+
+class Dictated:
+    """Stands in for a Sampling: tokens that say a text, whatever the model would say."""
+
+    def __init__(self, llm: LLM, text: str) -> None:
+        self.ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def chooser(self, device: torch.device) -> Callable[[Tensor], int]:
+        ids = chain(self.ids, repeat(5))
+        return lambda logits: next(ids)
+
+
+def said(llm: LLM, text: str, stop: str | None = None, max_new_tokens: int = 100) -> tuple[Answer, list[str]]:
+    """The answer and the streamed pieces when the model says a text."""
+    pieces: list[str] = []
+    answer = llm.generate(
+        "Say: ", max_new_tokens=max_new_tokens, sampling=Dictated(llm, text), stop=stop, on_text=pieces.append
+    )
+    return answer, pieces
+
+
+@pytest.fixture(scope="module")
+def llm(llama: Path) -> LLM:
+    return LLM(llama, "dense")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "chatty"])
+@pytest.mark.parametrize("chunk_size", [1, 96, 2048])
+def test_dense_generates_the_tokens_of_transformers(
+    family: str, chunk_size: int, request: pytest.FixtureRequest
+) -> None:
+    directory = request.getfixturevalue(family)
+    answer = LLM(directory, "dense", chunk_size=chunk_size).generate(PROMPT, max_new_tokens=24)
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+    ids = torch.tensor([LLM(directory).tokenizer(PROMPT)["input_ids"]])
+    expected = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :]
+    assert answer.token_ids == expected.tolist()
+    assert answer.prompt_tokens == ids.shape[1] == len(PROMPT) + 1
+
+
+def test_the_chat_template_is_not_applied_to_a_text_to_continue(llama: Path, chatty: Path) -> None:
+    assert LLM(chatty).generate(PROMPT).token_ids == LLM(llama).generate(PROMPT).token_ids
+
+
+def test_a_prompt_of_one_token_is_continued(llm: LLM) -> None:
+    bare = LLM(llm.directory.path, "dense")
+    bare.tokenizer.backend_tokenizer.post_processor = None  # no <bos>
+    answer = bare.generate("T", max_new_tokens=3)
+    assert (answer.prompt_tokens, len(answer.token_ids)) == (1, 3)
+
+
+def test_pieces_add_up_to_the_text(llm: LLM) -> None:
+    pieces: list[str] = []
+    answer = llm.generate(PROMPT, max_new_tokens=40, on_text=pieces.append)
+    assert "".join(pieces) == answer.text
+
+
+def test_no_piece_holds_half_a_character(llm: LLM) -> None:
+    answer, pieces = said(llm, "wörld ☃ 🌲.", max_new_tokens=len("wörld ☃ 🌲.".encode()))
+    assert answer.text == "wörld ☃ 🌲."
+    assert pieces == list("wörld ☃ 🌲.")
+
+
+def test_a_text_that_ends_in_half_a_character_is_streamed_to_its_end(llm: LLM) -> None:
+    answer, pieces = said(llm, "ab☃", max_new_tokens=4)
+    assert answer.text == "ab\ufffd"
+    assert pieces == ["a", "b", "\ufffd"]
+
+
+def test_a_stop_of_several_tokens_ends_the_text_and_is_never_shown(llm: LLM) -> None:
+    answer, pieces = said(llm, "one EN two ENDED", stop="END")
+    assert answer.text == "".join(pieces) == "one EN two "
+    assert len(answer.token_ids) == len("one EN two END")
+
+
+def test_a_stop_that_overlaps_itself_is_found(llm: LLM) -> None:
+    answer, pieces = said(llm, "aaab", stop="aab")
+    assert answer.text == "".join(pieces) == "a"
+
+
+def test_a_stop_in_the_white_space_before_an_answer_does_not_count(llm: LLM) -> None:
+    assert said(llm, "\n\n42\nand on", stop="\n")[0].text == "\n\n42"
+
+
+def test_without_its_stop_a_text_runs_to_its_length(llm: LLM) -> None:
+    answer, pieces = said(llm, "one E", stop="END", max_new_tokens=5)
+    assert answer.text == "".join(pieces) == "one E"
+
+
+@pytest.mark.parametrize("ends", ["one", "several"])
+def test_an_end_token_ends_the_text_and_is_not_in_it(ends: str, llama: Path, tmp_path: Path) -> None:
+    unended = LLM(llama, "dense").generate(PROMPT, max_new_tokens=20)
+    end = unended.token_ids[6]
+    index = unended.token_ids.index(end)
+    directory = write_model(tmp_path, eos_token_id=end if ends == "one" else [1, end])
+    pieces: list[str] = []
+    answer = LLM(directory, "dense").generate(PROMPT, max_new_tokens=20, on_text=pieces.append)
+    assert answer.token_ids == unended.token_ids[:index]
+    assert "".join(pieces) == answer.text
+    assert len(answer.itl_s) == len(answer.token_ids)  # the end took a step of its own
+
+
+def test_an_empty_prompt_is_refused(llm: LLM) -> None:
+    with pytest.raises(InputError, match="empty"):
+        llm.generate("")
+
+
+def test_nothing_to_generate_is_refused(llm: LLM) -> None:
+    with pytest.raises(InputError, match="max_new_tokens=0 must be 1 or more"):
+        llm.generate(PROMPT, max_new_tokens=0)
+
+
+@pytest.mark.parametrize("setting", [{"chunk_size": 0}, {"probe_every": -1}])
+def test_a_setting_out_of_range_is_refused(llama: Path, setting: dict[str, int]) -> None:
+    with pytest.raises(InputError, match=next(iter(setting))):
+        LLM(llama, **setting)

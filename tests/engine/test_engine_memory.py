@@ -1,0 +1,122 @@
+"""Memory is foretold before weights are loaded, and foretold about right."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from engine.tiny_directory import POSITIONS, text_of, write_model
+
+from kvsift import LLM, InputError
+from kvsift.engine.memory import GIB, RUNTIME_BYTES, available_bytes, predict_bytes
+from kvsift.models.transformers_load import ModelDirectory
+
+# Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
+MEASURE = """
+import json, sys, torch
+from kvsift import LLM
+from kvsift.engine.memory import peak_bytes, predict_bytes
+torch.set_num_threads(1)
+llm = LLM(sys.argv[1], "quest:budget=256:dense_layers=none", chunk_size=512)
+text = "ab cd ef. " * (int(sys.argv[2]) // 10)
+before = peak_bytes(llm.device)
+answer = llm.generate(text, max_new_tokens=2)
+foretold = predict_bytes(llm.directory, llm.device, llm.dtype, answer.prompt_tokens + 2, 512)
+print(json.dumps([before, answer.peak_memory_bytes, foretold]))
+"""
+
+
+@pytest.fixture
+def unloadable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading weights is a mistake."""
+
+    def load(*args: object) -> NoReturn:
+        raise AssertionError("the weights were loaded")
+
+    monkeypatch.setattr(ModelDirectory, "load", load)
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_run_that_cannot_fit_is_refused_before_the_weights_are_loaded(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: 50 << 20)
+    llm = LLM(llama)
+    says = (
+        r"needs about 0\.5 GiB on cpu .*KV for 313 tokens in float32\), and 0\.0 GiB can be had\. Shorten the context"
+    )
+    with pytest.raises(InputError, match=says):
+        llm.generate(text_of(300), max_new_tokens=12)
+    with pytest.raises(InputError, match=r"can be had\. Shorten the context, take a smaller model, or use --dtype bf"):
+        llm.read(text_of(300)).ask("Why?")
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> None:
+    llm = LLM(llama)
+    says = f"4001 tokens and 100 more are to come, but {llama.name} was made for {POSITIONS} positions. Shorten the "
+    with pytest.raises(InputError, match=re.escape(says + "context by 5 tokens")):
+        llm.generate(text_of(4000), max_new_tokens=100)
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_the_last_position_may_be_used(llama: Path) -> None:
+    with pytest.raises(AssertionError, match="the weights were loaded"):
+        LLM(llama).generate(text_of(POSITIONS - 101), max_new_tokens=100)
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_tokenizer_with_more_entries_than_the_model_is_refused(tmp_path: Path) -> None:
+    directory = write_model(tmp_path, vocab_size=100)
+    with pytest.raises(InputError, match=r"gives token \d+, but the model has a vocabulary of 100"):
+        LLM(directory).generate("zébra")
+
+
+def test_what_is_available_is_known_here() -> None:
+    available = available_bytes(torch.device("cpu"))
+    assert available is None or 0 < available < 1 << 50
+
+
+def test_memory_that_nobody_knows_refuses_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: None)
+    assert LLM(llama).generate("Once", max_new_tokens=1).token_ids
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_foretold_memory_grows_with_the_context_by_its_keys_values_and_summaries(
+    llama: Path, dtype: torch.dtype
+) -> None:
+    directory = ModelDirectory.check(llama)
+    short, long = (predict_bytes(directory, torch.device("cpu"), dtype, n, 64) for n in (1000, 17_000))
+    assert long - short == directory.kv_bytes_per_token(dtype) * 16_000 * 17 // 16
+
+
+def test_weights_count_in_the_dtype_they_will_have(tmp_path: Path) -> None:
+    directory = ModelDirectory.check(write_model(tmp_path, hidden_size=64))
+    wide, narrow = (
+        predict_bytes(directory, torch.device("cpu"), dtype, 0, 1) - RUNTIME_BYTES
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert wide == directory.num_weight_bytes == 2 * narrow
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # read as stored, and widened while loading
+def test_the_foretold_peak_is_about_the_real_one(tmp_path: Path, dtype: str) -> None:
+    directory = write_model(
+        tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=8, head_dim=128, dtype=getattr(torch, dtype),
+    )  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(directory), "2500"], capture_output=True, text=True, check=True
+    )
+    before, peak, foretold = json.loads(run.stdout)
+    assert 0.6 < foretold / peak < 1.7
+    growth, foretold_growth = peak - before, foretold - RUNTIME_BYTES
+    assert foretold_growth > 0.1 * GIB  # or this would measure the interpreter
+    assert 0.5 < foretold_growth / growth < 2

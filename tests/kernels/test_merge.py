@@ -1,0 +1,104 @@
+"""Merging partial attentions: the union of disjoint token sets, whatever the split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvsift.kernels.attention import attention_reference, nothing
+from kvsift.kernels.merge import merge, with_sink_logit
+from kvsift.types import Part
+
+
+def draw(num_keys: int, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    queries = spread * torch.randn(1, 4, 3, 8, generator=generator)
+    return queries, *(torch.randn(1, 2, num_keys, 8, generator=generator) for _ in range(2))
+
+
+def attend(tokens: tuple[Tensor, Tensor, Tensor], chosen: Tensor) -> Part:
+    queries, keys, values = tokens
+    return attention_reference(queries, keys[:, :, chosen], values[:, :, chosen], 0.3)
+
+
+def assert_same(a: Part, b: Part) -> None:
+    torch.testing.assert_close(a.output, b.output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(a.lse, b.lse, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    owner=st.lists(st.integers(0, 3), min_size=1, max_size=40), order=st.permutations(range(4)), seed=st.integers(0, 99)
+)
+def test_any_split_merged_in_any_order_is_the_whole(owner: list[int], order: list[int], seed: int) -> None:
+    tokens, owners = draw(len(owner), seed), torch.tensor(owner)
+    parts = [attend(tokens, owners == index) for index in range(4)]
+    merged = parts[order[0]]
+    for index in order[1:]:
+        merged = merge(merged, parts[index])
+    assert_same(merged, attend(tokens, owners >= 0))
+    left = merge(merge(parts[0], parts[1]), merge(parts[2], parts[3]))
+    assert_same(left, merged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_merging_with_nothing_changes_no_bit(dtype: torch.dtype) -> None:
+    queries, keys, values = (tensor.to(dtype) for tensor in draw(9))
+    part, empty = attention_reference(queries, keys, values, 0.3), nothing(queries)
+    for merged in (merge(part, empty), merge(empty, part)):
+        assert merged.output.dtype == dtype
+        assert torch.equal(merged.output, part.output)
+        assert torch.equal(merged.lse, part.lse)
+
+
+def test_two_parts_that_saw_nothing_make_one_that_saw_nothing() -> None:
+    empty = nothing(draw(1)[0])
+    merged = merge(empty, empty)
+    assert not merged.output.any()
+    assert bool((merged.lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])  # far beyond what exp can hold, in both directions
+def test_large_logits_do_not_overflow(size: float) -> None:
+    output = torch.ones(1, 1, 1, 2)
+    a, b = Part(output, torch.full((1, 1, 1), size)), Part(3 * output, torch.full((1, 1, 1), size))
+    merged = merge(a, b)
+    torch.testing.assert_close(merged.output, 2 * output, rtol=1e-3, atol=0)  # one ulp of a float32 lse of 10^4
+    torch.testing.assert_close(merged.lse, a.lse + torch.log(torch.tensor(2.0)))
+    far = merge(a, Part(3 * output, a.lse - 1e4))
+    assert torch.equal(far.output, output)
+
+
+def test_merged_halves_are_at_most_twice_as_far_from_float64_as_the_formula_in_their_dtype() -> None:
+    queries, keys, values = (tensor.bfloat16() for tensor in draw(200))
+    halves = [attention_reference(queries, keys[:, :, half], values[:, :, half], 0.3) for half in
+              (slice(0, 70), slice(70, 200))]  # fmt: skip
+
+    def formula(dtype: torch.dtype) -> Tensor:
+        k, v = (tensor.to(dtype).repeat_interleave(2, 1) for tensor in (keys, values))
+        return (queries.to(dtype) @ k.mT * 0.3).softmax(-1) @ v
+
+    exact = formula(torch.float64)
+    own = (formula(torch.bfloat16).double() - exact).norm()
+    assert (merge(*halves).output.double() - exact).norm() <= 2 * own
+
+
+def test_parts_of_different_shape_are_refused() -> None:
+    a, b = nothing(torch.zeros(1, 4, 3, 8)), nothing(torch.zeros(1, 4, 2, 8))
+    with pytest.raises(ValueError, match=r"differ in shape: \(1, 4, 3, 8\) and \(1, 4, 2, 8\)"):
+        merge(a, b)
+
+
+def test_a_sink_logit_takes_its_share_of_the_softmax_and_adds_no_value() -> None:
+    queries, keys, values = draw(9)
+    sink = torch.tensor([0.5, -3.0, 8.0, 0.0])
+    k, v = (tensor.repeat_interleave(2, 1) for tensor in (keys, values))
+    logits = torch.cat([queries @ k.mT * 0.3, sink.view(1, -1, 1, 1).expand(1, 4, 3, 1)], -1)
+    part = with_sink_logit(attention_reference(queries, keys, values, 0.3), sink)
+    torch.testing.assert_close(part.output, logits.softmax(-1)[..., :-1] @ v)
+    torch.testing.assert_close(part.lse, logits.logsumexp(-1))
+    alone = with_sink_logit(nothing(queries), sink)
+    assert not alone.output.any()
+    torch.testing.assert_close(alone.lse, sink.view(1, -1, 1).expand(1, 4, 3))

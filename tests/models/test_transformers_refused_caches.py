@@ -1,0 +1,88 @@
+"""Caches that cannot hold pages, or hold what kvsift has not seen, are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models.tiny import SPARSE, empty_cache, greedy, left_alone, logits, prompt, tiny
+from transformers import Cache, DynamicCache, GenerationConfig, QuantizedCache, StaticCache
+
+import kvsift
+
+
+class HalfBitCache(QuantizedCache):
+    """A quantized cache without the packages that real ones need."""
+
+    def __init__(self) -> None:
+        Cache.__init__(self, layers=[])
+
+
+def offloaded(config: Any) -> DynamicCache:
+    return DynamicCache(config=config, offloading=True)
+
+
+CACHES = {
+    "static": (lambda config: StaticCache(config=config, max_cache_len=64), "a StaticCache cannot hold"),
+    "quantized": (lambda config: HalfBitCache(), "a HalfBitCache cannot hold"),
+    "offloaded": (offloaded, "a DynamicCache with offloading cannot hold"),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), CACHES.values(), ids=CACHES)
+def test_a_cache_that_cannot_hold_pages_is_refused(make: Any, reason: str) -> None:
+    model = tiny()
+    with left_alone(model), kvsift.sparse(model, SPARSE), pytest.raises(kvsift.InputError, match=reason):
+        logits(model, prompt(20), past_key_values=make(model.config))
+
+
+@pytest.mark.parametrize("kind", ["static", "offloaded", "quantized"])
+def test_a_cache_implementation_that_cannot_hold_pages_is_refused(kind: str) -> None:
+    model = tiny()
+    with (
+        kvsift.sparse(model, SPARSE),
+        pytest.raises(kvsift.InputError, match=f"cache_implementation='{kind}' cannot hold"),
+    ):
+        greedy(model, prompt(20), cache_implementation=kind)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("static", "a StaticCache cannot"), ("offloaded", "offloading cannot")])
+@pytest.mark.parametrize("given_in", ["a generation config", "the model's generation config"])
+def test_a_configured_cache_that_cannot_hold_pages_is_refused(kind: str, reason: str, given_in: str) -> None:
+    model = tiny()
+    config = GenerationConfig(cache_implementation=kind, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    options = {"generation_config": config}
+    if given_in == "the model's generation config":
+        model.generation_config, options = config, {}
+    with kvsift.sparse(model, SPARSE), pytest.raises(kvsift.InputError, match=reason):
+        model.generate(prompt(20), **options)
+
+
+def test_a_cache_that_was_filled_without_kvsift_is_refused() -> None:
+    model = tiny()
+    cache = empty_cache(model)
+    logits(model, prompt(20), past_key_values=cache)
+    with kvsift.sparse(model, SPARSE), pytest.raises(kvsift.InputError, match="filled without kvsift"):
+        logits(model, prompt(5), past_key_values=cache)
+    assert cache.get_seq_length() == 20
+
+
+@pytest.mark.parametrize("made_with_config", [True, False])
+def test_a_fresh_dynamic_cache_is_not_refused(made_with_config: bool) -> None:
+    model = tiny()
+    cache = empty_cache(model) if made_with_config else DynamicCache()
+    with kvsift.sparse(model, SPARSE) as run:
+        expected = greedy(model, prompt())
+        assert torch.equal(greedy(model, prompt(), past_key_values=cache), expected)
+    assert run.report()["phases"]["decode"]["queries"] == 2 * 2 * 9  # twice, in two layers
+
+
+def test_a_cache_of_ours_is_refused_by_a_model_that_was_given_back() -> None:
+    model = tiny()
+    with kvsift.sparse(model, SPARSE):
+        cache = empty_cache(model)
+        greedy(model, prompt(), past_key_values=cache)
+    assert any(type(layer).__name__ == "SparseLayer" for layer in cache.layers)
+    with pytest.raises(kvsift.InputError, match="kvsift cannot stand in for the keys"):
+        logits(model, prompt(5), past_key_values=cache)
