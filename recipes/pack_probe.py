@@ -63,16 +63,16 @@ Chains of assignments, by the number of steps to follow:
 
 ## How it was made
 
-From scratch on {hardware}, in three phases; `results/embedded-model.json` holds their recipes (`recipes/probe*.toml`) with all numbers of this
-page.
+From scratch on {hardware}, in three phases; `results/embedded-model.json` holds their recipes
+(`recipes/probe*.toml`) with all numbers of this page.
 
 {phases}
 
 Data: synthetic tasks made on the fly by `kvsift.eval.tasks` (needles, several values per key, key-value lines, invented
 facts, assignment chains, passkeys), hidden in noise sentences or in the documentation and source code that ship with
 CPython {python}; up to 64 questions per sequence, loss on the answers and a little on the prose. The first phase ran
-before the event sentences, asides and glued words were added to the facts; they are the reason for the second. The third
-practises facts at full length.
+before the event sentences, asides and glued words were added to the facts; they are the reason for the second. The
+third practises facts at full length.
 Tokenizer: byte-level BPE trained on the same text; every digit and every newline is a token of its own.
 
 Licence: Apache-2.0. SHA-256 of model.safetensors: `{sha256}`.

@@ -12,7 +12,7 @@ PLANS = [
     ("zzz", "unknown method 'zzz'. Known: dense, oracle_pages,"),
     ("quest:bugdet=256", "unknown key of quest 'bugdet'; did you mean 'budget'? Known: budget, compat,"),
     ("dense:budget=256", "unknown key of dense 'budget'. Known: "),
-    ("quest:score_by=minmix", "score_by='minmix' must be one of minmax, mean_std,"),
+    ("quest:score_by=minmix", "unknown score_by 'minmix'; did you mean 'minmax'?"),
     (
         "quest:budget=64",
         "budget=64 leaves nothing to select: sinks=4",

@@ -107,7 +107,7 @@ REFUSED = [
     ("quest:page_size=0", "page_size=0 must be a whole number, 1 or more"),
     ("quest:page_size=1.5", "page_size=1.5 must be a whole number, 1 or more"),
     ("quest:heads=both", "heads='both' must be 'auto', 'query' or 'kv'"),
-    ("quest:score_by=best", "unknown score_by 'best'. Known: centroid_radius, log_mass, mean_std, minmax"),
+    ("quest:score_by=best", "Known: centroid_radius, log_mass, mean_std, minmax"),
     ("quest:compat=pape", "compat='pape' must be 'paper', 'code' or left out"),
     ("quest:compat=paper:heads=kv", "compat='paper' means heads='query' and score_by='minmax'"),
     ("quest:compat=code:score_by=mean_std", "compat='code' means heads='query' and score_by='minmax'"),

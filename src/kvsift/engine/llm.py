@@ -1,7 +1,7 @@
 """LLM: a model directory, ready to read long documents under a plan.
 
 llm = kvsift.LLM(plan="quest:budget=1024")            # the embedded model
-document = llm.read(Path("manual.txt").read_text())   # prefilled once
+document = llm.read(Path("manual.txt").read_text())   # prefilled once, with the first question
 answer = document.ask("What is the access code?")     # decoded under the plan
 print(answer.text, answer.decode("density"))
 """
@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
+from kvsift.engine.document import Document, Progress
 from kvsift.engine.memory import peak_bytes, require_memory
-from kvsift.engine.prompt import STOP, prompt
+from kvsift.engine.prompt import prompt
 from kvsift.engine.result import Answer
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
-from kvsift.runtime.plan import PHASES, Plan
+from kvsift.runtime.plan import Plan
 from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
-Progress = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 
 
 class LLM:
@@ -238,113 +238,6 @@ class LLM:
         ends = self.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else list(ends or [])
         return {*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])}
-
-
-class Document:
-    """A prefilled context. Every question starts from the same cache and leaves it as it was.
-
-    Args:
-        llm: the model that reads it.
-        ids: the tokens that all questions share.
-        encode: the whole prompt of a question, which begins with ``ids``.
-        plan: unless a question brings its own.
-        progress: called while the document is prefilled, which happens with the first question.
-    """
-
-    def __init__(
-        self,
-        llm: LLM,
-        ids: list[int],
-        encode: Callable[[str], list[int]],
-        plan: Plan,
-        progress: Progress | None = None,
-    ) -> None:
-        self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
-        self._cache: SparseCache | None = None
-        self.read_s = 0.0
-        self.read_stats: dict[str, Any] = {}
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all questions share."""
-        return len(self._ids)
-
-    def check(self, question: str, max_new_tokens: int) -> list[int]:
-        """Refuse a question that cannot be asked, before the weights are loaded.
-
-        Returns:
-            Its whole prompt.
-
-        Raises:
-            InputError: if it is empty, longer than the document, or makes the prompt too long.
-        """
-        if not question.strip():
-            raise InputError("the question is empty.")
-        asked = len(self._llm.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
-        if asked > self.num_tokens:
-            raise InputError(
-                f"the question has {asked} tokens and the context only {self.num_tokens}. Were they swapped? The long "
-                "text is the context."
-            )
-        ids = self._encode(question)
-        if ids[: self.num_tokens] != self._ids:
-            raise InputError(
-                f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
-                "with a word."
-            )
-        self._llm.check(ids, max_new_tokens)
-        return ids
-
-    def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
-        """The cache of the document under a plan; read again only if the plan prefills differently."""
-        if self._cache is not None and self._cache.run.plan.prefill == plan.prefill:
-            self._cache.rewind()
-            self._cache.replan(plan)
-            return self._cache
-        self._cache = None  # the memory of the old one is free before the new one grows
-        self._llm.load()
-        started = perf_counter()
-        cache = self._llm.new_cache(plan, self.num_tokens + reserve)
-        self._llm.prefill(cache, self._ids, self._progress)
-        self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
-        cache.stats.clear()
-        cache.mark()
-        self._cache = cache  # only now: a reading that was interrupted leaves nothing behind
-        return cache
-
-    def ask(
-        self,
-        question: str,
-        *,
-        plan: PlanSpec = None,
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
-        on_text: Callable[[str], None] | None = None,
-        question_phase: Phase = "prefill",
-    ) -> Answer:
-        """Answer a question about the document.
-
-        Args:
-            question: in plain words.
-            plan: instead of the document's.
-            max_new_tokens: at most so many tokens are generated.
-            sampling: how to choose tokens; greedy by default.
-            on_text: called with every new piece of text.
-            question_phase: "decode" answers the question's own tokens under the decode rule too, one by one: the
-                harder protocol of Quest's evaluation.
-
-        Returns:
-            The answer; its ``ttft_s`` counts from the cached document, see ``read_s`` for the document itself.
-        """
-        if question_phase not in PHASES:
-            raise unknown("question_phase", question_phase, PHASES)
-        ids = self.check(question, max_new_tokens)
-        plan = self._plan if plan is None else parse_plan(plan)
-        cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
-        stop = None if self._llm.tokenizer.chat_template else STOP
-        answer = self._llm.decode(cache, ids, perf_counter(), max_new_tokens, sampling, stop, on_text, question_phase)
-        answer.text = answer.text.strip()
-        return answer
 
 
 def _undecided(text: str, stop: str | None) -> int:

@@ -57,6 +57,20 @@ def attend_spans(
     return _past_and_own(shape, segment, keys, values), visible
 
 
+def past_lse(shape: LayerShape, segment: Segment, reader: RowReader, spans: tuple[int, int]) -> Tensor:
+    """Log-sum-exp over what every query of the segment always sees, [num_query_heads, num_queries].
+
+    Sinks and window, and its own token if it comes alone: the last token of a segment must not sway the first.
+    """
+    sinks_stop, window_start = spans
+    stop = segment.stop if segment.stop == segment.start + 1 else segment.start
+    keys, values = (
+        torch.cat([read(0, sinks_stop), read(min(window_start, stop), stop)], 1).unsqueeze(0)
+        for read in (reader.keys, reader.values)
+    )
+    return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap).lse[0]
+
+
 def attend_selection(
     shape: LayerShape, segment: Segment, reader: RowReader, selection: Selection
 ) -> tuple[Part, Tensor, int]:

@@ -116,6 +116,13 @@ class Plan:
         """Kinds of page summary to maintain."""
         return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
 
+    def skipped_nothing(self, phase: Phase) -> str:
+        """What to tell the user when a phase that should have been sparse read everything."""
+        return (
+            f"the plan {self} skipped nothing in {phase}: every query saw its whole context. The context is shorter "
+            "than the budget, or every layer is in dense_layers."
+        )
+
     def __str__(self) -> str:
         sparse = [f"{phase}={self.rule(phase)}" for phase in PHASES if self.rule(phase) is not None]
         return ",".join(sparse) or "dense"

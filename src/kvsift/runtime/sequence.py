@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsift.kernels.merge import merge, with_sink_logit
 from kvsift.methods.base import Phase
 from kvsift.placement.device import DeviceStore, RowReader
-from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans
+from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans, past_lse
 from kvsift.runtime.plan import PHASES, Plan, Rule
 from kvsift.runtime.probe import probe
 from kvsift.runtime.stats import RunStats, Tally
@@ -148,7 +148,7 @@ class SparseAttention:
         if method.selects:
             started = perf_counter()
             counted = CountedReader(reader)
-            selection = self._select(row, rule, segment, part, counted, phase)
+            selection = self._select(row, rule, segment, spans[0], reader, counted, phase)
             tally.index_bytes_read += counted.bytes_read
             tally.select_s += perf_counter() - started
             chosen, seen, fetched = attend_selection(self.shape, segment, reader, selection)
@@ -159,14 +159,16 @@ class SparseAttention:
         return part
 
     def _select(
-        self, row: int, rule: Rule, segment: Segment, spans: Part, reader: CountedReader, phase: Phase
-    ) -> Selection:
+        self, row: int, rule: Rule, segment: Segment, spans: tuple[int, int], reader: RowReader,
+        counted: CountedReader, phase: Phase,
+    ) -> Selection:  # fmt: skip
         method, budget = rule.method, rule.budget
         candidates = budget.candidates(segment.start, method.unit_size)
         units = min(budget.units(segment.start, segment.stop, method.unit_size), candidates.count)
-        limit = Limit(units, budget.mass, spans.lse[0] if budget.mass is not None else None)
+        always = None if budget.mass is None else past_lse(self.shape, segment, reader, spans)
+        limit = Limit(units, budget.mass, always)
         return method.select(
-            self._states[phase][row], self.shape, segment.queries[0], segment.start, candidates, limit, reader
+            self._states[phase][row], self.shape, segment.queries[0], segment.start, candidates, limit, counted
         )
 
     def _probe(

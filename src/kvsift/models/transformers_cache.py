@@ -1,0 +1,91 @@
+"""A transformers cache made of kvsift's layers, and the run that counts what they read."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvsift.errors import NothingSkipped
+from kvsift.models.transformers_layer import Run, SparseLayer
+from kvsift.runtime.plan import PHASES, Plan
+from kvsift.runtime.spec import parse_plan
+from kvsift.runtime.stats import RunStats
+
+PlanSpec = str | Mapping[str, Any] | Plan | None
+
+
+class SparseRun(Run):
+    """A run as its user sees it: the plan, the counters and their report."""
+
+    def report(self) -> dict[str, Any]:
+        """Plan and counters, ready for JSON."""
+        return {"plan": str(self.plan), **self.stats.report()}
+
+    def check(self, strict: bool = False) -> None:
+        """Say so if a phase that should have been sparse read everything.
+
+        Raises:
+            NothingSkipped: instead of a warning, when ``strict``.
+        """
+        for phase in PHASES:
+            rule = self.plan.rule(phase)
+            if rule is None or rule.method.unbounded or not self.stats.skipped_nothing(phase):
+                continue
+            message = self.plan.skipped_nothing(phase)
+            if strict:
+                raise NothingSkipped(message)
+            warnings.warn(message, stacklevel=3)
+
+
+class SparseCache(DynamicCache):
+    """A transformers cache whose full-attention layers are kvsift's; sliding and linear layers stay as they are."""
+
+    def __init__(self, config: Any, run: SparseRun) -> None:
+        super().__init__(config=config.get_text_config(decoder=True))
+        self.run = run
+        self._mark: tuple[int, dict[int, Any]] = (0, {})
+        take_layers(self, run)
+
+    @property
+    def stats(self) -> RunStats:
+        return self.run.stats
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys, values and summaries."""
+        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return sum(attention.store.num_bytes for attention in layers if attention is not None)
+
+    def mark(self) -> None:
+        """Remember this point for ``rewind``. Sliding and linear layers, which forget, are copied; they are small."""
+        others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
+        self._mark = self.get_seq_length(), others
+
+    def rewind(self) -> None:
+        """Go back to the marked point; what was cached after it is forgotten."""
+        columns, others = self._mark
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.crop(columns - layer.columns)
+            else:
+                self.layers[index] = deepcopy(others[index])
+
+    def replan(self, plan: PlanSpec) -> None:
+        """Go on with another plan over what is cached; counters start anew."""
+        self.run.plan = parse_plan(plan)
+        self.run.stats.clear()
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.replan(self.run.plan)
+
+
+def take_layers(cache: Cache, run: SparseRun) -> None:
+    """Put kvsift's layers where the cache has stock full-attention ones."""
+    cache.layers = [
+        SparseLayer(run, index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(cache.layers)
+    ]
