@@ -17,7 +17,8 @@ from engine.tiny_directory import write_model
 
 import kvsift.eval.quality as quality_module
 from kvsift import InputError
-from kvsift.eval.quality import Recipe, run
+from kvsift.eval.quality import run
+from kvsift.eval.recipe import Recipe
 from kvsift.eval.report import interval, quality_table
 
 ROOT = Path(__file__).parents[1]

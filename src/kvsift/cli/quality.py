@@ -22,7 +22,8 @@ def quality(
     from rich.console import Console
     from rich.progress import Progress
 
-    from kvsift.eval.quality import Recipe, run
+    from kvsift.eval.quality import run
+    from kvsift.eval.recipe import Recipe
     from kvsift.eval.report import quality_table
 
     loaded = Recipe.load(recipe)

@@ -51,7 +51,7 @@ def print_answers(
         f"{document.num_tokens:,} tokens read in {reads[0]:.1f} s by {llm.directory.path.name} on {llm.device} "
         f"({str(llm.dtype).removeprefix('torch.')})"
     )
-    table = Table("question", *(row["plan"] for row in rows), show_lines=True)
+    table = Table("question", *(_wrapped(row["plan"]) for row in rows), show_lines=True)
     for index, question in enumerate(questions):
         table.add_row(question, *(asked[index].text or "(nothing)" for asked in answers))
     console.print(table)
@@ -62,7 +62,7 @@ def proof_table(rows: Sequence[dict[str, Any]]) -> Any:
     """What each plan cost and kept, a column per plan."""
     from rich.table import Table
 
-    table = Table("", *(row["plan"] for row in rows))
+    table = Table("", *(_wrapped(row["plan"]) for row in rows))
     lines = {
         "first token, document read (TTFT)": lambda r: f"{r['ttft_s']:.2f} s",
         "first token, document cached": lambda r: f"{r['ttft_cached_s']:.2f} s",
@@ -80,6 +80,13 @@ def proof_table(rows: Sequence[dict[str, Any]]) -> Any:
     for name, show in lines.items():
         table.add_row(name, *(show(row) for row in rows))
     return table
+
+
+def _wrapped(plan: str) -> Any:
+    """A column header that shows all of a plan, however narrow the terminal."""
+    from rich.table import Column
+
+    return Column(plan, overflow="fold", min_width=8)
 
 
 def check_skipped(plan: Plan, answers: Sequence[Answer], strict: bool) -> None:
