@@ -11,7 +11,7 @@ PLANS = [
     ("qest:budget=256", "unknown method 'qest'; did you mean 'quest'? Known: dense, oracle_pages,"),
     ("zzz", "unknown method 'zzz'. Known: dense, oracle_pages,"),
     ("quest:bugdet=256", "unknown key of quest 'bugdet'; did you mean 'budget'? Known: budget, compat,"),
-    ("dense:budget=256", "unknown key of dense 'budget'. Known: "),
+    ("dense:budget=256", "dense sees everything and takes no settings; leave out budget"),
     ("quest:score_by=minmix", "unknown score_by 'minmix'; did you mean 'minmax'?"),
     (
         "quest:budget=64",

@@ -82,7 +82,7 @@ REFUSED = [
     ("quest:budgt=64", "unknown key of quest 'budgt'; did you mean 'budget'? Known: budget, compat, dense_layers, "),
     ("quest:pagesize=64", "did you mean 'page_size'?"),
     ("streaming_llm:page_size=64", "unknown key of streaming_llm 'page_size'"),
-    ("dense:budget=64", "unknown key of dense 'budget'"),
+    ("dense:budget=64", "dense sees everything and takes no settings; leave out budget"),
     ("prefil=quest,decode=quest", "unknown phase 'prefil'; did you mean 'prefill'? Known: decode, prefill"),
     ("quest:budget=1024,decode=dense", "unknown phase 'quest'"),
     ({"prefil": "quest"}, "unknown phase 'prefil'; did you mean 'prefill'?"),

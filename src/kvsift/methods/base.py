@@ -60,7 +60,7 @@ class Method:
             shape: the layer.
             queries: [num_query_heads, num_queries, head_dim] of one segment, after RoPE.
             start: position of the first query.
-            candidates: what may be chosen; more than ``limit.units`` of them, and at least one.
+            candidates: what may be chosen; at least one, and more than ``limit.units`` unless a mass is asked.
             limit: how much may be chosen, at least one unit.
             reader: stored keys and page summaries.
         """
@@ -87,7 +87,8 @@ class ScoringMethod(Method):
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
-        """Estimated logit of each candidate, larger is better: float32 [num_query_heads, num_queries, count].
+        """Estimated logit of each candidate, larger is better: float32 [num_query_heads, num_queries, count],
+        or one row for all queries of the segment, [num_query_heads, 1, count].
 
         With ``Budget.mass`` a score is read as the mean logit of the unit's tokens.
         """

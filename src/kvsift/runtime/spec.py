@@ -63,11 +63,15 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     Raises:
         InputError: for a name or key that does not exist (with the nearest one that does), or a bad value.
     """
+    if not isinstance(method, str):
+        raise InputError(f"method={method!r} must be the name of a method; see kvsift methods.")
     cls = method_class(method)
+    if cls.unbounded and settings:
+        raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
     knobs = [f.name for f in fields(cls)]
     for key in settings:
-        if key not in knobs and (key not in BUDGET_KEYS or cls.unbounded):
-            raise unknown(f"key of {method}", key, knobs if cls.unbounded else [*knobs, *BUDGET_KEYS])
+        if key not in knobs and key not in BUDGET_KEYS:
+            raise unknown(f"key of {method}", key, [*knobs, *BUDGET_KEYS])
     if not cls.selects and "window" in settings:
         raise InputError(f"{method} takes no window: its window is all that sinks leave of the budget.")
     chosen = cls(**{key: value for key, value in settings.items() if key in knobs})
