@@ -10,23 +10,18 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from kvsift.methods.base import Phase, ScoringMethod
+from kvsift.methods.base import Phase
 from kvsift.methods.oracle import exact_logits
+from kvsift.methods.pages import PagedMethod
 from kvsift.types import Candidates, KVReader, LayerShape
 
 
 @dataclass(frozen=True)
-class PageMean(ScoringMethod):
+class PageMean(PagedMethod):
     """Pages by the logit of their mean key, in prefill and decode."""
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     summaries: ClassVar[tuple[str, ...]] = ("mean_std",)  # kept by the store; a row is [mean | std]
-
-    page_size: int = 16
-
-    @property
-    def unit_size(self) -> int:
-        return self.page_size
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader

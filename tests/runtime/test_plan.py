@@ -16,7 +16,7 @@ from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
 from kvsift.methods.dense import Dense
 from kvsift.methods.oracle import OraclePages, OracleTokens
-from kvsift.methods.pages import PageMethod
+from kvsift.methods.pages import SummaryMethod
 from kvsift.methods.quest import Quest
 from kvsift.methods.random import Random
 from kvsift.methods.streaming_llm import StreamingLLM
@@ -169,7 +169,7 @@ def test_sinks_that_leave_no_window_are_refused() -> None:
 
 
 @dataclass(frozen=True)
-class PagesInPrefill(PageMethod):
+class PagesInPrefill(SummaryMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsift.methods.base import Phase, ScoringMethod
-from kvsift.methods.pages import check_page_size
+from kvsift.methods.pages import PagedMethod
 from kvsift.types import Candidates, KVReader, LayerShape
 
 
@@ -31,24 +31,10 @@ class OracleTokens(ScoringMethod):
 
 
 @dataclass(frozen=True)
-class OraclePages(ScoringMethod):
-    """The pages that hold the largest exact logits.
-
-    Attributes:
-        page_size: tokens per page.
-    """
+class OraclePages(PagedMethod):
+    """The pages that hold the largest exact logits."""
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
-
-    page_size: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_page_size(self.page_size)
-
-    @property
-    def unit_size(self) -> int:
-        return self.page_size
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader

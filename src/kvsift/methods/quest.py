@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvsift.errors import InputError
-from kvsift.methods.pages import PageMethod
+from kvsift.methods.pages import SummaryMethod
 
 
 @dataclass(frozen=True)
-class Quest(PageMethod):
+class Quest(SummaryMethod):
     """Quest's choice of pages in decode; prefill is dense.
 
     Attributes:

@@ -9,35 +9,28 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods.base import Phase, ScoringMethod
-from kvsift.methods.pages import check_page_size
+from kvsift.methods.base import Phase
+from kvsift.methods.pages import PagedMethod
 from kvsift.types import Candidates, KVReader, LayerShape
 
 
 @dataclass(frozen=True)
-class Random(ScoringMethod):
+class Random(PagedMethod):
     """Uniformly random units; the draw depends on seed, layer, head and position alone, so runs repeat.
 
     Attributes:
-        page_size: tokens per unit.
         seed: of the draw.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     estimates_mass: ClassVar[bool] = False
 
-    page_size: int = 16
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_page_size(self.page_size)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or self.seed < 0:
             raise InputError(f"seed={self.seed!r} must be a whole number, 0 or more.")
-
-    @property
-    def unit_size(self) -> int:
-        return self.page_size
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
