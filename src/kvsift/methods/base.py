@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -133,7 +134,7 @@ def _mass_order(
     scores [num_query_heads, num_queries, count]; always_lse [num_query_heads, num_queries]. Heads and queries that
     share a row count alike: their shares are averaged.
     """
-    logits = scores + torch.log(torch.tensor(float(unit_size)))
+    logits = scores + math.log(unit_size)
     total = torch.logaddexp(logits.logsumexp(-1), always_lse)
     share = (logits - total.unsqueeze(-1)).exp().mean(1).unflatten(0, (num_heads, -1)).mean(1)
     always = (always_lse - total).exp().mean(1).unflatten(0, (num_heads, -1)).mean(1)
