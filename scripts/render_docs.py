@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.cli.methods import budget_knobs, method_rows
-from kvsift.eval.report import budget_table, quality_table
+from kvsift.eval.report import budget_table, interval, quality_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,6 +31,14 @@ HEADLINE_BUDGET = 512
 def quality() -> str:
     """Every cell of the shipped quality result."""
     return f"{quality_table(_result())}\n\n{_made()}"
+
+
+def facts() -> str:
+    """Dense exact match on the facts task with enough questions to judge it."""
+    path = ROOT / "results" / "dense-facts-32k.json"
+    scores = [sample["correct"] for sample in json.loads(path.read_text())["samples"] if sample["plan"] == "dense"]
+    low, high = interval(sum(scores), len(scores))
+    return f"{sum(scores)} of {len(scores)} (95 % interval {low:.2f} to {high:.2f}; `results/{path.name}`),"
 
 
 def headline() -> str:
@@ -64,7 +72,7 @@ def example() -> str:
 BLOCKS = {
     "README.md": {"methods": method_table, "results": headline},
     "docs/methods.md": {"methods": method_table},
-    "docs/quality.md": {"quality": quality},
+    "docs/quality.md": {"quality": quality, "facts": facts},
     "docs/adding-a-method.md": {"example": example},
 }
 

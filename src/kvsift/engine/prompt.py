@@ -34,9 +34,9 @@ def parse_answer(generated: str) -> str:
 
 
 def exact_match(generated: str, answer: str) -> bool:
-    """Whether the generated answer equals the expected one; inner spacing and one final full stop do not count."""
+    """Whether the generated answer equals the expected one; case, inner spacing and one final stop do not count."""
     return _plain(parse_answer(generated)) == _plain(answer)
 
 
 def _plain(answer: str) -> str:
-    return " ".join(answer.split()).removesuffix(".")
+    return " ".join(answer.casefold().split()).removesuffix(".")
