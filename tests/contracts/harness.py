@@ -267,8 +267,9 @@ def cases(draw: st.DrawFn, method: Method, phase: Phase, sizes: Sequence[str] = 
     window = draw(st.integers(1 if phase == "prefill" else 0, 3 * unit))
     units = draw(st.integers(1, 5))
     budget = Budget(
-        sinks=sinks, window=window, dense_layers=(), tokens=least_tokens(method, phase, sinks, window, units)
-    )
+        sinks=sinks, dense_layers=(), tokens=least_tokens(method, phase, sinks, window, units),
+        window=window if method.selects else Budget().window,  # the others fill their budget with window, and take none
+    )  # fmt: skip
     size = draw(st.sampled_from([size for size in sizes if size != "mass" or takes_mass(method, phase)]))
     if size == "ratio":
         budget = replace(budget, tokens=None, ratio=draw(st.sampled_from([0.1, 0.4, 0.8])))
@@ -294,6 +295,8 @@ def takes_mass(method: Method, phase: Phase) -> bool:
 
 def least_tokens(method: Method, phase: Phase, sinks: int, window: int, units: int = 1) -> int:
     """The smallest token budget that leaves room for some units: all that is forced, rounded up, comes on top."""
+    if not method.selects:
+        return sinks + units
     unit = method.unit_size
     always = -(-sinks // unit) * unit + (window + unit - 1 if window else 0)
     own = method.segment_size if phase == "prefill" and method.selects else 0

@@ -67,11 +67,12 @@ def test_heads_that_choose_for_themselves_fetch_for_themselves() -> None:
 @pytest.mark.parametrize("method", [Quest(page_size=4), OracleTokens(heads="query"), StreamingLLM()], ids=str)
 def test_recall_and_recovery_are_those_of_exact_attention(method: Method) -> None:
     shape, tokens = revealing_tokens(61, 3)
-    runner = Runner(Plan(decode=Rule(method, BUDGET)), shape=shape)
+    budget = BUDGET if method.selects else Budget(tokens=24, dense_layers=())
+    runner = Runner(Plan(decode=Rule(method, budget)), shape=shape)
     seen = runner.feed_all(tokens, 60, [60])[:, -1] > 0
     weights = (tokens.queries[:, -1:] @ tokens.keys.repeat_interleave(2, 0).mT * shape.scale).squeeze(1).softmax(-1)
     top = weights.topk(10).indices
-    report = one_step(method, tokens, shape=shape).report()["phases"]["decode"]
+    report = one_step(method, tokens, budget, shape).report()["phases"]["decode"]
     assert report["recall"] == pytest.approx(float(seen.gather(1, top).float().mean()))
     assert report["recovery"] == pytest.approx(float((weights * seen).sum(-1).mean()), rel=1e-5)
 

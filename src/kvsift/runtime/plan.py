@@ -28,6 +28,9 @@ class Rule:
         if self.method.unbounded:
             return
         self.budget.check(self.method.unit_size, self.method.selects)
+        if not self.method.selects and self.budget.window != Budget().window:
+            name = _name_of(self.method)
+            raise InputError(f"{name} takes no window: its window is all that sinks leave of the budget.")
         if self.budget.mass is not None and not self.method.estimates_mass:
             raise InputError(f"{_name_of(self.method)} estimates no attention mass; give budget or ratio, not mass.")
 

@@ -72,8 +72,6 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     for key in settings:
         if key not in knobs and key not in BUDGET_KEYS:
             raise unknown(f"key of {method}", key, [*knobs, *BUDGET_KEYS])
-    if not cls.selects and "window" in settings:
-        raise InputError(f"{method} takes no window: its window is all that sinks leave of the budget.")
     chosen = cls(**{key: value for key, value in settings.items() if key in knobs})
     budget = {BUDGET_KEYS[key]: value for key, value in settings.items() if key in BUDGET_KEYS}
     if "dense_layers" in budget and isinstance(budget["dense_layers"], int):
