@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 OLDEST := 5.17.0
 COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
+GPU_TEST_WORKERS ?= 8
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-gpu lint docs clean
 
 demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
 	$(BIN)/kvsift demo
@@ -15,12 +16,18 @@ test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the ad
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) tests/models tests/engine
 
+test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; PYTHON must hold torch and the tools of the extra dev
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
+	  echo "make test-gpu needs an NVIDIA GPU and a torch that sees it; name its Python with make PYTHON=... test-gpu"; exit 1; }
+	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) tests/kernels
+	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) -m gpu --ignore=tests/kernels
+
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(VENV)/installed  ## render the generated tables into README and docs
+docs: $(VENV)/installed-dev  ## render the generated tables and charts into README and docs
 	$(BIN)/python scripts/render_docs.py
 
 $(BIN)/python:

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import speed_docs
+
 from kvsift.cli.methods import budget_knobs, method_rows
-from kvsift.eval.report import budget_table, interval, quality_table
+from kvsift.eval.report import budget_table, interval, quality_table, recall_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,39 +26,51 @@ def method_table() -> str:
     return "\n".join(lines) + f"\n\nEvery method but `dense` also takes {common}."
 
 
-RESULT = ROOT / "results" / "selection-32k.json"
+RESULT = "selection-32k.json"
 HEADLINE_BUDGET = 512
 
 
 def quality() -> str:
     """Every cell of the shipped quality result."""
-    return f"{quality_table(_result())}\n\n{_made()}"
+    return f"{quality_table(_result(RESULT))}\n\nExact match {_made(RESULT)}"
 
 
 def facts() -> str:
     """Dense exact match on the facts task with enough questions to judge it."""
-    path = ROOT / "results" / "dense-facts-32k.json"
-    scores = [sample["correct"] for sample in json.loads(path.read_text())["samples"] if sample["plan"] == "dense"]
+    name = "dense-facts-32k.json"
+    scores = [sample["correct"] for sample in _result(name)["samples"] if sample["plan"] == "dense"]
     low, high = interval(sum(scores), len(scores))
-    return f"{sum(scores)} of {len(scores)} (95 % interval {low:.2f} to {high:.2f}; `results/{path.name}`),"
+    return f"{sum(scores)} of {len(scores)} (95 % interval {low:.2f} to {high:.2f}; `results/{name}`),"
+
+
+def cheaper_answers() -> str:
+    """Exact match with cheaper summaries."""
+    name = "summaries-32k.json"
+    return f"{quality_table(_result(name))}\n\nExact match {_made(name)}"
+
+
+def cheaper_recall() -> str:
+    """What cheaper summaries miss."""
+    name = "summary-recall-32k.json"
+    return f"{recall_table(_result(name))}\n\nMeans over questions, steps, layers and heads {_made(name)}"
 
 
 def headline() -> str:
     """The quality result at one budget."""
-    return f"{budget_table(_result(), HEADLINE_BUDGET)}\n\n{_made()}"
+    return f"{budget_table(_result(RESULT), HEADLINE_BUDGET)}\n\nExact match {_made(RESULT)}"
 
 
-def _result() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads(RESULT.read_text())
+def _result(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((ROOT / "results" / name).read_text())
     return result
 
 
-def _made() -> str:
-    result = _result()
+def _made(name: str) -> str:
+    result = _result(name)
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
-        f"Exact match at {result['recipe']['length']:,} tokens on the embedded model; "
-        f"`results/{RESULT.name}`: {result['machine']}, {versions}, commit {_short(result['commit'])}."
+        f"at {result['recipe']['length']:,} tokens on the embedded model; "
+        f"`results/{name}`: {result['machine']}, {versions}, commit {_short(result['commit'])}."
     )
 
 
@@ -70,9 +84,15 @@ def example() -> str:
 
 
 BLOCKS = {
-    "README.md": {"methods": method_table, "results": headline},
+    "README.md": {"methods": method_table, "results": headline, **speed_docs.BLOCKS["README.md"]},
     "docs/methods.md": {"methods": method_table},
-    "docs/quality.md": {"quality": quality, "facts": facts},
+    "docs/quality.md": {
+        "quality": quality,
+        "facts": facts,
+        "cheaper-recall": cheaper_recall,
+        "cheaper-answers": cheaper_answers,
+    },
+    "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
     "docs/adding-a-method.md": {"example": example},
 }
 
@@ -96,6 +116,10 @@ def main() -> None:
             stale.append(file)
             if "--check" not in sys.argv:
                 path.write_text(after)
+    for path, result in speed_docs.stale_charts():
+        stale.append(path.name)
+        if "--check" not in sys.argv:
+            speed_docs.draw(path, result)
     if stale and "--check" in sys.argv:
         raise SystemExit(f"stale: {', '.join(stale)}; run make docs")
 

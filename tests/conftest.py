@@ -5,8 +5,13 @@ The default Hypothesis profile repeats exactly; ``first_failure`` does not shrin
 
 from __future__ import annotations
 
+import os
+
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is defined: twins then run on the CPU
 
 settings.register_profile(
     "kvsift",

@@ -1,4 +1,4 @@
-"""Imports point down: cli > eval > engine > models > runtime > methods | placement > kernels > types, errors.
+"""Imports point down: cli > eval | benchmarks > engine > models > runtime > methods | placement > kernels > types.
 
 Folders side by side never import each other, only the transformers adapter imports transformers, and what a user waits
 for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
@@ -29,6 +29,7 @@ LAYERS = {
     "models": 4,
     "engine": 5,
     "eval": 6,
+    "benchmarks": 6,
     "cli": 7,
     "__init__": 8,  # re-exports; of it others may read __version__ alone
     "__main__": 8,

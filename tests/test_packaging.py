@@ -18,7 +18,7 @@ def has_nvidia_gpu() -> bool:
 
 @pytest.mark.skipif(has_nvidia_gpu(), reason="CUDA packages belong on a machine with an NVIDIA GPU")
 def test_no_cuda_package_is_installed_without_a_gpu():
-    cuda = {dist.name for dist in distributions() if dist.name and dist.name.lower().startswith(("nvidia-", "triton"))}
+    cuda = {dist.name for dist in distributions() if dist.name and dist.name.lower().startswith("nvidia-")}
     assert not cuda
 
 

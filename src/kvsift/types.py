@@ -118,5 +118,9 @@ class KVReader(Protocol):
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
 
-    def summary(self, kind: str, units: slice) -> Tensor:
-        """[num_kv_heads, len(units), width] packed summary rows of complete pages (``kernels.page_summary``)."""
+    def summary(self, kind: str, units: slice | Tensor) -> Tensor:
+        """Packed summary rows of pages (``kernels.page_summary``), [num_kv_heads, len(units), width]; of pages chosen
+        per head, int64 [num_heads, count], num_heads a multiple of the KV heads: [num_heads, count, width]."""
+
+    def counted(self, remembered: Tensor) -> Tensor:
+        """What a method reads of its own memory, handed back as it is: it counts among the bytes read to choose."""

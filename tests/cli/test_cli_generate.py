@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli.watched import Outcome, Run
+from cli.watched import Outcome, Refused, Run
 
 from kvsift import LLM
 
@@ -57,3 +57,16 @@ def test_strict_fails_when_nothing_was_skipped(generate: Run) -> None:
     assert outcome.code == 2
     assert "skipped nothing in decode" in outcome.err
     assert generate("--prompt", "Once", "--json").err.startswith("kvsift: WARNING: ")
+
+
+def test_short_contexts_can_be_decoded_in_full(generate: Run, text: Path) -> None:
+    full = generate("--prompt-file", text, "--json", "--dense-below", 5000).document
+    assert full["density"] == 1
+    assert full["path"] == "composed: no NVIDIA GPU"
+    assert generate("--prompt-file", text, "--json", "--dense-below", 100).document["density"] < 0.2
+
+
+def test_a_length_that_is_none_is_refused(refused: Refused, model: Path) -> None:
+    assert "dense_below='never' must be 'auto' or a number" in refused(
+        "generate", "--model", model, "--prompt", "Once", "--dense-below", "never"
+    )

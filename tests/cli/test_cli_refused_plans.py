@@ -10,7 +10,7 @@ from cli.watched import Refused, Run
 PLANS = [
     ("qest:budget=256", "unknown method 'qest'; did you mean 'quest'? Known: dense, oracle_pages,"),
     ("zzz", "unknown method 'zzz'. Known: dense, oracle_pages,"),
-    ("quest:bugdet=256", "unknown key of quest 'bugdet'; did you mean 'budget'? Known: budget, compat,"),
+    ("quest:bugdet=256", "unknown key of quest 'bugdet'; did you mean 'budget'? Known: block_pages, budget, compat,"),
     ("dense:budget=256", "dense sees everything and takes no settings; leave out budget"),
     ("quest:score_by=minmix", "unknown score_by 'minmix'; did you mean 'minmax'?"),
     (

@@ -141,10 +141,10 @@ class Runner:
         poison(self.store)
 
     def summaries(self, row: int = 0) -> dict[str, Tensor]:
-        """Packed rows of all pages of a row, by kind."""
+        """Packed rows of all pages of a row, by kind; in float32, because torch cannot compare 8-bit tensors."""
         num_pages = -(-self.store.lengths[row] // self.store.page_size)
         reader = self.store.row(row)
-        return {kind: reader.summary(kind, slice(0, num_pages)).clone() for kind in self.store.summaries}
+        return {kind: reader.summary(kind, slice(0, num_pages)).float().clone() for kind in self.store.summaries}
 
 
 def answers(plan: Plan, tokens: Tokens, prompt: int, cuts: Iterable[int] | None = None, **how: Any) -> Tensor:
@@ -164,7 +164,7 @@ def poison(store: DeviceStore) -> None:
     for pool in (store.keys, store.values):
         pool.masked_fill_(~written[..., None], torch.nan)
     for pool in store.summaries.values():
-        pool.masked_fill_(~written.any(1)[:, None], torch.nan)
+        pool[:, (~written.any(1)).nonzero().flatten()] = torch.nan  # 8-bit pools know no masked_fill
 
 
 class ScatteredTable(PageTable):

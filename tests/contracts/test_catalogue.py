@@ -14,15 +14,29 @@ from kvsift.errors import InputError
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
 
+# Knobs of many values: settings that take another path. Pages of one or two tokens, so that contexts of 90 tokens hold
+# several blocks and some are left out.
+ALSO: dict[str, list[dict[str, Any]]] = {
+    "quest": [
+        {"score_by": "minmax_fp8"},
+        {"page_size": 1, "prefilter": 1},
+        {"page_size": 2, "prefilter": 1.5, "block_pages": 4},
+        {"page_size": 1, "prefilter": 2, "heads": "query"},
+        {"page_size": 1, "prefilter": 1, "score_by": "minmax_fp8"},
+    ]
+}
+
 
 def _subjects() -> list[object]:
-    """A method with its defaults and with every value that its knobs of few values may take, in each of its phases."""
+    """A method with its defaults, with every value that its knobs of few values may take, and with the settings in
+    ``ALSO``, in each of its phases."""
     found = []
     for name in catalogue():
         cls = method_class(name)
         hints = get_type_hints(cls)
         options = [(field.name, value) for field in fields(cls) for value in _literals(hints[field.name])]
-        for knobs in [{}, *({knob: value} for knob, value in options if value != getattr(cls, knob, None))]:
+        others = [{knob: value} for knob, value in options if value != getattr(cls, knob, None)]
+        for knobs in [{}, *others, *ALSO.get(name, [])]:
             try:
                 small(name, **knobs)()
             except InputError:

@@ -6,11 +6,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.paged_cases import distance
 from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference, nothing
-from kvsift.kernels.merge import merge, with_sink_logit
+from kvsift.kernels.merge import merge, merge_reference, merge_triton, with_sink_logit
 from kvsift.types import Part
+
+RUNS = [merge_reference, pytest.param(merge_triton, marks=needs_triton)]
 
 
 def draw(num_keys: int, seed: int = 0, spread: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,32 +47,90 @@ def test_any_split_merged_in_any_order_is_the_whole(owner: list[int], order: lis
     assert_same(left, merged)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_merging_with_nothing_changes_no_bit(dtype: torch.dtype) -> None:
-    queries, keys, values = (tensor.to(dtype) for tensor in draw(9))
+@pytest.mark.parametrize(
+    ("run", "dtype"),
+    [(merge_reference, torch.float32), (merge_reference, torch.bfloat16)]
+    + [pytest.param(merge_triton, dtype, marks=needs_triton) for dtype in DTYPES],
+)
+def test_merging_with_nothing_changes_no_bit(run: object, dtype: torch.dtype) -> None:
+    queries, keys, values = (tensor.to(DEVICE, dtype) for tensor in draw(9))
     part, empty = attention_reference(queries, keys, values, 0.3), nothing(queries)
-    for merged in (merge(part, empty), merge(empty, part)):
+    for merged in (run(part, empty), run(empty, part)):  # type: ignore[operator]
         assert merged.output.dtype == dtype
         assert torch.equal(merged.output, part.output)
         assert torch.equal(merged.lse, part.lse)
 
 
-def test_two_parts_that_saw_nothing_make_one_that_saw_nothing() -> None:
-    empty = nothing(draw(1)[0])
-    merged = merge(empty, empty)
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log")  # which is meant
+def test_two_parts_that_saw_nothing_make_one_that_saw_nothing(run: object) -> None:
+    empty = nothing(draw(1)[0].to(DEVICE))
+    merged = run(empty, empty)  # type: ignore[operator]
     assert not merged.output.any()
     assert bool((merged.lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("size", [1e4, -1e4])  # far beyond what exp can hold, in both directions
-def test_large_logits_do_not_overflow(size: float) -> None:
-    output = torch.ones(1, 1, 1, 2)
-    a, b = Part(output, torch.full((1, 1, 1), size)), Part(3 * output, torch.full((1, 1, 1), size))
-    merged = merge(a, b)
+def test_large_logits_do_not_overflow(run: object, size: float) -> None:
+    output = torch.ones(1, 1, 1, 2, device=DEVICE)
+    a, b = Part(output, size * output[..., 0]), Part(3 * output, size * output[..., 0])
+    merged = run(a, b)  # type: ignore[operator]
     torch.testing.assert_close(merged.output, 2 * output, rtol=1e-3, atol=0)  # one ulp of a float32 lse of 10^4
     torch.testing.assert_close(merged.lse, a.lse + torch.log(torch.tensor(2.0)))
-    far = merge(a, Part(3 * output, a.lse - 1e4))
+    far = run(a, Part(3 * output, a.lse - 1e4))  # type: ignore[operator]
     assert torch.equal(far.output, output)
+
+
+def draw_parts(dtype: torch.dtype, head_dim: int) -> tuple[Part, Part]:
+    """Parts [2, 3, 5, head_dim] of unlike weight, some of which saw nothing; laid out as kernels leave them."""
+    generator = torch.Generator().manual_seed(head_dim)
+    parts = []
+    for seed in range(2):
+        output = torch.randn(2, 5, 3, head_dim, generator=generator).transpose(1, 2).to(DEVICE, dtype)
+        lse = (4 * torch.randn(2, 3, 8, generator=generator)).to(DEVICE)[:, :, :5]
+        lse[seed, 1], output[seed, 1] = -torch.inf, 0.0
+        parts.append(Part(output, lse))
+    return parts[0], parts[1]
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("head_dim", [6, 80, 256])  # the last takes several programs
+def test_the_twin_is_as_near_to_float64_as_the_reference(head_dim: int, dtype: torch.dtype) -> None:
+    a, b = draw_parts(dtype, head_dim)
+    lse = torch.logaddexp(a.lse.double(), b.lse.double())
+    shares = [(part.lse.double() - lse).exp().nan_to_num(0.0).unsqueeze(-1) for part in (a, b)]
+    exact = a.output.double() * shares[0] + b.output.double() * shares[1]
+    own, twin = merge_reference(a, b), merge_triton(a, b)
+    assert twin.output.dtype == dtype
+    assert twin.lse.dtype == torch.float32
+    finite = lse.isfinite()
+    assert torch.equal(twin.lse.isfinite(), finite)
+    for found, reference, wanted in (
+        (twin.output, own.output, exact), (twin.lse[finite], own.lse[finite], lse[finite])
+    ):  # fmt: skip
+        floor = torch.finfo(torch.float32).eps * float(wanted.norm())
+        assert distance(found, wanted) <= 2 * max(distance(reference, wanted), floor)
+
+
+@needs_triton
+def test_parts_may_differ_in_dtype_and_layout() -> None:
+    a, b = draw_parts(torch.float16, 6)[0], draw_parts(torch.float32, 6)[1]
+    spread = torch.full((2, 3, 5, 12), torch.nan, device=DEVICE)[..., ::2]
+    spread.copy_(b.output)
+    for first, second in ((a, Part(spread, b.lse)), (Part(spread, b.lse), a)):
+        merged, own = merge_triton(first, second), merge_reference(first, second)
+        assert merged.output.dtype == first.output.dtype
+        torch.testing.assert_close(merged, own, rtol=1e-3 if first is a else 1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_queries_merge_to_none(run: object) -> None:
+    empty = nothing(torch.zeros(1, 4, 0, 8, device=DEVICE))
+    merged = run(empty, empty)  # type: ignore[operator]
+    assert merged.output.shape == (1, 4, 0, 8)
+    assert merged.lse.shape == (1, 4, 0)
 
 
 def test_merged_halves_are_at_most_twice_as_far_from_float64_as_the_formula_in_their_dtype() -> None:

@@ -15,7 +15,7 @@ from kvsift.placement.device import DeviceStore
 from kvsift.types import LayerShape
 
 SHAPE = LayerShape(layer=0, num_query_heads=4, num_kv_heads=2, head_dim=3, scale=1.0)
-KINDS = ("minmax", "centroid_radius")
+KINDS = ("minmax", "centroid_radius", "minmax_fp8")
 
 
 def tokens(count: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -89,9 +89,14 @@ class StoreModel(RuleBasedStateMachine):
         padded[:, :length] = keys
         valid = (torch.arange(num_pages * size) < length).view(-1, size)
         for kind in KINDS if num_pages else ():
-            found = self.store.row(row).summary(kind, slice(0, num_pages))
-            assert torch.equal(found, summarise(kind, padded.view(2, -1, size, 3), valid))
-            assert torch.equal(self.store.row(row).summary(kind, slice(num_pages - 1, num_pages)), found[:, -1:])
+            # compared in float32: torch cannot compare 8-bit tensors
+            found = self.store.row(row).summary(kind, slice(0, num_pages)).float()
+            assert torch.equal(found, summarise(kind, padded.view(2, -1, size, 3), valid).float())
+            last = self.store.row(row).summary(kind, slice(num_pages - 1, num_pages)).float()
+            assert torch.equal(last, found[:, -1:])
+            chosen = torch.tensor([[0, num_pages - 1], [num_pages // 2, 0], [0, 0], [num_pages - 1, 0]])
+            per_head = self.store.row(row).summary(kind, chosen).float()  # of four query heads, two to a KV head
+            assert torch.equal(per_head, torch.stack([found[head // 2, chosen[head]] for head in range(4)]))
 
     def _check_gather(self, row: int, keys: Tensor, values: Tensor) -> None:
         full = keys.shape[1] // self.store.page_size
@@ -181,19 +186,20 @@ def test_a_kind_of_summary_that_is_added_later_covers_what_is_stored() -> None:
     for row, num_pages in enumerate((3, 2)):
         for kind in KINDS:
             expected = store_of(11, 6).row(row).summary(kind, slice(0, num_pages))
-            assert torch.equal(late.row(row).summary(kind, slice(0, num_pages)), expected)
+            assert torch.equal(late.row(row).summary(kind, slice(0, num_pages)).float(), expected.float())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_pools_have_the_dtype_of_the_keys(dtype: torch.dtype) -> None:
+def test_pools_have_the_dtype_of_the_keys_or_of_their_kind(dtype: torch.dtype) -> None:
     store = store_of(9, dtype=dtype)
     assert store.row(0).keys().dtype == store.row(0).values().dtype == dtype
-    assert {pool.dtype for pool in store.summaries.values()} == {dtype}
+    for kind, pool in store.summaries.items():
+        assert pool.dtype == (SUMMARIES[kind].dtype or dtype)
     assert torch.equal(store.row(0).keys(), tokens(9, 0, dtype)[0])
 
 
 def test_bytes_are_those_of_all_pools() -> None:
     store = store_of(9)
     pages = store.keys.shape[1]
-    widths = sum(SUMMARIES[kind].width(3) for kind in KINDS)
-    assert store.num_bytes == 4 * 2 * pages * (2 * 4 * 3 + widths)
+    row = {"minmax": 4 * 6, "centroid_radius": 4 * 4, "minmax_fp8": 6}  # bytes
+    assert store.num_bytes == 2 * pages * (4 * 2 * 4 * 3 + sum(row[kind] for kind in KINDS))

@@ -17,6 +17,8 @@ operations = st.lists(
         st.tuples(st.just("shrink"), st.integers(0, 2), st.integers(0, 6)),
         st.tuples(st.just("unshare"), st.integers(0, 2), st.just(0)),
         st.tuples(st.just("fork"), st.integers(0, 26), st.just(0)),
+        st.tuples(st.just("reserve"), st.integers(0, 2), st.integers(1, 12)),
+        st.tuples(st.just("clear"), st.just(0), st.just(0)),
     ),
     max_size=30,
 )
@@ -38,6 +40,12 @@ def test_pages_are_owned_spare_or_free_and_never_lost(given_operations: list[Ope
             assert not table.is_shared(table.rows[row][-1])
         elif operation == "fork":
             table.fork([row % 3, row // 3 % 3, row // 9])
+        elif operation == "reserve":
+            table.reserve(row, len(table.rows[row]) + amount)
+            assert len(table.planned(row)) >= len(table.rows[row]) + amount
+        elif operation == "clear":
+            table.clear()
+            assert not any(table.planned(row) for row in range(3))
         check(table)
 
 
@@ -111,3 +119,30 @@ def test_a_fork_shares_pages_and_takes_none() -> None:
     assert table.num_pages == before
     assert table.rows[0] == table.rows[1] == table.rows[2]
     assert all(table.is_shared(page) for page in table.rows[0])
+
+
+def test_a_row_grows_into_the_pages_it_reserved() -> None:
+    table = PageTable(2)
+    scratch = table.take()
+    for row in range(2):
+        table.reserve(row, 30)
+    planned = [table.planned(row) for row in range(2)]
+    for row in range(2):
+        table.grow(row, 10)
+        table.grow(row, 25)
+        table.shrink(row, 12)
+        table.grow(row, 30)
+        assert table.rows[row] == planned[row] == list(range(planned[row][0], planned[row][0] + 30))
+    assert scratch not in planned[0] + planned[1]
+
+
+def test_rows_that_are_reserved_again_after_clearing_take_the_same_pages() -> None:
+    table = PageTable(3)
+    for row, num_pages in enumerate((40, 10, 20)):
+        table.reserve(row, num_pages)
+        table.grow(row, num_pages)
+    table.clear()
+    for row, num_pages in enumerate((15, 30, 25)):
+        table.reserve(row, num_pages)
+        assert table.planned(row) == list(range(table.planned(row)[0], table.planned(row)[0] + num_pages))
+    assert table.num_pages == 70

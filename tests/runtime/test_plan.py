@@ -46,6 +46,8 @@ QUEST = Plan(decode=Rule(Quest(), Budget(tokens=1024)))
         ("quest:ratio=0.1", Plan(decode=Rule(Quest(), Budget(ratio=0.1)))),
         ("quest:mass=0.9:budget=2048", Plan(decode=Rule(Quest(), Budget(mass=0.9, tokens=2048)))),
         ("quest:page_size=32:score_by=mean_std", Plan(decode=Rule(Quest(page_size=32, score_by="mean_std")))),
+        ("quest:prefilter=4", Plan(decode=Rule(Quest(prefilter=4)))),
+        ("quest:score_by=minmax_fp8", Plan(decode=Rule(Quest(score_by="minmax_fp8")))),
         ("quest:dense_layers=none", Plan(decode=Rule(Quest(), Budget(dense_layers=())))),
         ("quest:dense_layers=3", Plan(decode=Rule(Quest(), Budget(dense_layers=(3,))))),
         ("quest:dense_layers=0+1+27", Plan(decode=Rule(Quest(), Budget(dense_layers=(0, 1, 27))))),
@@ -79,7 +81,7 @@ def test_a_bare_method_goes_to_decode_if_it_can_and_to_prefill_if_not() -> None:
 REFUSED = [
     ("qest:budget=64", "unknown method 'qest'; did you mean 'quest'? Known: dense, "),
     ("zzzzzz", "unknown method 'zzzzzz'. Known: dense, "),
-    ("quest:budgt=64", "unknown key of quest 'budgt'; did you mean 'budget'? Known: budget, compat, dense_layers, "),
+    ("quest:budgt=64", "unknown key of quest 'budgt'; did you mean 'budget'? Known: block_pages, budget, compat, "),
     ("quest:pagesize=64", "did you mean 'page_size'?"),
     ("streaming_llm:page_size=64", "unknown key of streaming_llm 'page_size'"),
     ("dense:budget=64", "dense sees everything and takes no settings; leave out budget"),
@@ -107,7 +109,18 @@ REFUSED = [
     ("quest:page_size=0", "page_size=0 must be a whole number, 1 or more"),
     ("quest:page_size=1.5", "page_size=1.5 must be a whole number, 1 or more"),
     ("quest:heads=both", "heads='both' must be 'auto', 'query' or 'kv'"),
-    ("quest:score_by=best", "Known: centroid_radius, log_mass, mean_std, minmax"),
+    ("quest:score_by=best", "Known: centroid_radius, log_mass, mean_std, minmax, minmax_fp8"),
+    ("quest:prefilter=0.5", "prefilter=0.5 must be 0 (score every page), or 1 or more"),
+    ("quest:prefilter=-1", "prefilter=-1 must be 0 (score every page), or 1 or more"),
+    ("quest:prefilter=nan", "prefilter=nan must be 0 (score every page), or 1 or more"),
+    ("quest:prefilter=inf", "prefilter=inf must be 0 (score every page), or 1 or more"),
+    ("quest:prefilter=yes", "prefilter='yes' must be 0 (score every page), or 1 or more"),
+    ({"method": "quest", "prefilter": True}, "prefilter=True must be 0 (score every page), or 1 or more"),
+    ("quest:prefilter=4:block_pages=1", "block_pages=1 must be a whole number, 2 or more"),
+    ("quest:block_pages=4", "block_pages=4 means nothing without prefilter; add for instance prefilter=8"),
+    ("quest:prefilter=4:score_by=log_mass", "summaries that merge into those of larger blocks: minmax and minmax_fp8"),
+    ("quest:prefilter=4:compat=paper", "heads='query' and score_by='minmax' without prefilter"),
+    ("quest:prefilter=4:mass=0.9", "quest with prefilter=4 leaves pages unscored, whose share of attention nobody"),
     ("quest:compat=pape", "compat='pape' must be 'paper', 'code' or left out"),
     ("quest:compat=paper:heads=kv", "compat='paper' means heads='query' and score_by='minmax'"),
     ("quest:compat=code:score_by=mean_std", "compat='code' means heads='query' and score_by='minmax'"),
@@ -202,6 +215,8 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "page_size": st.just(16),
         "score_by": st.sampled_from(list(SUMMARIES)),
         "compat": st.sampled_from([None, "paper", "code"]),
+        "prefilter": st.sampled_from([0, 1, 2.5]),
+        "block_pages": st.sampled_from([2, 16]),
         "seed": st.integers(0, 2**40),
     }
     able = [name for name in catalogue() if phase in method_class(name).phases]
@@ -209,6 +224,10 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
     chosen = {field.name: draw(knobs[field.name]) for field in fields(cls) if draw(st.booleans())}
     if chosen.get("compat"):
         chosen = {"compat": chosen["compat"]}
+    if chosen.get("prefilter"):
+        chosen["score_by"] = draw(st.sampled_from(["minmax", "minmax_fp8"]))
+    else:
+        chosen.pop("block_pages", None)
     method = cls(**chosen)
     if method.unbounded:
         return Rule(method)

@@ -33,6 +33,7 @@ def ask(
     dtype: o.DtypeOption = "auto",
     chunk_size: o.ChunkOption = 2048,
     probe_every: o.ProbeOption = 16,
+    dense_below: o.DenseBelowOption = "auto",
     strict: o.StrictOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -53,7 +54,10 @@ def ask(
     if question_phase not in PHASES:
         raise unknown("phase", question_phase, PHASES)
     sampling = Sampling(temperature, top_p, seed)
-    llm = LLM(model, plans[0], device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every)
+    llm = LLM(
+        model, plans[0], device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every,
+        dense_below=o.dense_below(dense_below),
+    )  # fmt: skip
     with prefill_progress("reading") as progress:
         document = llm.read(text, progress=progress)
         for each in question:

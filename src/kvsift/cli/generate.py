@@ -27,6 +27,7 @@ def generate(
     dtype: o.DtypeOption = "auto",
     chunk_size: o.ChunkOption = 2048,
     probe_every: o.ProbeOption = 16,
+    dense_below: o.DenseBelowOption = "auto",
     strict: o.StrictOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -43,7 +44,10 @@ def generate(
     from kvsift.runtime.spec import parse_plan
 
     parsed = parse_plan(o.read_plan(plan))
-    llm = LLM(model, parsed, device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every)
+    llm = LLM(
+        model, parsed, device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every,
+        dense_below=o.dense_below(dense_below),
+    )  # fmt: skip
     show = None if as_json else lambda piece: print(piece, end="", flush=True)
     with prefill_progress("reading") as progress:
         answer = llm.generate(

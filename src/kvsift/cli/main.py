@@ -7,7 +7,9 @@ import sys
 import typer
 
 from kvsift import __version__
+from kvsift.cli import bench_attention, bench_chart, bench_decode  # noqa: F401, each adds itself to bench
 from kvsift.cli.ask import ask
+from kvsift.cli.bench import bench
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
 from kvsift.cli.generate import generate
@@ -24,6 +26,7 @@ app = typer.Typer(
 )
 for command in (demo, ask, generate, quality, methods, doctor):
     app.command()(command)
+app.add_typer(bench, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -30,6 +30,15 @@ ProbeOption = Annotated[
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopPOption = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens that reach this share.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the draw, when the temperature is above 0.")]
+DenseBelowOption = Annotated[
+    str,
+    typer.Option("--dense-below", help="Shorter contexts are decoded in full; auto: on a GPU, where that is faster."),
+]
+
+
+def dense_below(text: str) -> int | str:
+    """A number of tokens, or the word as given."""
+    return int(text) if text.isdecimal() else text
 
 
 def read_text(path: Path, what: str) -> str:
@@ -76,6 +85,13 @@ def require_writable(path: Path | None, option: str) -> None:
         raise InputError(f"{option} {path}: the directory {path.parent} does not exist.")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"{option} {path}: no file can be written there.")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A file that is the old one or the new one, never half of either."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def read_plan(text: str) -> str | dict[str, Any]:

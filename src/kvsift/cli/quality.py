@@ -33,9 +33,7 @@ def quality(
         result = run(loaded, workers, lambda done, total: bar.update(task, completed=done, total=total))
     text = _one_sample_per_line(result)
     if out is not None:
-        partial = out.with_name(out.name + ".partial")
-        partial.write_text(text + "\n")
-        partial.replace(out)
+        o.write_whole(out, text + "\n")
     print(text if as_json else quality_table(result))
 
 

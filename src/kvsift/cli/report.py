@@ -20,6 +20,8 @@ def summary(answers: Sequence[Answer], read_s: float = 0.0) -> dict[str, Any]:
     layers = {"visible_tokens": _mean(answers, "visible_tokens"), "density": _mean(answers, "density")}
     return {
         "plan": answers[0].plan,
+        "path": answers[0].path,
+        "dense_below": answers[0].dense_below,
         "prompt_tokens": max(answer.prompt_tokens for answer in answers),
         "ttft_s": read_s + answers[0].ttft_s,
         "read_s": read_s,
@@ -75,6 +77,7 @@ def proof_table(rows: Sequence[dict[str, Any]]) -> Any:
         "attention mass recovered": lambda r: _percent(r["recovery"]),
         "top-10 tokens seen": lambda r: _percent(r["recall"]),
         "KV held": lambda r: _bytes(r["kv_bytes"]),
+        "decoded by": lambda r: _decoded_by(r["path"]),
         "peak memory of the process": lambda r: _bytes(r["peak_memory_bytes"]),
     }
     for name, show in lines.items():
@@ -102,6 +105,12 @@ def check_skipped(plan: Plan, answers: Sequence[Answer], strict: bool) -> None:
         if rule is None or rule.method.unbounded or not ran or min(ran) < 1:
             continue
         message = plan.skipped_nothing(phase)
+        below = max(answer.dense_below for answer in answers)
+        if phase == "decode" and below:
+            message += (
+                f" Here contexts below {below:,} tokens are decoded in full, because that is as fast; --dense-below 0 "
+                "sifts them too."
+            )
         if strict:
             raise NothingSkipped(message)
         print(f"kvsift: WARNING: {message}", file=sys.stderr)
@@ -116,6 +125,10 @@ def _time_to_choose(row: dict[str, Any]) -> str:
     num_layers = max(len({layer["layer"] for layer in row["layers"]}), 1)
     steps = sum(phases["decode"]["queries"] for phases in row["phases"]) / num_layers
     return "-" if not steps or not row["select_s"] else f"{1e3 * row['select_s'] / steps:.1f} ms"
+
+
+def _decoded_by(path: str) -> str:
+    return "captured steps" if path == "captured" else "the composed path"
 
 
 def _percent(share: float | None) -> str:

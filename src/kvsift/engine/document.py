@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.generation import (
+    Progress,
+    answer_of,
+    decode_captured,
+    decode_composed,
+    first_token,
+)
 from kvsift.engine.prompt import STOP
 from kvsift.engine.result import Answer
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.session import Session, row_lengths
+from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.runtime.plan import PHASES, Plan
+from kvsift.runtime.sequence import DEFAULT_PAGE_SIZE
 from kvsift.runtime.spec import parse_plan
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
-
-Progress = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 
 
 class Document:
@@ -42,6 +51,7 @@ class Document:
     ) -> None:
         self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
         self._cache: SparseCache | None = None
+        self._session: Session | None = None  # captured steps over the cache
         self.read_s = 0.0
         self.read_stats: dict[str, Any] = {}
 
@@ -73,19 +83,24 @@ class Document:
                 f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
                 "with a word."
             )
-        self._llm.check(ids, max_new_tokens)
+        self._llm.check([ids], max_new_tokens)
         return ids
 
     def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
         """The cache of the document under a plan; read again only if the plan prefills differently."""
+        self._llm.load()
+        fast = self._llm.fast_path.reason_against(plan, self._llm.model) is None
+        plan = plan if fast else self._llm.composed_plan(plan)
         if self._cache is not None and self._cache.run.plan.prefill == plan.prefill:
             self._cache.rewind()
             self._cache.replan(plan)
             return self._cache
-        self._cache = None  # the memory of the old one is free before the new one grows
-        self._llm.load()
+        self._cache = self._session = None  # the memory of the old one is free before the new one grows
+        self._llm.fast_path.release()
         started = perf_counter()
-        cache = self._llm.new_cache(plan, self.num_tokens + reserve)
+        total = self.num_tokens + reserve
+        rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if fast else ()
+        cache = self._llm.new_cache(plan, total, rows)
         self._llm.prefill(cache, self._ids, self._progress)
         self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
         cache.stats.clear()
@@ -123,6 +138,35 @@ class Document:
         plan = self._plan if plan is None else parse_plan(plan)
         cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
         stop = None if self._llm.tokenizer.chat_template else STOP
-        answer = self._llm.decode(cache, ids, perf_counter(), max_new_tokens, sampling, stop, on_text, question_phase)
+        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
+        answer = self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
         answer.text = answer.text.strip()
         return answer
+
+    def _answer(
+        self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
+    ) -> Answer:
+        llm, started, cached = self._llm, perf_counter(), cache.get_seq_length()
+        loops: list[DecodeLoop] = []
+        reason = llm.fast_path.reason_against(cache.run.plan, llm.model)
+        for piece in (
+            self._captured(cache, transcript, phase, loops)
+            if reason is None
+            else decode_composed(llm, cache, transcript, phase)
+        ):
+            if on_text is not None:
+                on_text(piece)
+        total = len(transcript.request.ids)
+        return answer_of(
+            llm, cache, transcript, started, total, new_prompt_tokens=total - cached,
+            loop=next(iter(loops), None), path=reason or "",
+        )  # fmt: skip
+
+    def _captured(
+        self, cache: SparseCache, transcript: Transcript, phase: Phase, loops: list[DecodeLoop]
+    ) -> Iterator[str]:
+        llm, request = self._llm, transcript.request
+        yield from first_token(llm, cache, transcript, phase)
+        total = len(request.ids) + request.max_new_tokens
+        self._session = llm.fast_path.extend(llm.model, cache, total, self._session)
+        yield from decode_captured(cache, self._session, transcript, loops)

@@ -8,27 +8,42 @@ print(answer.text, answer.decode("density"))
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 
-from kvsift.engine.document import Document, Progress
-from kvsift.engine.memory import peak_bytes, require_memory
+from kvsift.engine.document import Document
+from kvsift.engine.fast_path import FastPath
+from kvsift.engine.generation import Generation, Progress
+from kvsift.engine.memory import require_memory
 from kvsift.engine.prompt import prompt
-from kvsift.engine.result import Answer
+from kvsift.engine.result import Answer, TextStream
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
+from kvsift.runtime.paged_decode import rule_of
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
+
+
+class Options(TypedDict, total=False):
+    """What ``LLM.generate`` takes beside the text."""
+
+    plan: PlanSpec
+    max_new_tokens: int
+    sampling: Sampling | Sequence[Sampling] | None
+    stop: str | Sequence[str] | None
+    progress: Progress | None
+    on_text: Callable[[str], None] | None
 
 
 class LLM:
@@ -41,6 +56,10 @@ class LLM:
         dtype: "auto", "bfloat16", "float16" or "float32".
         chunk_size: prompt tokens per forward pass.
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
+        dense_below: in contexts shorter than this, decode shows everything; "auto": where that is measured to be
+            faster, on a GPU whose decode steps are captured.
+        path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
+            do not; "composed" never does; "eager" runs the steps that would be captured as they are, for tests.
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.
@@ -55,17 +74,23 @@ class LLM:
         dtype: str = "auto",
         chunk_size: int = 2048,
         probe_every: int = 16,
+        dense_below: int | str = "auto",
+        path: str = "auto",
     ) -> None:
         if chunk_size < 1:
             raise InputError(f"chunk_size={chunk_size} must be 1 or more.")
         if probe_every < 0:
             raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
+        if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
+            raise InputError(f"dense_below={dense_below!r} must be 'auto' or a number of tokens, 0 (never) or more.")
         self.plan: Plan = parse_plan(plan)
         self.directory = ModelDirectory.check(model)
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device, self.directory.config)
         self.chunk_size, self.probe_every = chunk_size, probe_every
         self.tokenizer = self.directory.tokenizer()
+        self.dense_below = dense_below
+        self.fast_path = FastPath(path, self.device, dense_below)
         self._model: Any = None
 
     @property
@@ -81,8 +106,8 @@ class LLM:
         _ = self.model
         return perf_counter() - started
 
-    def check(self, ids: list[int], max_new_tokens: int) -> None:
-        """Refuse a prompt that the model has no embeddings or positions, or this machine no memory for.
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Refuse prompts that the model has no embeddings or positions, or this machine no memory for.
 
         Raises:
             InputError: before the weights are loaded.
@@ -90,19 +115,23 @@ class LLM:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
         name, vocabulary = self.directory.path.name, getattr(self.directory.config, "vocab_size", None)
-        if vocabulary is not None and max(ids, default=0) >= vocabulary:
+        largest = max((max(ids, default=0) for ids in prompts), default=0)
+        if vocabulary is not None and largest >= vocabulary:
             raise InputError(
-                f"the tokenizer of {name} gives token {max(ids)}, but the model has a vocabulary of {vocabulary}. They "
+                f"the tokenizer of {name} gives token {largest}, but the model has a vocabulary of {vocabulary}. They "
                 "do not belong together."
             )
-        positions, total = self.directory.max_positions, len(ids) + max_new_tokens
+        longest = max(len(ids) for ids in prompts)
+        positions, total = self.directory.max_positions, longest + max_new_tokens
         if positions is not None and total > positions:
             raise InputError(
-                f"the prompt has {len(ids)} tokens and {max_new_tokens} more are to come, but {name} was made for "
+                f"the prompt has {longest} tokens and {max_new_tokens} more are to come, but {name} was made for "
                 f"{positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use a "
                 "model made for longer ones."
             )
         if self._model is None:
+            if self.fast_path.wanted:  # rows are cached together
+                total = sum(len(ids) + max_new_tokens for ids in prompts)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size)
 
     def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:
@@ -118,45 +147,102 @@ class LLM:
         ids = _common_prefix(self._encode(context, "a"), self._encode(context, "Which?"))
         return Document(self, ids, lambda question: self._encode(context, question), plan, progress)
 
+    @overload
+    def generate(self, text: str, **options: Unpack[Options]) -> Answer: ...
+
+    @overload
+    def generate(self, text: list[str], **options: Unpack[Options]) -> list[Answer]: ...
+
     def generate(
+        self,
+        text: str | list[str],
+        *,
+        plan: PlanSpec = None,
+        max_new_tokens: int = 64,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        stop: str | Sequence[str] | None = None,
+        progress: Progress | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Answer | list[Answer]:
+        """Continue a text, or several at once, as they stand (no template is applied).
+
+        Args:
+            text: the prompt, or a list of prompts of any lengths; where decoding is captured they share its steps.
+            plan: instead of the default one.
+            max_new_tokens: at most so many tokens are generated for each.
+            sampling: how to choose tokens, for all prompts or for each; greedy by default. A prompt's draws come from
+                its own seed, so its answer does not depend on its neighbours.
+            stop: end when this, or one of these, appears; it is not part of the text.
+            progress: called while prompts are prefilled.
+            on_text: called with every new piece of the text; of one prompt only.
+
+        Returns:
+            An ``Answer``, or a list of them for a list of prompts.
+        """
+        if not isinstance(text, str) and on_text is not None:
+            raise InputError("on_text follows one text; give one prompt, or leave it out.")
+        texts = [text] if isinstance(text, str) else list(text)
+        generation = self._generation(texts, plan, max_new_tokens, sampling, stop, progress, on_text is not None)
+        for _, piece in generation:
+            if on_text is not None:
+                on_text(piece)
+        return generation.answers[0] if isinstance(text, str) else generation.answers
+
+    def stream(
         self,
         text: str,
         *,
         plan: PlanSpec = None,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stop: str | None = None,
+        stop: str | Sequence[str] | None = None,
         progress: Progress | None = None,
-        on_text: Callable[[str], None] | None = None,
-    ) -> Answer:
-        """Continue a text as it stands (no template is applied).
+    ) -> TextStream:
+        """As ``generate``, for one text: an iterator over its pieces, whose ``answer`` is there at the end."""
+        return TextStream(self._generation([text], plan, max_new_tokens, sampling, stop, progress, True))
 
-        Args:
-            text: the prompt.
-            plan: instead of the default one.
-            max_new_tokens: at most so many tokens are generated.
-            sampling: how to choose tokens; greedy by default.
-            stop: end when this appears; it is not part of the text.
-            progress: called while the prompt is prefilled.
-            on_text: called with every new piece of text.
-        """
+    def _generation(
+        self, texts: Sequence[str], plan: PlanSpec, max_new_tokens: int,
+        sampling: Sampling | Sequence[Sampling] | None, stop: str | Sequence[str] | None, progress: Progress | None,
+        streamed: bool,
+    ) -> Generation:  # fmt: skip
         started = perf_counter()
-        ids = self.tokenizer(text, verbose=False)["input_ids"]
-        if not text or not ids:
-            raise InputError("the prompt is empty.")
-        self.check(ids, max_new_tokens)
-        started += self.load()
-        cache = self.new_cache(self.plan if plan is None else parse_plan(plan), len(ids) + max_new_tokens)
-        self.prefill(cache, ids[:-1], progress)
-        return self.decode(cache, ids, started, max_new_tokens, sampling, stop, on_text)
+        prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
+        if not prompts or not all(prompts):
+            raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
+        samplings = _for_each(sampling, len(prompts))
+        self.check(prompts, max_new_tokens)
+        plan = self.plan if plan is None else parse_plan(plan)
+        before = perf_counter()
+        self.load()
+        self.fast_path.reason_against(plan, self.model)  # finds out by trying, the first time
+        started += perf_counter() - before
+        requests = [self.request(ids, max_new_tokens, each, stop, streamed) for ids, each in zip(prompts, samplings)]
+        return Generation(self, plan, requests, started, progress)
 
-    def new_cache(self, plan: Plan, reserve: int) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens."""
-        return make_cache(self.model, plan, probe_every=self.probe_every, reserve=reserve)
+    def request(
+        self, ids: list[int], max_new_tokens: int, sampling: Sampling | None, stop: str | Sequence[str] | None,
+        streamed: bool,
+    ) -> Request:  # fmt: skip
+        """A request that also ends where the model says so."""
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        ends = frozenset(self._end_ids())
+        return Request(ids, max_new_tokens, sampling or Sampling(), ends, tuple(filter(None, stops)), streamed)
+
+    def composed_plan(self, plan: Plan) -> Plan:
+        """The plan with decode dense in contexts below ``dense_below``, where that is a number."""
+        rule = rule_of(plan)
+        if rule is None or not isinstance(self.dense_below, int) or rule.budget.min_context >= self.dense_below:
+            return plan
+        return replace(plan, decode=replace(rule, budget=replace(rule.budget, min_context=self.dense_below)))
+
+    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = ()) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one."""
+        return make_cache(self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows)
 
     @torch.inference_mode()
     def prefill(
-        self, cache: SparseCache, ids: list[int], progress: Progress | None = None, phase: Phase = "prefill"
+        self, cache: SparseCache, ids: Sequence[int], progress: Progress | None = None, phase: Phase = "prefill"
     ) -> Any:
         """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
 
@@ -170,60 +256,6 @@ class LLM:
                 if progress is not None:
                     progress(min(start + self.chunk_size, len(ids)), len(ids))
         return logits
-
-    @torch.inference_mode()
-    def decode(
-        self,
-        cache: SparseCache,
-        ids: list[int],
-        started: float,
-        max_new_tokens: int,
-        sampling: Sampling | None = None,
-        stop: str | None = None,
-        on_text: Callable[[str], None] | None = None,
-        question_phase: Phase = "prefill",
-    ) -> Answer:
-        """Feed what the cache lacks of ``ids`` in ``question_phase``, then generate."""
-        cached = cache.get_seq_length()
-        choose = (sampling or Sampling()).chooser(self.device)
-        ends = self._end_ids()
-        new_ids: list[int] = []
-        times: list[float] = []
-        text, shown = "", ""
-        logits = self.prefill(cache, ids[cached:], phase=question_phase)
-        while True:
-            token = choose(logits[0, -1])
-            times.append(perf_counter() - cache.stats.probe_s)
-            if token in ends:
-                break
-            new_ids.append(token)
-            text = self.tokenizer.decode(new_ids, skip_special_tokens=True)
-            # A stop counts only after something was said: formats differ in the white space an answer begins with.
-            found = text.find(stop, len(text) - len(text.lstrip())) if stop and text.strip() else -1
-            if found >= 0:
-                text = text[:found]
-            if found >= 0 or len(new_ids) >= max_new_tokens:
-                break
-            ready = text[: len(text) - _undecided(text, stop)]
-            if on_text is not None and len(ready) > len(shown):
-                on_text(ready[len(shown) :])
-                shown = ready
-            step = torch.tensor([[token]], device=self.device)
-            logits = self.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        if on_text is not None and len(text) > len(shown):
-            on_text(text[len(shown) :])
-        return Answer(
-            text=text,
-            token_ids=new_ids,
-            prompt_tokens=len(ids),
-            new_prompt_tokens=len(ids) - cached,
-            ttft_s=times[0] - started,
-            itl_s=[after - before for before, after in pairwise(times)],
-            plan=str(cache.run.plan),
-            kv_bytes=cache.num_bytes,
-            peak_memory_bytes=peak_bytes(self.device),
-            stats=cache.stats.report(),
-        )
 
     def _encode(self, context: str, question: str) -> list[int]:
         if not self.tokenizer.chat_template:
@@ -240,12 +272,12 @@ class LLM:
         return {*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])}
 
 
-def _undecided(text: str, stop: str | None) -> int:
-    """How many characters at the end of a text may still change or turn out to begin the stop."""
-    broken = len(text) - len(text.rstrip("\ufffd"))  # a character whose bytes have not all come
-    stop = stop or ""
-    begun = next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-    return max(broken, begun)
+def _for_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling | None]:
+    if not isinstance(sampling, list | tuple):
+        return [sampling] * count  # type: ignore[list-item]
+    if len(sampling) != count:
+        raise InputError(f"there are {len(sampling)} samplings for {count} prompts; give one for each, or one for all.")
+    return list(sampling)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> list[int]:

@@ -13,6 +13,7 @@ from kvsift.models.transformers_load import ModelDirectory
 
 GIB = 1 << 30
 SUMMARY_SHARE = 1 / 16  # page summaries beside the keys and values they describe, at page size 16
+ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and have a table of all rotary angles
 RUNTIME_BYTES = GIB // 2  # torch, transformers and the interpreter
 
 
@@ -42,12 +43,15 @@ def predict_bytes(
     """What a run over ``num_tokens`` will hold at its peak: weights, KV, summaries, one chunk's activations."""
     config = directory.config
     stored = getattr(config, "dtype", None)
-    weights = directory.num_weight_bytes * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
+    weights = directory.num_weight_bytes
+    if not directory.is_quantised:
+        weights = weights * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
     kv = directory.kv_bytes_per_token(dtype) * num_tokens
     width = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
-    return int(weights + kv * (1 + SUMMARY_SHARE) + activations + runtime)
+    room = ROOM_SHARE if device.type == "cuda" else 0.0
+    return int(weights + kv * (1 + SUMMARY_SHARE) * (1 + room) + activations + runtime)
 
 
 def require_memory(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvsift.engine.generation import Generation
 
 
 @dataclass
@@ -19,8 +23,11 @@ class Answer:
         itl_s: seconds between output tokens after the first; probing is not in them.
         stats: counters by phase and layer (``RunStats.report``).
         plan: the plan as it was resolved.
-        kv_bytes: held by keys, values and summaries at the end.
+        kv_bytes: held by keys, values and summaries at the end, of all prompts that were decoded together.
         peak_memory_bytes: the most memory so far.
+        path: how tokens were decoded: "captured", or "composed: " and why.
+        dense_below: in contexts shorter than this a captured step showed everything.
+        setup_s: seconds spent capturing steps and measuring the crossover; in no other time.
     """
 
     text: str
@@ -33,6 +40,9 @@ class Answer:
     kv_bytes: int
     peak_memory_bytes: int
     stats: dict[str, Any] = field(default_factory=dict)
+    path: str = "composed"
+    dense_below: int = 0
+    setup_s: float = 0.0
 
     @property
     def tpot_s(self) -> float | None:
@@ -56,4 +66,29 @@ class Answer:
             **{key: self.decode(key) for key in keys},
             "kv_bytes": self.kv_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
+            "path": self.path,
+            "dense_below": self.dense_below,
         }
+
+
+class TextStream:
+    """Pieces of a text as they are generated.
+
+    Attributes:
+        answer: the whole of it with its numbers, once the last piece has come; None until then.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._pieces = iter(generation)
+        self.answer: Answer | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)[1]
+        except StopIteration:
+            self.answer = self._generation.answers[0]
+            raise

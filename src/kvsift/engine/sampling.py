@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from math import isfinite
 
 import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
+
+BLOCK = 256  # random numbers drawn at once
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,58 @@ class Sampling:
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
 
+    def noise(self, stop: int, start: int = 0) -> Tensor:
+        """Numbers in [0, 1) for the tokens start to stop: float64 on the CPU, the same on every device and path."""
+        generator = torch.Generator().manual_seed(self.seed)
+        blocks = [torch.rand(BLOCK, dtype=torch.float64, generator=generator) for _ in range(-(-stop // BLOCK))]
+        return torch.cat([torch.empty(0, dtype=torch.float64), *blocks])[start:stop]
+
     def chooser(self, device: torch.device) -> Callable[[Tensor], int]:
-        """A function from logits [vocabulary] to a token id; each has its own stream of random numbers."""
-        generator = torch.Generator(device).manual_seed(self.seed)
+        """A function from logits [vocabulary] to a token id, to be called once per token."""
+        temperature, top_p = torch.tensor([[self.temperature], [self.top_p]], dtype=torch.float64, device=device)
+        tokens, drawn = count(), self.noise(0)
 
         def choose(logits: Tensor) -> int:
+            nonlocal drawn
             if self.temperature == 0:
                 return int(logits.argmax())
-            wide = logits.double()
-            # at most 0, so that no temperature is too low to divide by
-            order = ((wide - wide.max()) / self.temperature).softmax(-1).sort(descending=True)
-            kept = order.values.masked_fill(order.values.cumsum(-1) - order.values >= self.top_p, 0.0)
-            return int(order.indices[kept.multinomial(1, generator=generator)])
+            token = next(tokens)
+            if token >= len(drawn):
+                drawn = self.noise(2 * token + 1)
+            return int(draw(logits.float().unsqueeze(0), temperature, top_p, drawn[token : token + 1].to(device)))
 
         return choose
+
+
+def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+    """A token for every row: the one where the cumulative probability passes the row's random number.
+
+    Args:
+        logits: float32 [rows, vocabulary].
+        temperature, top_p: float64 [rows]; temperature 0 takes the likeliest.
+        noise: float64 [rows], in [0, 1).
+
+    Returns:
+        int64 [rows].
+    """
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    wide = order.values.double()
+    # at most 0, so that no temperature is too low to divide by
+    heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    shares = ((wide - wide[:, :1]) / heat).softmax(-1)
+    kept = shares.masked_fill(shares.cumsum(-1) - shares >= top_p.unsqueeze(1), 0.0)
+    reached = kept.cumsum(-1)
+    place = (reached <= noise.unsqueeze(1) * reached[:, -1:]).sum(-1).minimum((kept > 0).sum(-1) - 1)
+    return order.indices.gather(1, torch.where(temperature > 0, place, 0).unsqueeze(1)).squeeze(1)
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest logits; float [batch, vocabulary] -> int64 [batch].
+
+    In two steps, since a GPU gives each row of a reduction to one of its multiprocessors.
+    """
+    vocabulary = logits.shape[-1]
+    parts = next(number for number in (256, 128, 64, 1) if vocabulary % number == 0)
+    values, places = logits.unflatten(-1, (parts, -1)).max(-1)
+    part = values.argmax(-1, keepdim=True)
+    return (part * (vocabulary // parts) + places.gather(-1, part)).squeeze(-1)

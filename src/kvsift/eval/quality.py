@@ -7,19 +7,14 @@ are decoded under the plan as well (``question_phase = "decode"``), so a method 
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from importlib.metadata import version
 from multiprocessing import active_children, get_context
-from pathlib import Path
 from signal import SIG_IGN, SIGINT, signal
 from typing import Any
 
-from kvsift import __version__
 from kvsift.engine.prompt import exact_match, question_text
 from kvsift.errors import InputError
 from kvsift.eval.recipe import Recipe
@@ -75,7 +70,8 @@ def run_job(recipe: Recipe, task: str, seed: int, threads: int) -> list[dict[str
     from kvsift.engine.llm import LLM, Document
 
     torch.set_num_threads(threads)
-    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype)
+    # what is judged is the plan, not when it pays: short contexts are sifted too
+    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, dense_below=0)
 
     def encode(text: str) -> list[int]:
         ids: list[int] = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -115,34 +111,10 @@ def run_job(recipe: Recipe, task: str, seed: int, threads: int) -> list[dict[str
 
 def provenance(recipe: Recipe) -> dict[str, Any]:
     """Where and with what numbers were made."""
-    import torch
-
+    from kvsift.engine.provenance import versions_and_machine
     from kvsift.models.transformers_load import choose_device
 
-    device = choose_device(recipe.device)
-    return {
-        "commit": _commit(),
-        "versions": {
-            "kvsift": __version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-        },
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores",
-    }
-
-
-def _commit() -> str:
-    """The commit that runs; KVSIFT_COMMIT names it where the code was copied without its repository."""
-    if "KVSIFT_COMMIT" in os.environ:
-        return os.environ["KVSIFT_COMMIT"]
-    root = Path(__file__).parent
-    try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return git.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+    return versions_and_machine(choose_device(recipe.device))
 
 
 def _sparse_visible(layers: list[dict[str, Any]]) -> float | None:

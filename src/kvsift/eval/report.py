@@ -36,6 +36,35 @@ def budget_table(result: dict[str, Any], budget: int) -> str:
     return "\n".join(lines)
 
 
+RECALL_MEASURES = {
+    "recall": "ten heaviest tokens seen",
+    "recovery": "attention recovered",
+    "overlap": "pages that {first} selects too",
+    "bytes_read": "bytes read to select, of those of {first}",
+}
+
+
+def recall_table(result: dict[str, Any]) -> str:
+    """A Markdown table per measure of a recall result: a row per plan, a column per budget, means over questions."""
+    recipe, names = result["recipe"], _names(result)
+    cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for sample in result["samples"]:
+        for measure in RECALL_MEASURES:
+            cells[measure, names[sample["plan"]], sample["budget"]].append(sample[measure])
+    plans = list(dict.fromkeys(names.values()))
+    means = {key: sum(values) / len(values) for key, values in cells.items()}
+    tables = []
+    for measure, title in RECALL_MEASURES.items():
+        lines = [f"| {title.format(first=plans[0])} | {' | '.join(map(str, recipe['budgets']))} |"]
+        lines.append("|---" * (len(recipe["budgets"]) + 1) + "|")
+        for plan in plans:
+            whole = {b: means[measure, plans[0], b] if measure == "bytes_read" else 1.0 for b in recipe["budgets"]}
+            shares = [f"{means[measure, plan, budget] / whole[budget]:.3f}" for budget in recipe["budgets"]]
+            lines.append(f"| {plan} | {' | '.join(shares)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 

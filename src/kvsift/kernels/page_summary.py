@@ -1,17 +1,22 @@
 """Page summaries: one packed row per page and KV head, and the query features that score it.
 
 Every kind is built so that the score of all pages is **one matrix product**: score = features(q) . row(page), in
-units of scaled logits. Bounds stay bounds after rounding to the KV dtype.
+units of scaled logits. Bounds stay bounds after rounding to the dtype of the row, which is the KV dtype unless the kind
+has its own.
 
 | kind            | row(page)                     | features(q)            | score                                   |
 |-----------------|-------------------------------|------------------------|-----------------------------------------|
 | minmax          | [max k, min k]                | [q+, q-]               | >= the page's largest logit (Quest)     |
+| minmax_fp8      | [max k, min k] / 8, e4m3      | [8 q+, 8 q-]           | the same, at one byte per number        |
 | mean_std        | [mean k, std k]               | [q, |q|]               | one deviation above the mean logit      |
 | centroid_radius | [mean k, max |k - mean|]      | [q, |q|_2]             | >= the page's largest logit             |
 | log_mass        | [mean k, var k], logits ~ N   | [q, q^2 / 2]           | log mass of the page / page_size        |
 
 with q already multiplied by the scale. Sources: Quest (arXiv 2406.10774) for minmax; centroid_radius is the
 Cauchy-Schwarz bound; log_mass the log moment of a Gaussian, log E[exp x] = mean + var / 2.
+
+minmax_fp8 rounds outward, maxima up and minima down, so that its score is never below that of minmax. float8_e4m3fn
+ends at 448: numbers beyond FP8_LARGEST = 8 * 448 are clamped, and the score of a page that holds one is no bound.
 """
 
 from __future__ import annotations
@@ -30,19 +35,25 @@ class SummaryKind(NamedTuple):
     rows: Callable[[Tensor, Tensor], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] -> [.., width]
     features: Callable[[Tensor], Tensor]  # scaled queries [.., head_dim] float32 -> [.., width]
     is_bound: bool  # score >= the true maximum logit of the page
+    dtype: torch.dtype | None = None  # of the rows; None is the KV dtype
+    merge: Callable[[Tensor], Tensor] | None = None  # rows [.., num_pages, width] -> the row of them all, [.., width]
+
+
+FP8_SCALE = 8.0
+FP8_LARGEST = FP8_SCALE * torch.finfo(torch.float8_e4m3fn).max  # 3584
 
 
 def page_scores(features: Tensor, rows: Tensor) -> Tensor:
     """Scores of all pages for all queries of a group at once.
 
-    features [num_kv_heads, num_queries, width] float32; rows [num_kv_heads, num_pages, width] in the KV dtype ->
-    float32 [num_kv_heads, num_queries, num_pages].
+    features [num_heads, num_queries, width] float32; rows [num_heads, num_pages, width] in the dtype of their kind ->
+    float32 [num_heads, num_queries, num_pages].
     """
     return features @ rows.float().mT
 
 
 def summarise(kind: str, keys: Tensor, valid: Tensor) -> Tensor:
-    """Packed rows of pages, in the dtype of ``keys``.
+    """Packed rows of pages, in the dtype of their kind, or of ``keys``.
 
     keys [num_kv_heads, num_pages, page_size, head_dim], what is not valid may hold anything, NaN included;
     valid bool [num_pages, page_size] with at least one token per page -> [num_kv_heads, num_pages, width].
@@ -54,6 +65,33 @@ def _minmax_rows(keys: Tensor, valid: Tensor) -> Tensor:
     top = keys.masked_fill(~valid, -torch.inf).amax(-2)
     bottom = keys.masked_fill(~valid, torch.inf).amin(-2)
     return torch.cat([top, bottom], -1)
+
+
+def _minmax_fp8_rows(keys: Tensor, valid: Tensor) -> Tensor:
+    top, bottom = _minmax_rows(keys, valid).float().chunk(2, -1)
+    # rounding -min up is rounding min down; the sign is the first bit, also of what is rounded to zero
+    bits = _round_up_fp8(torch.cat([top, -bottom], -1))
+    bits[..., top.shape[-1] :] ^= 0x80
+    return bits.view(torch.float8_e4m3fn)
+
+
+def _round_up_fp8(numbers: Tensor) -> Tensor:
+    """Bits of the smallest e4m3 number that is not below each number / 8; float32 -> uint8, NaN stays NaN."""
+    numbers = numbers.clamp(-FP8_LARGEST, FP8_LARGEST)
+    nearest = (numbers / FP8_SCALE).to(torch.float8_e4m3fn)
+    too_low = nearest.float() * FP8_SCALE < numbers  # compared unscaled: float32 loses bits of its smallest / 8
+    bits = nearest.view(torch.uint8)
+    # bits count away from zero: one more is the next larger number, one less if it is negative
+    return torch.where(too_low, torch.where(bits < 0x80, bits + 1, bits - 1), bits)
+
+
+def _minmax_merge(rows: Tensor) -> Tensor:
+    top, bottom = rows.float().chunk(2, -1)  # exact: the extremes of rows are numbers of their dtype
+    return torch.cat([top.amax(-2), bottom.amin(-2)], -1).to(rows.dtype)
+
+
+def _minmax_features(queries: Tensor) -> Tensor:
+    return torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1)
 
 
 def _moments(keys: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,8 +122,14 @@ def _centroid_radius_rows(keys: Tensor, valid: Tensor) -> Tensor:
 
 
 SUMMARIES: dict[str, SummaryKind] = {
-    "minmax": SummaryKind(
-        lambda dim: 2 * dim, _minmax_rows, lambda q: torch.cat([q.clamp_min(0), q.clamp_max(0)], -1), True
+    "minmax": SummaryKind(lambda dim: 2 * dim, _minmax_rows, _minmax_features, True, merge=_minmax_merge),
+    "minmax_fp8": SummaryKind(
+        lambda dim: 2 * dim,
+        _minmax_fp8_rows,
+        lambda q: FP8_SCALE * _minmax_features(q),
+        True,
+        dtype=torch.float8_e4m3fn,
+        merge=_minmax_merge,
     ),
     "mean_std": SummaryKind(lambda dim: 2 * dim, _mean_std_rows, lambda q: torch.cat([q, q.abs()], -1), False),
     "centroid_radius": SummaryKind(

@@ -29,6 +29,7 @@ class Method:
     unbounded: ClassVar[bool] = False  # True: sees everything, takes no budget
     slides: ClassVar[bool] = False  # True: in prefill too, a query sees no more of the recent tokens than the window
     estimates_mass: ClassVar[bool] = False  # True: scores read as logits, so Budget.mass means something
+    no_mass: ClassVar[str] = "estimates no attention mass"  # why Budget.mass is refused otherwise
     summaries: ClassVar[tuple[str, ...]] = ()  # kinds of page summary to maintain; or a property
     source: ClassVar[str] = ""  # paper
     segment_size: ClassVar[int] = 256  # prefill queries that share a selection, aligned to absolute positions
@@ -85,6 +86,11 @@ class ScoringMethod(Method):
         if self.heads not in ("auto", "query", "kv"):
             raise InputError(f"heads={self.heads!r} must be 'auto', 'query' or 'kv'.")
 
+    def num_selections(self, shape: LayerShape) -> int:
+        """Heads that select for themselves: the query heads, or the KV heads for their groups."""
+        shared = self.heads == "kv" or (self.heads == "auto" and shape.group_size > 1)
+        return shape.num_kv_heads if shared else shape.num_query_heads
+
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
@@ -100,8 +106,7 @@ class ScoringMethod(Method):
         reader: KVReader,
     ) -> Selection:  # fmt: skip
         scores = self.score(state, shape, queries, start, candidates, reader)
-        shared = self.heads == "kv" or (self.heads == "auto" and shape.group_size > 1)
-        num_heads = shape.num_kv_heads if shared else shape.num_query_heads
+        num_heads = self.num_selections(shape)
         best = scores.amax(1).unflatten(0, (num_heads, -1)).amax(1)  # [num_heads, count]
         keep = None
         if limit.mass is not None and limit.always_lse is not None:

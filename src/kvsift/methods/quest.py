@@ -5,7 +5,8 @@ score(page) = sum over channels c of max(q_c * min_c, q_c * max_c), the largest 
 Deviation from the paper, unless ``compat`` asks for it:
 - sinks and a local window are always visible, the page being filled among them, and count in the budget;
 - query heads that share a KV head share a selection (by their largest scaled score), so a page is fetched once;
-- ``score_by`` may rank by another summary at the same price.
+- ``score_by`` may rank by another summary, at the same price or, with minmax_fp8, at half of it;
+- ``prefilter`` ranks blocks of pages first, by the same bound, and only then the pages of the best blocks.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ class Quest(SummaryMethod):
         super().__post_init__()
         if self.compat not in (None, "paper", "code"):
             raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
-        if self.compat is not None and (self.heads == "kv" or self.score_by != "minmax"):
+        if self.compat is not None and (self.heads == "kv" or self.score_by != "minmax" or self.prefilter):
             raise InputError(
-                f"compat={self.compat!r} means heads='query' and score_by='minmax'; leave those out, or compat."
+                f"compat={self.compat!r} means heads='query' and score_by='minmax' without prefilter; leave those "
+                "out, or compat."
             )
         if self.compat is not None:
             object.__setattr__(self, "heads", "query")

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from transformers import PreTrainedModel
@@ -58,12 +58,15 @@ def sparse(
     run.check(strict)
 
 
-def make_cache(model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16, reserve: int = 0) -> SparseCache:
+def make_cache(
+    model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16, reserve: int = 0, rows: Sequence[int] = ()
+) -> SparseCache:
     """A cache that runs ``model`` under a plan wherever it is passed as ``past_key_values``.
 
-    The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense.
+    The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. With ``rows``,
+    lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve)
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows)
     Adapter.attach(model).stays = True
     return SparseCache(model.config, run)
 

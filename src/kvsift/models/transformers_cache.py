@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 from kvsift.errors import NothingSkipped
 from kvsift.models.transformers_layer import Run, SparseLayer
 from kvsift.runtime.plan import PHASES, Plan
+from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.spec import parse_plan
 from kvsift.runtime.stats import RunStats
 
@@ -60,6 +61,32 @@ class SparseCache(DynamicCache):
         """Bytes allocated for keys, values and summaries."""
         layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
         return sum(attention.store.num_bytes for attention in layers if attention is not None)
+
+    @property
+    def attentions(self) -> list[SparseAttention]:
+        """Of every layer, where all of them are kvsift's and have seen a token."""
+        found = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
+        return [attention for attention in found if attention is not None] if len(found) == len(self.layers) else []
+
+    def turn_to(self, row: int, stats: RunStats) -> None:
+        """Feed one row of a ragged batch from now on, and count for it."""
+        self.run.row, self.run.stats = row, stats
+        for layer in self.layers:
+            layer.turn_to(row)
+
+    def advance(self, row: int, written: int, kept: int) -> None:
+        """A captured loop has written a row up to ``written`` tokens, of which the first ``kept`` count."""
+        for layer in self.layers:
+            layer.attention.store.advance(row, written)
+            layer.attention.crop(row, kept)
+            layer.columns = kept
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget all tokens and keep pages for rows of these lengths; what was allocated stays."""
+        for layer in self.layers:
+            layer.columns = 0
+            layer.attention.store.clear()
+            layer.attention.store.reserve_rows(rows)
 
     def mark(self) -> None:
         """Remember this point for ``rewind``. Sliding and linear layers, which forget, are copied; they are small."""

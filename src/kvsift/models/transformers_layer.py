@@ -7,6 +7,7 @@ used to be; no modeling file is changed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,32 +29,35 @@ class UnsupportedModel(InputError, AttributeError):
 
 
 class Run:
-    """What all layers of one run share: the plan, the counters, and which of the coming tokens are generated ones."""
+    """What all layers of one run share: the plan, the counters, and which of the coming tokens are generated ones.
 
-    def __init__(self, plan: Plan, stats: RunStats, reserve: int = 0) -> None:
+    Args:
+        plan: rules by phase.
+        stats: where to count.
+        reserve: tokens a row is expected to reach.
+        rows: lengths that the rows of a ragged batch will not exceed; they are fed one at a time, ``row`` next.
+            Empty: rows come together, as many as the first chunk has.
+    """
+
+    def __init__(self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = ()) -> None:
         self.plan = plan
         self.stats = stats
         self.reserve = reserve
+        self.rows = tuple(rows)
+        self.row = 0
         self.decode_tokens = 0  # of the forward pass under way, at the end of each row
 
 
-class SparseLayer(CacheLayerMixin):
-    """A layer of a transformers cache that keeps its tokens in a paged store and answers attention itself.
-
-    transformers counts columns, padding included; the store holds real tokens only, so a left-padded row answers
-    as it does alone.
-    """
+class AttendingLayer(CacheLayerMixin):
+    """A layer of a transformers cache that answers attention itself, for the tokens that ``update`` brought."""
 
     is_sliding = False
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, run: Run, layer: int) -> None:
+    def __init__(self, layer: int) -> None:
         super().__init__()
-        self.run, self.layer = run, layer
-        self.columns = 0
-        self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
-        self.attention: SparseAttention | None = None
+        self.layer = layer
         self._pending: tuple[Tensor, Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -70,8 +74,40 @@ class SparseLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._pending = key_states, value_states
-        self.columns += key_states.shape[2]
         return self, self
+
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """What ``update`` brought, once."""
+        if self._pending is None:
+            raise UnsupportedModel("attention was called twice for one cache update; kvsift cannot follow this model.")
+        pending, self._pending = self._pending, None
+        return pending
+
+    def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
+        """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim]."""
+        raise NotImplementedError
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SparseLayer(AttendingLayer):
+    """A layer of a transformers cache that keeps its tokens in a paged store and answers attention itself.
+
+    transformers counts columns, padding included; the store holds real tokens only, so a left-padded row answers
+    as it does alone.
+    """
+
+    def __init__(self, run: Run, layer: int) -> None:
+        super().__init__(layer)
+        self.run = run
+        self.columns = 0
+        self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
+        self.attention: SparseAttention | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.columns += key_states.shape[2]
+        return super().update(key_states, value_states)
 
     def check_mask(self, mask: Tensor) -> None:
         """Refuse a mask, as the model was given it, that we cannot follow; nothing has been stored yet."""
@@ -85,20 +121,19 @@ class SparseLayer(CacheLayerMixin):
 
         queries [batch, num_query_heads, num_new, head_dim]; mask bool [batch, 1, 1, columns], True is a real token.
         """
-        if self._pending is None:
-            raise UnsupportedModel("attention was called twice for one cache update; kvsift cannot follow this model.")
+        keys, values = self.taken()
         if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
             raise _row_per_query(mask)
-        keys, values = self._pending
-        self._pending = None
         batch, _, num_new, _ = keys.shape
         if self.attention is None:
-            self.attention = SparseAttention(shape, self.run.plan, batch, keys, self.run.stats, self.run.reserve)
+            num_rows = len(self.run.rows) or batch
+            self.attention = SparseAttention(shape, self.run.plan, num_rows, keys, self.run.stats, self.run.reserve)
+            if self.run.rows:
+                self.attention.store.reserve_rows(self.run.rows)
         new = self._new_valid(mask, batch, num_new)
         if new is None:
-            return self.attention.attend(
-                Chunk(queries, keys, values, [num_new] * batch), min(self.run.decode_tokens, num_new), sink_logit
-            )
+            chunk = Chunk(queries, keys, values, [num_new] * batch)
+            return self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit, self.run.row)
         # Padding goes behind the real tokens for the store, and the answers back to their columns.
         order = (~new).to(torch.int8).sort(dim=1, stable=True).indices.to(keys.device)  # [batch, num_new]
         chunk = Chunk(_take(queries, order), _take(keys, order), _take(values, order), new.sum(1).tolist())
@@ -123,14 +158,17 @@ class SparseLayer(CacheLayerMixin):
     def _valid_so_far(self, batch: int, columns: int) -> Tensor:
         return torch.ones(batch, columns, dtype=torch.bool) if self.valid is None else self.valid
 
+    def turn_to(self, row: int) -> None:
+        """What comes next belongs to this row alone; ``columns`` are its own from now on."""
+        self.columns = 0 if self.attention is None else self.attention.store.lengths[row]
+        if self.attention is not None:
+            self.attention.stats = self.run.stats
+
     def get_seq_length(self) -> int:
         return self.columns
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
 
     def reset(self) -> None:
         self.columns, self.valid, self.attention, self._pending = 0, None, None, None
@@ -190,7 +228,7 @@ def attention_forward(
     if torch.is_grad_enabled() and query.requires_grad:
         raise InputError("kvsift is for inference: call the model under torch.inference_mode() or torch.no_grad().")
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-    if isinstance(key, SparseLayer):
+    if isinstance(key, AttendingLayer):
         if key._pending is None:
             raise UnsupportedModel("a layer attends what another layer has cached; kvsift gives every layer its own.")
         shape = LayerShape(key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3], scale, softcap)

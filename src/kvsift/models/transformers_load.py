@@ -34,11 +34,13 @@ class ModelDirectory:
         path: the directory.
         config: its transformers configuration, of the text decoder.
         num_weight_bytes: size of the weight files.
+        is_quantised: whether the weights stay as the files have them, whatever dtype is asked for.
     """
 
     path: Path
     config: Any
     num_weight_bytes: int
+    is_quantised: bool = False
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
@@ -67,7 +69,9 @@ class ModelDirectory:
                     "It runs architectures that the installed transformers knows."
                 ) from error
             raise InputError(f"{directory}/config.json cannot be used: {_reason(error)}.") from error
-        return cls(directory, config.get_text_config(decoder=True), sum(file.stat().st_size for file in weights))
+        num_bytes = sum(file.stat().st_size for file in weights)
+        is_quantised = getattr(config, "quantization_config", None) is not None
+        return cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
 
     @property
     def max_positions(self) -> int | None:
@@ -109,13 +113,15 @@ class ModelDirectory:
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
+                # quantised weights cannot be moved or cast once they are loaded
+                device_map={"": device} if self.is_quantised else None,
             )
         except Exception as error:
             raise InputError(f"the model in {self.path} cannot be loaded: {_reason(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         _check_report(self.path, report)
-        return model.to(device).eval()
+        return model.eval() if self.is_quantised else model.to(device).eval()
 
 
 def choose_device(name: str) -> torch.device:

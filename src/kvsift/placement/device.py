@@ -42,6 +42,7 @@ class DeviceStore:
         self.table = PageTable(num_rows)
         self.lengths = [0] * num_rows
         self.reserve = reserve
+        self.scratch: int | None = None  # a page of no row, for rows of a batch that have nothing to say
         self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
         self.values = torch.empty_like(self.keys)
         self.summaries: dict[str, Tensor] = {}  # kind -> [num_kv_heads, num_pages, width]
@@ -65,6 +66,26 @@ class DeviceStore:
         self.lengths[row] = stop
         self._summarise(row, start // self.page_size, self.summaries)
 
+    @torch.inference_mode()
+    def reserve_rows(self, lengths: Sequence[int]) -> None:
+        """Keep pages for rows of these lengths, and a scratch page: up to them, no pool will move."""
+        if self.scratch is None:
+            self.scratch = self.table.take()
+        for row, length in enumerate(lengths):
+            self.table.reserve(row, -(-length // self.page_size))
+        self._fit_pools(spare=False)
+
+    def clear(self) -> None:
+        """Forget all tokens; the pools stay."""
+        self.table.clear()
+        self.lengths = [0] * self.num_rows
+
+    @torch.inference_mode()
+    def advance(self, row: int, length: int) -> None:
+        """A kernel has written tokens of a row up to ``length``, summaries too, into the pages it had reserved."""
+        self.table.grow(row, -(-length // self.page_size))
+        self.lengths[row] = length
+
     def row(self, row: int) -> RowReader:
         """What one sequence holds, in logical order."""
         return RowReader(self, row)
@@ -84,8 +105,8 @@ class DeviceStore:
                 self._add_summary(kind)
 
     def _add_summary(self, kind: str) -> None:
-        width = SUMMARIES[kind].width(self.shape.head_dim)
-        self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], width)
+        of = SUMMARIES[kind]
+        self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], of.width(self.shape.head_dim), dtype=of.dtype)
         for row in range(self.num_rows):
             self._summarise(row, 0, [kind])
 
@@ -122,11 +143,11 @@ class DeviceStore:
         for pool in (self.keys, self.values, *self.summaries.values()):
             pool[:, copy[1]] = pool[:, copy[0]]
 
-    def _fit_pools(self) -> None:
+    def _fit_pools(self, spare: bool = True) -> None:
         have, need = self.keys.shape[1], self.table.num_pages
         if need <= have:
             return
-        target = need if have == 0 else max(need, 2 * have)
+        target = max(need, 2 * have) if spare and have else need
         self.keys, self.values = _grown(self.keys, target), _grown(self.values, target)
         self.summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
 
@@ -184,9 +205,16 @@ class RowReader:
     def _slots(self, start: int, stop: int | None) -> slice | Tensor:
         return self._store._slots(self._row, start, self.length if stop is None else stop)
 
-    def summary(self, kind: str, units: slice) -> Tensor:
-        """[num_kv_heads, len(units), width]"""
-        return self._store.summaries[kind][:, self._store._pages(self._row, units.start, units.stop)]
+    def summary(self, kind: str, units: slice | Tensor) -> Tensor:
+        """[num_kv_heads, len(units), width]; of pages chosen per head, [num_heads, count]: [num_heads, count, width]"""
+        pool = self._store.summaries[kind]
+        if isinstance(units, slice):
+            return pool[:, self._store._pages(self._row, units.start, units.stop)]
+        return pool[self._kv_heads(units), self._physical(units, 1)]
+
+    def counted(self, remembered: Tensor) -> Tensor:
+        """The tensor itself."""
+        return remembered
 
     def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
         """Keys and values of chosen tokens, copied out of the pools.
@@ -200,22 +228,28 @@ class RowReader:
             page yields is undefined.
         """
         store, per_page = self._store, self._store.page_size // granule_size
-        granules = granules.clamp_min(0)
-        first = store.table.run_start(self._row)
-        if first is not None:
-            physical = granules + first * per_page
-        else:
-            pages = torch.tensor(store.table.rows[self._row], device=granules.device)
-            physical = pages[granules // per_page] * per_page + granules % per_page
-        num_heads, num_kv_heads = granules.shape[0], store.shape.num_kv_heads
-        head = torch.arange(num_heads, device=granules.device) // (num_heads // num_kv_heads)
-        index = (physical + head.unsqueeze(1) * (store.keys.shape[1] * per_page)).flatten()
+        physical = self._physical(granules.clamp_min(0), per_page)
+        index = (physical + self._kv_heads(granules) * (store.keys.shape[1] * per_page)).flatten()
         # one index_select over rows of granule_size * head_dim numbers: each is one contiguous copy
         width = granule_size * store.shape.head_dim
         return tuple(  # type: ignore[return-value]
-            pool.view(-1, width).index_select(0, index).view(num_heads, -1, store.shape.head_dim)
+            pool.view(-1, width).index_select(0, index).view(granules.shape[0], -1, store.shape.head_dim)
             for pool in (store.keys, store.values)
         )
+
+    def _physical(self, granules: Tensor, per_page: int) -> Tensor:
+        """Where logical granules lie in the pools, ``per_page`` of them in a page."""
+        first = self._store.table.run_start(self._row)
+        if first is not None:
+            return granules + first * per_page
+        pages = torch.tensor(self._store.table.rows[self._row], device=granules.device)
+        return pages[granules // per_page] * per_page + granules % per_page
+
+    def _kv_heads(self, units: Tensor) -> Tensor:
+        """The KV head of each row of units chosen per head, [num_heads, 1]."""
+        num_heads = units.shape[0]
+        heads = torch.arange(num_heads, device=units.device) // (num_heads // self._store.shape.num_kv_heads)
+        return heads.unsqueeze(1)
 
 
 def _grown(pool: Tensor, num_pages: int) -> Tensor:

@@ -27,11 +27,38 @@ class PageTable:
         owned, spare = self.rows[row], self._spare[row]
         if not owned and not spare and num_pages > len(self._free):
             spare.extend(self._fresh(max(reserve, num_pages + num_pages // 8 + SPARE_PAGES)))
+        kept = spare[: max(num_pages - len(owned), 0)]
+        del spare[: len(kept)]
+        for page in kept:
+            self._own(row, page)
         while len(owned) < num_pages:
-            page = spare.pop(0) if spare else self._next(owned)
-            self._references[page] = 1
-            self._consecutive[row] &= not owned or page == owned[-1] + 1
-            owned.append(page)
+            self._own(row, self._next(owned))
+
+    def reserve(self, row: int, num_pages: int) -> None:
+        """Keep spare pages until ``row`` has ``num_pages`` with them; it will grow into them in order."""
+        owned, spare = self.rows[row], self._spare[row]
+        for _ in range(num_pages - len(owned) - len(spare)):
+            spare.append(self._next((spare or owned)[-1:]))
+
+    def planned(self, row: int) -> list[int]:
+        """The pages of ``row``, then those it will grow into."""
+        return self.rows[row] + self._spare[row]
+
+    def take(self) -> int:
+        """A page that belongs to no row, for good."""
+        page = self._next([])
+        self._references[page] = 1
+        return page
+
+    def clear(self) -> None:
+        """Every row gives back all its pages, spare ones too."""
+        for owned, spare in zip(self.rows, self._spare):
+            for page in owned:
+                self._release(page)
+            self._free.update(spare)
+            owned.clear()
+            spare.clear()
+        self._consecutive = [True] * len(self.rows)
 
     def shrink(self, row: int, num_pages: int) -> None:
         """Take pages back until ``row`` owns ``num_pages``."""
@@ -77,6 +104,12 @@ class PageTable:
     def run_start(self, row: int) -> int | None:
         """First page of ``row`` if its pages are consecutive, else None."""
         return self.rows[row][0] if self.rows[row] and self._consecutive[row] else None
+
+    def _own(self, row: int, page: int) -> None:
+        owned = self.rows[row]
+        self._references[page] = 1
+        self._consecutive[row] &= not owned or page == owned[-1] + 1
+        owned.append(page)
 
     def _next(self, owned: list[int]) -> int:
         after = owned[-1] + 1 if owned else -1

@@ -32,7 +32,7 @@ class Rule:
             name = _name_of(self.method)
             raise InputError(f"{name} takes no window: its window is all that sinks leave of the budget.")
         if self.budget.mass is not None and not self.method.estimates_mass:
-            raise InputError(f"{_name_of(self.method)} estimates no attention mass; give budget or ratio, not mass.")
+            raise InputError(f"{_name_of(self.method)} {self.method.no_mass}; give budget or ratio, not mass.")
 
     def is_dense(self, layer: int, start: int, stop: int) -> bool:
         """Whether queries at positions start to stop see everything before them in this layer."""

@@ -45,7 +45,9 @@ class SparseAttention:
         self.plan = plan
         self._states = self._new_states(plan, num_rows)
 
-    def attend(self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None) -> Tensor:
+    def attend(
+        self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
         """Store a chunk and attend it.
 
         Args:
@@ -53,6 +55,7 @@ class SparseAttention:
             decode_tokens: how many tokens at the end of each row are generated ones; each is answered as if it had
                 come alone. The others are prompt.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
+            first_row: row of the batch that the chunk's first row belongs to.
 
         Returns:
             [batch, num_query_heads, num_new, head_dim]; padding yields 0.
@@ -64,9 +67,8 @@ class SparseAttention:
             steps += [(token, token + 1, "decode") for token in range(prompt, length)]
             for first, last, phase in steps:
                 tokens = slice(first, last)
-                part = self._step(
-                    row, chunk.queries[row, :, tokens], chunk.keys[row, :, tokens], chunk.values[row, :, tokens], phase
-                )
+                queries, keys, values = (tensor[row, :, tokens] for tensor in chunk[:3])
+                part = self._step(first_row + row, queries, keys, values, phase)
                 if sink_logit is not None:
                     part = with_sink_logit(part, sink_logit)
                 output[row, :, tokens] = part.output[0]
@@ -206,15 +208,16 @@ class CountedReader:
 
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
-        return self._counted(self._reader.keys(start, stop))
+        return self.counted(self._reader.keys(start, stop))
 
-    def summary(self, kind: str, units: slice) -> Tensor:
-        """[num_kv_heads, len(units), width]"""
-        return self._counted(self._reader.summary(kind, units))
+    def summary(self, kind: str, units: slice | Tensor) -> Tensor:
+        """[num_heads, number of units, width]"""
+        return self.counted(self._reader.summary(kind, units))
 
-    def _counted(self, tensor: Tensor) -> Tensor:
-        self.bytes_read += tensor.numel() * tensor.element_size()
-        return tensor
+    def counted(self, remembered: Tensor) -> Tensor:
+        """The tensor itself, read by the method."""
+        self.bytes_read += remembered.numel() * remembered.element_size()
+        return remembered
 
 
 def _context_tokens(segment: Segment) -> int:

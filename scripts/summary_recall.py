@@ -1,0 +1,158 @@
+"""What each plan of a recipe would have selected, on the queries and keys of dense attention over real contexts.
+
+    python scripts/summary_recall.py recipes/summary-recall-32k.toml results/summary-recall-32k.json
+
+Every question is decoded densely. At every fourth step each sparse layer asks all plans for their selection, and
+exact attention says what it missed; so every plan meets the same queries, and no plan's mistakes bend the next step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.llm import LLM, Document
+from kvsift.engine.prompt import question_text
+from kvsift.eval.quality import MAX_NEW_TOKENS, provenance
+from kvsift.eval.recipe import Recipe
+from kvsift.eval.tasks import make_sample
+from kvsift.methods.pages import PagedMethod
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.probe import probe
+from kvsift.runtime.sequence import CountedReader
+from kvsift.runtime.spec import parse_plan
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+EVERY = 4  # steps: neighbouring ones say nearly the same
+
+
+class Seen(NamedTuple):
+    """What one plan's selection was worth at one step of one layer."""
+
+    plan: str
+    recall: float  # share of the ten heaviest tokens that were visible
+    recovery: float  # attention mass on visible tokens
+    overlap: float  # share of its pages that the first plan of the same budget selects too
+    bytes_read: float  # to select
+
+
+@dataclass
+class States:
+    """The memories of all compared methods."""
+
+    of: list[Any]
+
+    def fork(self) -> States:
+        return States([None if state is None else state.fork() for state in self.of])
+
+    def crop(self, length: int) -> None:
+        for state in self.of:
+            if state is not None:
+                state.crop(length)
+
+
+@dataclass(frozen=True)
+class Compare(PagedMethod):
+    """Asks every rule, reports what it selected, and selects everything itself."""
+
+    estimates_mass: ClassVar[bool] = False
+
+    rows: tuple[tuple[str, int | None], ...] = ()
+    report: Callable[[Seen], None] = print
+
+    @property
+    def rules(self) -> list[Rule]:
+        found = [parse_plan(plan).decode for plan, _ in self.rows]
+        return [rule for rule in found if rule is not None]
+
+    @property
+    def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
+
+    def new_state(self, shape: LayerShape) -> States:
+        return States([rule.method.new_state(shape) for rule in self.rules])
+
+    def select(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        reader: KVReader,
+    ) -> Selection:  # fmt: skip
+        everything = torch.arange(candidates.first, candidates.stop).expand(shape.num_kv_heads, -1)
+        if start % EVERY == 0:
+            self._compare(state, shape, queries, start, candidates, reader)
+        return Selection(everything, candidates.unit_size)
+
+    def _compare(
+        self, state: States, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+    ) -> None:
+        first: dict[int | None, Selection] = {}
+        for (plan, size), rule, memory in zip(self.rows, self.rules, state.of, strict=True):
+            counted = CountedReader(reader)  # type: ignore[arg-type]
+            limit = Limit(min(rule.budget.units(start, start + 1, self.page_size), candidates.count))
+            selection = rule.method.select(memory, shape, queries, start, candidates, limit, counted)
+            spans = rule.budget.always(start, self.page_size)
+            recall, recovery = probe(shape, queries, reader.keys(), spans, selection)
+            overlap = _overlap(selection.units, first.setdefault(size, selection).units)
+            self.report(Seen(plan, recall, recovery, overlap, counted.bytes_read))
+
+
+def _overlap(units: Tensor, others: Tensor) -> float:
+    return float((units.unsqueeze(2) == others.unsqueeze(1)).any(2).float().mean())
+
+
+def samples_of(recipe: Recipe, task: str, seed: int) -> list[dict[str, Any]]:
+    """Means over the steps and layers of each question of one context; bytes are the median, because the first step
+    of a question merges blocks, which a decode that goes on does once in 256 tokens."""
+    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, probe_every=0)
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    bos = llm.tokenizer.bos_token_id
+    prefix = [] if bos is None else [bos]
+    sample = make_sample(task, recipe.length, seed, encode, recipe.questions_per_context, prefix)
+    ids = list(sample.context_ids)
+    document = Document(llm, ids, lambda question: ids + encode(question_text(question)), llm.plan)
+    rows = tuple(recipe.rows())
+    always = parse_plan(rows[0][0]).decode
+    assert always is not None
+    # the smallest budget there is: asked wherever any of the plans would be
+    budget = Budget(ratio=1e-9, sinks=always.budget.sinks, window=always.budget.window)
+    results = []
+    for index, question in enumerate(sample.questions):
+        seen: list[Seen] = []
+        plan = Plan(decode=Rule(Compare(rows=rows, report=seen.append), budget))
+        document.ask(question.text, plan=plan, max_new_tokens=MAX_NEW_TOKENS, question_phase="decode")
+        for name, size in rows:
+            own = [each for each in seen if each.plan == name]
+            means = {key: round(fmean(getattr(s, key) for s in own), 5) for key in ("recall", "recovery", "overlap")}
+            results.append(
+                {"task": task, "seed": seed, "question": index, "plan": name, "budget": size, "steps": len(own)}
+                | means
+                | {"bytes_read": median(each.bytes_read for each in own)}
+            )
+    return results
+
+
+def main() -> None:
+    recipe, out = Recipe.load(Path(sys.argv[1])), Path(sys.argv[2])
+    samples = []
+    for task, seed in recipe.jobs():
+        samples += samples_of(recipe, task, seed)
+        print(f"{task} {seed} done", file=sys.stderr)
+    head = {"kind": "recall", "recipe": asdict(recipe), **provenance(recipe)}
+    lines = ",\n".join(json.dumps(sample) for sample in samples)
+    out.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "samples": [\n{lines}\n]}}\n')
+
+
+if __name__ == "__main__":
+    main()

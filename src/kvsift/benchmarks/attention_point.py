@@ -1,0 +1,159 @@
+"""One measured point of attention: its shape, the bytes that must move, and buffers to launch on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from kvsift.benchmarks.timing import COLD_BYTES
+from kvsift.errors import InputError
+from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.kernels.paged import PagedKV
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.paged_decode import list_capacity, page_spans
+
+DTYPE = torch.bfloat16
+LARGEST_BYTES = 60 << 30  # of all buffers
+SUMMARISED_NUMBERS = 1 << 27  # keys summarised at once: what that needs meanwhile is a few times as much
+
+
+@dataclass(frozen=True)
+class Point:
+    """Attention of one decode step in one layer."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    context: int  # tokens of every sequence, the query's own included
+    batch: int
+    head_dim: int
+    page_size: int
+    budget: int
+
+    def __post_init__(self) -> None:
+        if self.num_query_heads % self.num_kv_heads:
+            raise InputError(
+                f"shape {self.num_query_heads}/{self.num_kv_heads}: the query heads must be a multiple of the KV heads."
+            )
+        if self.context % self.page_size:
+            raise InputError(f"context {self.context} must be a multiple of the page size, {self.page_size}.")
+        self.rule.check(self.page_size, selects=True)
+
+    @property
+    def rule(self) -> Budget:
+        """Who is always seen, and how many in all."""
+        return Budget(tokens=self.budget)
+
+    @property
+    def scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    @property
+    def group_size(self) -> int:
+        return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def max_pages(self) -> int:
+        return self.context // self.page_size
+
+    @property
+    def capacity(self) -> int:
+        """Pages that a list must be able to hold."""
+        return list_capacity(self.rule, self.max_pages, self.page_size)
+
+    def spans(self, lengths: Tensor) -> Tensor:
+        """What the budget says about every sequence, int32 [batch, 4]; see ``page_spans``."""
+        return page_spans(self.rule, lengths, self.page_size)
+
+    @cached_property
+    def counted(self) -> tuple[int, int]:
+        """Candidate pages and visible pages of each list."""
+        first, stop, chosen, held = self.spans(torch.tensor([self.context]))[0].tolist()
+        return stop - first, first + chosen + held - stop
+
+    @property
+    def dense_bytes(self) -> int:
+        """Keys and values of the whole context."""
+        return 2 * self.batch * self.num_kv_heads * self.context * self.head_dim * DTYPE.itemsize
+
+    def summary_bytes(self, kind: str) -> int:
+        """Rows of all candidates."""
+        of = SUMMARIES[kind]
+        width = of.width(self.head_dim) * (of.dtype or DTYPE).itemsize
+        return self.batch * self.num_kv_heads * self.counted[0] * width
+
+    def sparse_bytes(self, kind: str) -> int:
+        """Rows of all candidates, keys and values of the visible pages."""
+        visible = self.counted[1] * self.page_size
+        kv = 2 * self.batch * self.num_kv_heads * visible * self.head_dim * DTYPE.itemsize
+        return self.summary_bytes(kind) + kv
+
+    def num_sets(self, kinds: list[str], free_bytes: int) -> int:
+        """Sets of buffers, so many that none is still in a cache when it is read again; at least two.
+
+        Raises:
+            InputError: if not even two fit.
+        """
+        each = self.dense_bytes + sum(self.summary_bytes(kind) for kind in kinds)
+        if 2 * each > free_bytes:
+            raise InputError(
+                f"two sets of buffers need {2 * each / 2**30:.1f} GiB and {free_bytes / 2**30:.1f} GiB are free"
+            )
+        wanted = ceil(COLD_BYTES / min(self.sparse_bytes(kind) for kind in kinds)) + 1
+        return max(2, min(wanted, min(LARGEST_BYTES, free_bytes) // each))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What one launch reads."""
+
+    queries: Tensor  # [batch, num_query_heads, head_dim]
+    kv: PagedKV
+    summaries: dict[str, Tensor]  # kind -> [num_kv_heads, num_pages, width]
+
+    @classmethod
+    def random(cls, point: Point, kinds: list[str], device: torch.device, seed: int) -> Buffers:
+        """Normal numbers; the pages of a sequence are consecutive, so that dense kernels can have one tensor."""
+        torch.manual_seed(seed)
+        num_pages = point.batch * point.max_pages
+        pool = (point.num_kv_heads, num_pages, point.page_size, point.head_dim)
+        keys, values = (torch.randn(pool, dtype=DTYPE, device=device) for _ in range(2))
+        table = torch.arange(num_pages, dtype=torch.int32, device=device).view(point.batch, -1)
+        lengths = torch.full((point.batch,), point.context, dtype=torch.int32, device=device)
+        queries = torch.randn(point.batch, point.num_query_heads, point.head_dim, dtype=DTYPE, device=device)
+        return cls(queries, PagedKV(keys, values, table, lengths), {kind: new_summary(kind, keys) for kind in kinds})
+
+    @property
+    def dense_keys(self) -> Tensor:
+        """[batch, num_kv_heads, context, head_dim], a view."""
+        return self._dense(self.kv.keys)
+
+    @property
+    def dense_values(self) -> Tensor:
+        """[batch, num_kv_heads, context, head_dim], a view."""
+        return self._dense(self.kv.values)
+
+    def _dense(self, pool: Tensor) -> Tensor:
+        heads = pool.flatten(1, 2).unflatten(1, (self.kv.batch, -1))  # [num_kv_heads, batch, context, head_dim]
+        return heads.transpose(0, 1)
+
+
+def new_summary(kind: str, keys: Tensor) -> Tensor:
+    """Rows of all pages of a pool, [num_kv_heads, num_pages, width]."""
+    of = SUMMARIES[kind]
+    rows = keys.new_empty(*keys.shape[:2], of.width(keys.shape[3]), dtype=of.dtype or keys.dtype)
+    fill_summary(kind, keys, rows)
+    return rows
+
+
+def fill_summary(kind: str, keys: Tensor, rows: Tensor) -> None:
+    """Write the rows of all pages of a pool, some pages at a time; every token counts."""
+    num_kv_heads, num_pages, page_size, head_dim = keys.shape
+    some = max(1, SUMMARISED_NUMBERS // (num_kv_heads * page_size * head_dim))
+    valid = torch.ones(some, page_size, dtype=torch.bool, device=keys.device)
+    for start in range(0, num_pages, some):
+        pages = slice(start, min(start + some, num_pages))
+        rows[:, pages] = summarise(kind, keys[:, pages], valid[: pages.stop - start])

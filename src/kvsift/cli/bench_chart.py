@@ -1,0 +1,33 @@
+"""kvsift bench chart: draw a result that was measured before, on any machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsift.cli import options as o
+from kvsift.cli.bench import bench
+from kvsift.errors import InputError
+
+
+@bench.command("chart")
+def bench_chart(
+    result: Annotated[Path, typer.Argument(help="What kvsift bench attention --output wrote.")],
+    output: Annotated[Path, typer.Option("--output", help="Draw here: .svg, or .png.")],
+) -> None:
+    """Draw attention over context length: microseconds with floors, and speed-up."""
+    from kvsift.benchmarks.chart import attention_chart
+
+    o.require_writable(output, "--output")
+    if output.suffix not in (".svg", ".png"):
+        raise InputError(f"--output {output}: charts are drawn as .svg or .png.")
+    try:
+        measured = json.loads(o.read_text(result, "result"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"the result {result} is not JSON: {error}") from None
+    if not isinstance(measured, dict) or measured.get("kind") != "attention":
+        raise InputError(f"the result {result} is none of kvsift bench attention.")
+    output.write_bytes(attention_chart(measured, output.suffix.removeprefix(".")))

@@ -1,0 +1,157 @@
+"""Answers to prompts, piece by piece, on either path: through transformers, or by captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvsift.engine.counting import Row
+from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.memory import peak_bytes
+from kvsift.engine.result import Answer
+from kvsift.engine.session import Session
+from kvsift.engine.transcript import Request, Transcript
+from kvsift.methods.base import Phase
+from kvsift.models.transformers import SparseCache
+from kvsift.runtime.paged_decode import rule_of
+from kvsift.runtime.plan import Plan
+from kvsift.runtime.stats import RunStats
+
+if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM
+
+Progress = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
+
+
+class Generation:
+    """Answers to requests. Iterating generates, and yields (index of the request, text that can be shown).
+
+    Args:
+        llm: the model, loaded.
+        plan: how to sift.
+        requests: together where the steps are captured, else one after the other.
+        started: when the user asked.
+        progress: called while prompts are prefilled.
+
+    Attributes:
+        answers: in the order of the requests, when all is generated.
+    """
+
+    def __init__(
+        self, llm: LLM, plan: Plan, requests: Sequence[Request], started: float, progress: Progress | None = None
+    ) -> None:
+        self._llm, self._plan, self._requests, self._started = llm, plan, requests, started
+        self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
+        self.answers: list[Answer] = []
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        reason = self._llm.fast_path.reason_against(self._plan, self._llm.model)
+        if reason is None:
+            yield from self._captured()
+            return
+        for index, request in enumerate(self._requests):
+            yield from ((index, piece) for piece in self._composed(request, reason))
+
+    def _composed(self, request: Request, reason: str) -> Iterator[str]:
+        llm = self._llm
+        cache = llm.new_cache(llm.composed_plan(self._plan), len(request.ids) + request.max_new_tokens)
+        transcript = Transcript(request, llm.tokenizer)
+        llm.prefill(cache, request.ids[:-1], self._told)
+        self._done += len(request.ids) - 1
+        yield from decode_composed(llm, cache, transcript)
+        self.answers.append(answer_of(llm, cache, transcript, self._started, len(request.ids), path=reason))
+
+    def _captured(self) -> Iterator[tuple[int, str]]:
+        llm = self._llm
+        fast = llm.fast_path
+        cache, kept = fast.take(llm, self._plan, [len(r.ids) + r.max_new_tokens for r in self._requests])
+        rows = []
+        for index, request in enumerate(self._requests):
+            stats, transcript = RunStats(llm.probe_every), Transcript(request, llm.tokenizer)
+            cache.turn_to(index, stats)
+            yield from ((index, piece) for piece in first_token(llm, cache, transcript, progress=self._told))
+            self._done += len(request.ids) - 1
+            rows.append(Row(index, transcript, stats, len(request.ids)))
+        session = fast.session(llm.model, cache, kept)
+        loop = DecodeLoop(session, rows, rule_of(self._plan))
+        try:
+            yield from loop
+        finally:
+            fast.keep(session)
+        self.answers = [
+            answer_of(llm, cache, row.transcript, self._started, row.start, stats=row.stats, loop=loop) for row in rows
+        ]
+
+    def _told(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress(min(self._done + done, self._total), self._total)
+
+
+@torch.inference_mode()
+def first_token(
+    llm: LLM, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill", progress: Progress | None = None
+) -> Iterator[str]:
+    """Feed what the cache lacks of a prompt and choose the token that follows."""
+    request = transcript.request
+    logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], progress, phase)
+    token = request.sampling.chooser(llm.device)(logits[0, -1])
+    piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
+    if piece:
+        yield piece
+
+
+@torch.inference_mode()
+def decode_composed(llm: LLM, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill") -> Iterator[str]:
+    """Feed what the cache lacks of a prompt, then generate through transformers."""
+    request = transcript.request
+    choose = request.sampling.chooser(llm.device)
+    logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
+    while True:
+        token = choose(logits[0, -1])
+        piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
+        if piece:
+            yield piece
+        if transcript.done:
+            return
+        step = torch.tensor([[token]], device=llm.device)
+        logits = llm.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+
+
+def decode_captured(
+    cache: SparseCache, session: Session, transcript: Transcript, loops: list[DecodeLoop]
+) -> Iterator[str]:
+    """Generate after a first token, by captured steps over the only row of a cache; what was fed stays cached."""
+    layers = [tally.sparse_queries for (_, phase), tally in cache.stats.tallies.items() if phase == "decode"]
+    row = Row(0, transcript, cache.stats, cache.get_seq_length(), sparse_steps=max(layers, default=0))
+    loop = DecodeLoop(session, [row], rule_of(cache.run.plan))
+    loops.append(loop)
+    try:
+        yield from (piece for _, piece in loop)
+    finally:
+        cache.advance(0, row.written, row.start + row.steps)
+
+
+def answer_of(
+    llm: LLM, cache: SparseCache, transcript: Transcript, started: float, prompt_tokens: int, *,
+    new_prompt_tokens: int | None = None, stats: RunStats | None = None, loop: DecodeLoop | None = None,
+    path: str = "",
+) -> Answer:  # fmt: skip
+    """A finished transcript with its numbers."""
+    return Answer(
+        text=transcript.text,
+        token_ids=transcript.new_ids,
+        prompt_tokens=prompt_tokens,
+        new_prompt_tokens=prompt_tokens if new_prompt_tokens is None else new_prompt_tokens,
+        ttft_s=transcript.times[0] - started,
+        itl_s=transcript.itl_s,
+        plan=str(cache.run.plan),
+        kv_bytes=cache.num_bytes,
+        peak_memory_bytes=peak_bytes(llm.device),
+        stats=(cache.stats if stats is None else stats).report(),
+        path=llm.fast_path.name if loop is not None else f"composed: {path}",
+        dense_below=0 if loop is None else loop.dense_below,
+        setup_s=0.0 if loop is None else loop.setup_s,
+    )

@@ -1,0 +1,99 @@
+"""Store one token per sequence and summarise the page it goes to, for a whole batch in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.page_summary import summarise
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.summary_rows import store_summaries, summary_pools
+from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+
+
+def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
+    """Write the newest token of every row at position ``lengths - 1``, and the summaries of its page.
+
+    Summaries come from the page's keys up to that position, whatever lies behind it, so they equal those of
+    ``placement.DeviceStore.append``.
+
+    Args:
+        kv: pools to write to; ``lengths`` count the new token.
+        keys, values: [batch, num_kv_heads, head_dim].
+        summaries: kind -> [num_kv_heads, num_pages, width], contiguous.
+    """
+    run = append_triton if runs_on_triton(keys) else append_reference
+    run(kv, keys, values, summaries)
+
+
+def append_reference(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
+    positions = kv.lengths.long() - 1  # [batch]
+    pages = kv.table.long().gather(1, positions.unsqueeze(1) // kv.page_size).squeeze(1)  # [batch]
+    slots = positions % kv.page_size
+    kv.keys[:, pages, slots] = keys.transpose(0, 1).to(kv.keys.dtype)
+    kv.values[:, pages, slots] = values.transpose(0, 1).to(kv.values.dtype)
+    valid = torch.arange(kv.page_size, device=slots.device) <= slots.unsqueeze(1)  # [batch, page_size]
+    for kind, pool in summaries.items():
+        pool[:, pages] = summarise(kind, kv.keys[:, pages], valid)
+
+
+def append_triton(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
+    _append_kernel[kv.batch, kv.num_kv_heads](
+        keys, values, *keys.stride()[:2], *values.stride()[:2], **pool_arguments(kv, summaries), num_warps=4
+    )
+
+
+def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:
+    """What a kernel that calls ``append_token`` needs to know about the pools."""
+    return {
+        "keys_ptr": kv.keys, "values_ptr": kv.values, "table_ptr": kv.table, "lengths_ptr": kv.lengths,
+        "k_head": kv.keys.stride(0), "k_page": kv.keys.stride(1), "k_slot": kv.keys.stride(2),
+        "v_head": kv.values.stride(0), "v_page": kv.values.stride(1), "v_slot": kv.values.stride(2),
+        "table_row": kv.table.stride(0), "num_pages": kv.keys.shape[1], **summary_pools(summaries),
+        "EPS": torch.finfo(kv.keys.dtype).eps, "SIZE": kv.page_size, "PAGE": power_of_two(kv.page_size),
+        "D": kv.head_dim, "DP": power_of_two(kv.head_dim),
+    }  # fmt: skip
+
+
+@jit
+def append_token(
+    key, value, row, head, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot,
+    table_row, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Store ``key`` and ``value`` [DP] of one row and KV head, and write the summaries of their page."""
+    d, slots = tl.arange(0, DP), tl.arange(0, PAGE)
+    position = tl.load(lengths_ptr + row) - 1
+    page = tl.load(table_ptr + row * table_row + position // SIZE).to(tl.int64)
+    slot, head = position % SIZE, head.to(tl.int64)
+    key = key.to(keys_ptr.dtype.element_ty)
+    page_keys = keys_ptr + head * k_head + page * k_page
+    tl.store(page_keys + slot * k_slot + d, key, mask=d < D)
+    page_values = values_ptr + head * v_head + page * v_page
+    tl.store(page_values + slot * v_slot + d, value.to(values_ptr.dtype.element_ty), mask=d < D)
+    # the new key comes from its register: reading back what other threads store would need a barrier
+    before = (slots < slot)[:, None] & (d < D)[None, :]
+    keys = tl.load(page_keys + slots[:, None] * k_slot + d[None, :], mask=before, other=0.0)
+    keys = tl.where((slots == slot)[:, None], key[None, :], keys).to(tl.float32)
+    index = head * num_pages + page
+    store_summaries(
+        keys, slots <= slot, index, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, D, DP
+    )  # fmt: skip
+
+
+@jit
+def _append_kernel(
+    new_keys_ptr, new_values_ptr, new_k_row, new_k_head, new_v_row, new_v_head, keys_ptr, values_ptr, table_ptr,
+    lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, minmax, mean_std,
+    centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
+    key = tl.load(new_keys_ptr + row * new_k_row + head * new_k_head + d, mask=d < D, other=0.0)
+    value = tl.load(new_values_ptr + row * new_v_row + head * new_v_head + d, mask=d < D, other=0.0)
+    append_token(
+        key, value, row, head, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page,
+        v_slot, table_row, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, SIZE, PAGE, D, DP,
+    )  # fmt: skip

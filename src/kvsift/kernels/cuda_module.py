@@ -1,0 +1,107 @@
+"""CUDA C++ compiled on first use by NVRTC, through NVIDIA's Python bindings, which torch's CUDA builds bring along.
+
+No compiler and no CUDA toolkit has to be installed. Compiled code is kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+
+@cache
+def have_nvrtc() -> bool:
+    """Whether CUDA C++ can be compiled and run here on a Hopper GPU or newer."""
+    if not torch.cuda.is_available() or torch.version.cuda is None or torch.cuda.get_device_capability()[0] < 9:
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+class Kernel:
+    """A compiled kernel that takes one struct of arguments by value.
+
+    Args:
+        function: the driver's handle.
+        threads: per block.
+        shared_bytes: of dynamic shared memory per block.
+    """
+
+    def __init__(self, function: Any, threads: int, shared_bytes: int) -> None:
+        self._function, self._threads, self._shared_bytes = function, threads, shared_bytes
+
+    def launch(self, blocks: int, arguments: ctypes.Structure, *, early: bool = False) -> None:
+        """Queue on torch's current stream; ``early`` may start it while the kernel before is still running."""
+        from cuda.bindings import driver
+
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._threads, 1, 1
+        config.sharedMemBytes = self._shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _check(driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0))
+
+
+@cache
+def compile_kernel(
+    sources: tuple[str, ...],
+    name: str,
+    defines: tuple[tuple[str, int], ...],
+    threads: int,
+    shared_bytes: int,
+    device: int,
+) -> Kernel:
+    """A kernel of this package.
+
+    Args:
+        sources: files in this folder, compiled as one, in this order.
+        name: of the ``extern "C"`` function.
+        defines: macros it is compiled for.
+        threads: per block.
+        shared_bytes: of dynamic shared memory.
+        device: index of the GPU.
+
+    Raises:
+        RuntimeError: with the compiler's log.
+    """
+    from cuda.bindings import driver, nvrtc
+
+    folder = files("kvsift.kernels")
+    text = "\n".join((folder / source).read_text() for source in sources)
+    (program,) = _check(nvrtc.nvrtcCreateProgram(text.encode(), sources[-1].encode(), 0, [], []))
+    major, minor = torch.cuda.get_device_capability(device)
+    options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"-std=c++17"]
+    options += [f"-D{key}={value}".encode() for key, value in defines]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
+        log = b" " * size
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise RuntimeError(f"{', '.join(sources)} do not compile with {dict(defines)}:\n{log.decode().strip()}")
+    (size,) = _check(nvrtc.nvrtcGetCUBINSize(program))
+    code = b" " * size
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    with torch.cuda.device(device):
+        torch.empty(1, device="cuda")  # the driver's context is torch's, and now it is there
+        (module,) = _check(driver.cuModuleLoadData(code))
+    (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _check(driver.cuFuncSetAttribute(function, attribute, shared_bytes))
+    return Kernel(function, threads, shared_bytes)
+
+
+def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"the CUDA driver or compiler failed: {status!r}")
+    return tuple(values)

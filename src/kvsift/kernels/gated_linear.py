@@ -1,0 +1,127 @@
+"""Gate and up projection of a few rows and their gated product, in one launch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
+from kvsift.kernels.skinny_product import (
+    Norm,
+    Tiling,
+    choose_tiling,
+    fuses_norm,
+    is_skinny,
+    product_arguments,
+    row_products,
+)
+from kvsift.kernels.triton_shim import jit, runs_on_triton, tl, triton
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def gated_linear(
+    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu", pdl: bool = False
+) -> Tensor:
+    """``activation(gate) * up`` of the two halves of ``rms_norm(x) @ gate_up.T``.
+
+    Args:
+        x: [rows, in].
+        gate_up: [2 * inter, in], the weights of gate, then those of up.
+        norm: weight [in] and eps of an RMS norm of ``x``.
+        activation: of the gate.
+        pdl: launched while the kernel before still runs (Hopper and later); weights are then asked for at once.
+
+    Returns:
+        [rows, inter] in the dtype of ``x``; both projections and the activation are rounded to it on the way.
+    """
+    skinny = is_skinny(x, gate_up)
+    if norm is not None and not (skinny and fuses_norm(x)):
+        x, norm = rms_norm(x, *norm, pdl=pdl), None
+    if skinny:
+        return gated_linear_triton(x, gate_up, norm=norm, activation=activation, pdl=pdl)
+    if runs_on_triton(x):
+        return gate_triton(torch.nn.functional.linear(x, gate_up), activation)
+    return gated_linear_reference(x, gate_up, norm=norm, activation=activation)
+
+
+def gated_linear_reference(
+    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu"
+) -> Tensor:
+    product = torch.nn.functional.linear(rms_norm_reference(x, *norm) if norm else x, gate_up)
+    gate, up = product.chunk(2, -1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def gated_linear_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    *,
+    norm: Norm | None = None,
+    activation: Activation = "silu",
+    pdl: bool = False,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    inter = gate_up.shape[0] // 2
+    tiling = tiling or choose_tiling(2 * inter, gate_up.shape[1], x.shape[0])
+    out = x.new_empty(x.shape[0], inter)
+    _gated_linear_kernel[(triton.cdiv(2 * inter, tiling.outs),)](
+        out, inter, SILU=activation == "silu", **product_arguments(x, gate_up, norm, tiling, pdl)
+    )
+    return out
+
+
+@jit
+def _gated_linear_kernel(
+    out_ptr, inter, SILU: tl.constexpr, x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in,
+    ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # a gate and its up are neighbours in the tile, so that one loop streams both and one thread has both
+    pair = tl.arange(0, OUTS)
+    known = tl.minimum(tl.program_id(0) * (OUTS // 2) + pair // 2, inter - 1) + pair % 2 * inter
+    products = row_products(
+        x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in, known, ROWS, OUTS, INS, EVEN, DOT, DEPTH,
+        PREFETCH, PDL,
+    )  # fmt: skip
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    gate, up = tl.split(tl.reshape(products.to(dtype), (ROWS, OUTS // 2, 2)))  # rounded, as two projections would be
+    y = gated(gate, up, SILU)
+    row, outs = tl.arange(0, ROWS)[:, None], tl.program_id(0) * (OUTS // 2) + tl.arange(0, OUTS // 2)
+    inside = (row < rows) & (outs < inter)[None, :]
+    tl.store(out_ptr + row * inter + outs[None, :], y.to(dtype), mask=inside)
+
+
+def gate_triton(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """``activation(gate) * up`` of a finished product [rows, 2 * inter] -> [rows, inter]."""
+    rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, inter)
+    _gate_kernel[(triton.cdiv(inter, 1024), rows)](
+        gate_up, out, inter, SILU=activation == "silu", BLOCK=1024, num_warps=4
+    )
+    return out
+
+
+@jit
+def gated(gate, up, SILU: tl.constexpr):
+    """The activation is rounded before the product, as a module of its own would."""
+    wide = gate.to(tl.float32)
+    if SILU:
+        active = wide * tl.sigmoid(wide)
+    else:
+        # x (1 + tanh u) / 2 = x sigmoid(2 u)
+        active = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
+    return active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
+
+
+@jit
+def _gate_kernel(gate_up_ptr, out_ptr, inter, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    row, i = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gate_up_ptr += row * 2 * inter
+    gate = tl.load(gate_up_ptr + i, mask=i < inter, other=0.0)
+    up = tl.load(gate_up_ptr + inter + i, mask=i < inter, other=0.0)
+    tl.store(out_ptr + row * inter + i, gated(gate, up, SILU).to(gate.dtype), mask=i < inter)

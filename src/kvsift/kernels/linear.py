@@ -1,0 +1,98 @@
+"""A linear layer on a few rows, with the RMS norm before it and the residual behind it in the same launch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.rms_norm import rms_norm, rms_norm_reference
+from kvsift.kernels.skinny_product import (
+    Norm,
+    Tiling,
+    choose_tiling,
+    fuses_norm,
+    is_skinny,
+    product_arguments,
+    row_products,
+)
+from kvsift.kernels.triton_shim import jit, tl, triton
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    pdl: bool = False,
+) -> Tensor:
+    """``residual + rms_norm(x) @ weight.T + bias``.
+
+    Args:
+        x: [rows, in].
+        weight: [out, in].
+        bias: [out].
+        norm: weight [in] and eps of an RMS norm of ``x``.
+        residual: [rows, out].
+        pdl: launched while the kernel before still runs (Hopper and later); weights are then asked for at once.
+
+    Returns:
+        [rows, out] in the dtype of ``x``.
+    """
+    skinny = is_skinny(x, weight)
+    if norm is not None and not (skinny and fuses_norm(x)):
+        x, norm = rms_norm(x, *norm, pdl=pdl), None
+    if skinny:
+        return linear_triton(x, weight, bias, norm=norm, residual=residual, pdl=pdl)
+    return linear_reference(x, weight, bias, norm=norm, residual=residual)
+
+
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: Norm | None = None, residual: Tensor | None = None
+) -> Tensor:
+    product = torch.nn.functional.linear(rms_norm_reference(x, *norm) if norm else x, weight, bias)
+    return product if residual is None else residual + product
+
+
+def linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+    pdl: bool = False,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    num_out, num_in = weight.shape
+    tiling = tiling or choose_tiling(num_out, num_in, x.shape[0])
+    out = x.new_empty(x.shape[0], num_out)
+    residual_row = 0 if residual is None else residual.stride(0)
+    _linear_kernel[(triton.cdiv(num_out, tiling.outs),)](
+        out, bias, residual, residual_row, num_out, **product_arguments(x, weight, norm, tiling, pdl)
+    )
+    return out
+
+
+@jit
+def _linear_kernel(
+    out_ptr, bias_ptr, residual_ptr, residual_row, num_out, x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows,
+    num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
+    DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    known = tl.minimum(outs, num_out - 1)  # the last tile may stick out: it works on the last output again
+    y = row_products(
+        x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in, known, ROWS, OUTS, INS, EVEN, DOT, DEPTH,
+        PREFETCH, PDL,
+    )  # fmt: skip
+    row = tl.arange(0, ROWS)[:, None]
+    inside = (row < rows) & (outs < num_out)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + known).to(tl.float32)[None, :]
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_row + outs[None, :], mask=inside, other=0.0)
+        y = y.to(dtype).to(tl.float32) + residual.to(tl.float32)
+    tl.store(out_ptr + row * num_out + outs[None, :], y.to(dtype), mask=inside)

@@ -1,0 +1,43 @@
+"""What the decode kernels read: pools of pages, a table that orders them, and lengths that live on the device.
+
+Nothing here has to be ours: a cache in blocks [num_blocks, block_size, num_kv_heads, head_dim], as vLLM keeps it, is
+``pool.permute(2, 0, 1, 3)``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of one layer for a batch of sequences."""
+
+    keys: Tensor  # [num_kv_heads, num_pages, page_size, head_dim]; any strides, the last one 1
+    values: Tensor  # the same
+    table: Tensor  # int32 [batch, max_pages], physical page of each logical page
+    lengths: Tensor  # int32 [batch], tokens cached; the last one is the query's own
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def head_dim(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def batch(self) -> int:
+        return self.table.shape[0]
+
+    def row(self, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one sequence in logical order, [num_kv_heads, length, head_dim]; for references."""
+        pages = self.table[row].long()
+        length = int(self.lengths[row])
+        keys, values = (pool[:, pages].flatten(1, 2)[:, :length] for pool in (self.keys, self.values))
+        return keys, values

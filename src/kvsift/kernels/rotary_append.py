@@ -1,0 +1,154 @@
+"""From the QKV projection to queries and a longer cache in one launch: head norms, rotation, store, summaries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.append import append_reference, append_token, pool_arguments
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.rms_norm import rms_norm_reference, weighted
+from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
+
+
+def qkv_rotary_append(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: PagedKV,
+    summaries: Mapping[str, Tensor],
+    *,
+    num_query_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    pdl: bool = False,
+) -> Tensor:
+    """Normalise and rotate the heads of one token per row, append its key and value, return its queries.
+
+    Every step is rounded to the dtype of ``qkv`` where transformers rounds it.
+
+    Args:
+        qkv: [rows, (num_query_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values.
+        cos, sin: [rows, rotary_dim], of each row's position; both halves hold the same angles. The first
+            rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2.
+        kv: pools to write to; ``lengths`` count the new token.
+        summaries: kind -> [num_kv_heads, num_pages, width], contiguous.
+        num_query_heads: of the layer.
+        q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
+        norm_eps: of these norms.
+        pdl: launched while the kernel before still runs (Hopper and later).
+
+    Returns:
+        Queries [rows, num_query_heads, head_dim].
+    """
+    how = {"num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+    if runs_on_triton(qkv):
+        return qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, pdl=pdl, **how)  # type: ignore[arg-type]
+    return qkv_rotary_append_reference(qkv, cos, sin, kv, summaries, **how)  # type: ignore[arg-type]
+
+
+def qkv_rotary_append_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: PagedKV,
+    summaries: Mapping[str, Tensor],
+    *,
+    num_query_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+) -> Tensor:
+    heads = qkv.unflatten(1, (-1, kv.head_dim))
+    queries, keys, values = heads.split([num_query_heads, kv.num_kv_heads, kv.num_kv_heads], 1)
+    if q_norm is not None:
+        queries = rms_norm_reference(queries, q_norm, norm_eps)
+    if k_norm is not None:
+        keys = rms_norm_reference(keys, k_norm, norm_eps)
+    append_reference(kv, rotate(keys, cos, sin), values, summaries)
+    return rotate(queries, cos, sin)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of x [rows, num_heads, head_dim] by the angles of [rows, rotary_dim]."""
+    cos, sin = (angle.to(x.dtype).unsqueeze(1) for angle in (cos, sin))
+    turned, rest = x.tensor_split([cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+def qkv_rotary_append_triton(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: PagedKV,
+    summaries: Mapping[str, Tensor],
+    *,
+    num_query_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    pdl: bool = False,
+) -> Tensor:
+    rows = qkv.shape[0]
+    assert cos.stride() == sin.stride()
+    assert cos.stride(1) == qkv.stride(1) == 1
+    queries = qkv.new_empty(rows, num_query_heads, kv.head_dim)
+    _rotary_append_kernel[rows, num_query_heads + kv.num_kv_heads](
+        qkv, cos, sin, queries, q_norm, k_norm, norm_eps, qkv.stride(0), cos.stride(0),
+        **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=cos.shape[1], PDL=pdl,
+        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return queries
+
+
+@jit
+def _rotary_append_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angle_row, keys_ptr, values_ptr,
+    table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, minmax, mean_std,
+    centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, H: tl.constexpr, KVH: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program per query head, and one per KV head for its key, its value and their page."""
+    row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
+    if PDL:
+        # nothing here but the norm weights is older than the step, so nothing is worth loading before the wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # now: what runs early may then rely on all before this launch
+    qkv, cos, sin = qkv_ptr + row * qkv_row, cos_ptr + row * angle_row, sin_ptr + row * angle_row
+    if head < H:
+        query = rotated_head(qkv + head * D, cos, sin, q_norm_ptr, eps, D, DP, ROTARY)
+        tl.store(queries_ptr + (row * H + head) * D + d, query, mask=d < D)
+    else:
+        key = rotated_head(qkv + head * D, cos, sin, k_norm_ptr, eps, D, DP, ROTARY)
+        value = tl.load(qkv + (head + KVH) * D + d, mask=d < D, other=0.0)
+        append_token(
+            key, value, row, head - H, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head,
+            v_page, v_slot, table_row, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, SIZE,
+            PAGE, D, DP,
+        )  # fmt: skip
+
+
+@jit
+def rotated_head(head_ptr, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr):
+    """One head [DP], normalised if it has a norm, its first ROTARY numbers rotated."""
+    d = tl.arange(0, DP)
+    turns = d < ROTARY
+    partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, d - ROTARY // 2)
+    x = tl.load(head_ptr + d, mask=d < D, other=0.0)
+    y = tl.load(head_ptr + partner, mask=turns, other=0.0)
+    dtype: tl.constexpr = x.dtype
+    if norm_ptr is not None:
+        wide = x.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
+        x = weighted(wide * scale, tl.load(norm_ptr + d, mask=d < D, other=0.0), 0, dtype)
+        y = weighted(y.to(tl.float32) * scale, tl.load(norm_ptr + partner, mask=turns, other=0.0), 0, dtype)
+    cos = tl.load(cos_ptr + d, mask=turns, other=1.0).to(dtype).to(tl.float32)
+    sin = tl.load(sin_ptr + d, mask=turns, other=0.0).to(dtype).to(tl.float32)
+    y = tl.where(d < ROTARY // 2, -y.to(tl.float32), y.to(tl.float32))
+    # both products are rounded before the sum, as torch rounds them
+    straight, across = (x.to(tl.float32) * cos).to(dtype), (y * sin).to(dtype)
+    return (straight.to(tl.float32) + across.to(tl.float32)).to(dtype)

@@ -1,0 +1,121 @@
+// One decode step of page-sparse attention in one launch: score, choose, attend, merge. The files of this folder are
+// compiled as one (kernels/sifted_attention.py).
+//
+// The rows (sequence, KV head) are shared out among MEMBERS blocks each. A row's members
+//   1. score a share of its pages each, and wait for one another,
+//   2. choose its best pages, each for itself: cheaper than handing the list round,
+//   3. attend a share of the listed tokens each; the last to finish merges the parts.
+// Every warp streams 4 KiB stages through a ring of its own in shared memory, so that enough bytes are in flight and
+// no barrier stands between memory and arithmetic.
+//
+// Compiled for: G query heads per KV head, D head_dim, PAGE tokens, KIND of summary, HALF (float16, else bfloat16),
+// FP8 (summary rows of one byte per number), WARPS, STAGES, KEYS, CAPACITY of a list, CAPPED, SINK.
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) char rings[];
+    __shared__ Shared s;
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    int row = blockIdx.x / a.members, member = blockIdx.x % a.members;
+    int batch = row / a.num_kv_heads, head = row % a.num_kv_heads;
+    int first = a.spans[batch * 4], stop = a.spans[batch * 4 + 1], held = a.spans[batch * 4 + 3];
+    int count = stop - first, chosen = min(a.spans[batch * 4 + 2], count);
+    int place = member * WARPS + warp, step = a.members * WARPS;
+    char *ring = rings + warp * RING_BYTES;
+
+    bool ranks = chosen < count && chosen > 0;
+    int blocks = ranks ? (count + BLOCK_PAGES - 1) / BLOCK_PAGES : 0;
+    int items = place < blocks ? ((blocks - place + step - 1) / step) * STAGES_PER_BLOCK : 0;
+    u64 policy = read_once();
+    Scorer scorer{a, ring, policy, row, head, first, count, place, step, lane, batch * a.max_pages, 0};
+    for (int i = 0; i < STAGES; ++i) {
+        if (i < items) scorer.request(i);
+        commit();
+    }
+    for (int i = thread; i < STEPS * 32; i += THREADS) s.features[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    // What is above does not depend on the kernel before, what is below may.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    for (int i = thread; i < G * D; i += THREADS) {
+        float q = as_float(a.queries[(i64)row * G * D + i]) * a.scale;
+        s.queries[i] = q;
+        q *= FP8 ? 8.f : 1.f;  // rows of bytes hold an eighth
+        place_feature(s, i / D, i % D, low_feature(q));
+        place_feature(s, i / D, D + i % D, high_feature(q));
+    }
+    __syncthreads();
+    {
+        uint4 features[STEPS];
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) features[i] = s.features[i * 32 + lane];
+        for (int i = 0; i < items; ++i) {
+            wait_for_all_but<STAGES - 1>();
+            scorer.consume(i, features);
+            __syncwarp();
+            if (i + STAGES < items) scorer.request(i + STAGES);
+            commit();
+        }
+    }
+    if (ranks && a.members > 1) {  // wait for the scores of the other members
+        __syncthreads();
+        if (thread == 0) {
+            u32 *arrived = a.flags + row * 2, seen;
+            __threadfence();  // for the whole block: the barrier came before
+            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
+            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
+            while (seen < a.members);
+        }
+    }
+    __syncthreads();
+    for (int i = thread; i < BINS / 4; i += THREADS) s.bins[i] = make_uint4(0, 0, 0, 0);
+
+    int listed = choose(a, s, row, first, stop, chosen, held);
+    for (int i = thread; i < listed; i += THREADS) {
+        s.physical[i] = a.table[batch * a.max_pages + s.pages[i]];
+        if (member == 0) a.pages[(i64)row * CAPACITY + i] = s.pages[i];
+    }
+    if (member == 0 && thread == 0) a.counts[row] = listed;
+    __syncthreads();
+
+    int length = a.lengths[batch];
+    int last = length - (held - 1) * PAGE;  // tokens of the last page
+    int units = (listed - 1) * (PAGE / UNIT) + (last + UNIT - 1) / UNIT;
+    items = place < units ? (units - place + step - 1) / step : 0;
+    Attender attender{a, s, ring, policy, head, length, place, step, lane};
+    float top[G], total[G], acc[G][8];
+    u32 seen = 0;
+#pragma unroll
+    for (int g = 0; g < G; ++g) {
+        top[g] = NEGATIVE_INFINITY, total[g] = 0.f;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) acc[g][n] = 0.f;
+    }
+#pragma unroll 1  // unrolled, ptxas 13.0 makes an illegal instruction of a copy (head_dim 64)
+    for (int i = 0; i < STAGES; ++i) {
+        if (i < items) attender.request(i);
+        commit();
+    }
+    for (int i = 0; i < items; ++i) {
+        wait_for_all_but<STAGES - 1>();
+        attender.consume(i, top, total, acc);
+        seen += min(UNIT, length - attender.position(i));
+        __syncwarp();
+        if (i + STAGES < items) attender.request(i + STAGES);
+        commit();
+    }
+    __syncthreads();
+
+    leave_record(a, s, (float *)rings, top, total, acc, seen);
+    __syncthreads();
+    if (thread == 0) {
+        u32 before;
+        __threadfence();
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(a.flags + row * 2 + 1) : "memory");
+        s.word[3] = before;
+    }
+    __syncthreads();
+    if (s.word[3] != a.members - 1) return;
+    merge_records(a, s, (float *)rings, row);
+    if (thread == 0) a.flags[row * 2] = a.flags[row * 2 + 1] = 0;
+}

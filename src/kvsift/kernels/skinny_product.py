@@ -1,0 +1,166 @@
+"""A few rows times a large weight, as fast as the weight can be read: what decode's linear layers share.
+
+Every program owns some outputs and walks along their weights once. One row is multiplied and added in registers, each
+thread with its own part of the sum; up to 16 rows go through tensor cores together. An RMS norm of the rows costs
+nothing here: their squares are summed on the way, and the products scaled at the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
+
+MAX_ROWS = 16  # the tile of the tensor cores; beyond it the weights are no longer all that matters
+Norm = tuple[Tensor, float]  # weight [in] and eps of an RMS norm
+
+
+class Tiling(NamedTuple):
+    """How the weights are cut and read."""
+
+    outs: int  # outputs of a program
+    ins: int  # weights of an output that are loaded at a time
+    num_warps: int
+    depth: int  # tiles in flight: stages in shared memory for tensor cores, else what a thread asks for at once
+    dot: bool  # on tensor cores
+    prefetch: int = 512  # weights of an output that are asked for before the rows are there (pdl)
+
+
+def in_registers(outs: int, num_warps: int, depth: int) -> Tiling:
+    """A thread loads 16 bytes at a time; the warps lie side by side, or rows and weights would not meet in a thread."""
+    return Tiling(outs, 256 * num_warps, num_warps, depth, dot=False)
+
+
+def on_tensor_cores(outs: int, ins: int, num_warps: int, depth: int) -> Tiling:
+    return Tiling(outs, ins, num_warps, depth, dot=True)
+
+
+def choose_tiling(num_out: int, num_in: int, rows: int) -> Tiling:
+    """How to cut a weight of this size for this many rows, as measured on an H200 (results/linear-h200.json)."""
+    if rows > 1:
+        return on_tensor_cores(16, 256, 2, 4)
+    return in_registers(4, 2, 4) if num_in < num_out <= 8192 else in_registers(8, 4, 1)
+
+
+def is_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether the twins take x [rows, in] and weight [out, in], and are faster than cuBLAS.
+
+    From two rows on they are only for weights with few outputs: H200, 4 rows, microseconds of ours and of cuBLAS:
+    4096 outputs 11 and 13, 6144 outputs 28 and 16, 28672 outputs 64 and 55.
+    """
+    return (
+        runs_on_triton(x)
+        and 0 < x.shape[0] <= MAX_ROWS
+        and (x.shape[0] == 1 or weight.shape[0] <= weight.shape[1])
+        and x.dtype == weight.dtype
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(1) == weight.stride(1) == 1
+    )
+
+
+def fuses_norm(x: Tensor) -> bool:
+    """Whether rows may be scaled after the product: in float16 tensor cores could get numbers that overflow."""
+    return x.dtype == torch.bfloat16 or x.shape[0] == 1
+
+
+def product_arguments(x: Tensor, weight: Tensor, norm: Norm | None, tiling: Tiling, pdl: bool) -> dict[str, object]:
+    """What a kernel that calls ``row_products`` needs to know."""
+    rows, num_in = x.shape
+    norm_weight, eps = norm or (None, 0.0)
+    pdl = pdl and not tiling.dot  # early programs took shared memory from those at work: 13 us instead of 11
+    turn = tiling.ins if tiling.dot else tiling.ins * tiling.depth  # inputs per turn of the loop
+    return {
+        "x_ptr": x, "weight_ptr": weight, "norm_ptr": norm_weight, "eps": eps, "x_row": x.stride(0),
+        "weight_row": weight.stride(0), "rows": rows, "num_in": num_in, "ROWS": MAX_ROWS if tiling.dot else 1,
+        "OUTS": tiling.outs, "INS": tiling.ins, "EVEN": num_in % turn == 0, "DOT": tiling.dot, "DEPTH": tiling.depth,
+        "PREFETCH": tiling.prefetch, "PDL": pdl, "num_warps": tiling.num_warps,
+        **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+
+
+@jit
+def row_products(
+    x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in, outs, ROWS: tl.constexpr, OUTS: tl.constexpr,
+    INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr, DEPTH: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """float32 [ROWS, OUTS]: rows of x, normalised if there is a norm, times the weights of ``outs`` [OUTS]."""
+    weights = weight_ptr + outs.to(tl.int64) * weight_row  # [OUTS]
+    if PDL:
+        # weights never depend on the kernel before: ask for the first ones while it still runs
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            prefetch(weights, num_in, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+    if DOT:
+        products = dot_products(x_ptr, weights, norm_ptr, eps, x_row, rows, num_in, ROWS, OUTS, INS, EVEN, DEPTH)
+    else:
+        products = sum_products(x_ptr, weights, norm_ptr, eps, num_in, OUTS, INS, EVEN, DEPTH)
+    return products
+
+
+@jit
+def sum_products(
+    x_ptr, weights, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One row: a turn of the loop asks for DEPTH * INS weights of every output before it adds any."""
+    i = tl.arange(0, DEPTH)[None, :, None] * INS + tl.arange(0, INS)[None, None, :]
+    weights = weights[:, None, None]
+    total = tl.zeros((OUTS, INS), tl.float32)
+    squares = tl.zeros((1, INS), tl.float32)
+    for start in range(0, num_in, DEPTH * INS):
+        inside = i < num_in - start
+        w = load(weights + (start + i), inside, EVEN)
+        x = load(x_ptr + (start + i), inside, EVEN).to(tl.float32)
+        if norm_ptr is not None:
+            squares += tl.sum(x * x, 1)
+            x *= load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)
+        total += tl.sum(x * w.to(tl.float32), 1)
+    products = tl.sum(total, 1)
+    if norm_ptr is not None:
+        products *= tl.rsqrt(tl.sum(squares, 1) / num_in + eps)
+    return products[None, :]
+
+
+@jit
+def dot_products(
+    x_ptr, weights, norm_ptr, eps, x_row, rows, num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr,
+    EVEN: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    row, i = tl.arange(0, ROWS)[:, None], tl.arange(0, INS)[None, :]
+    x_rows, weights = x_ptr + row * x_row, weights[:, None]
+    products = tl.zeros((ROWS, OUTS), tl.float32)
+    squares = tl.zeros((ROWS, INS), tl.float32)
+    for start in tl.range(0, num_in, INS, num_stages=DEPTH):
+        inside = i < num_in - start
+        w = load(weights + (start + i), inside, EVEN)
+        x = tl.load(x_rows + (start + i), mask=(row < rows) & inside, other=0.0)
+        if norm_ptr is not None:
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            x = (wide * load(norm_ptr + (start + i), inside, EVEN).to(tl.float32)).to(w.dtype)
+        products = tl.dot(x, tl.trans(w), products)
+    if norm_ptr is not None:
+        products *= tl.rsqrt(tl.sum(squares, 1) / num_in + eps)[:, None]
+    return products
+
+
+@jit
+def load(pointers, inside, ALL: tl.constexpr):
+    if ALL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
+
+
+@jit
+def prefetch(weights, num_in, COUNT: tl.constexpr):
+    """Ask the L2 cache for the first COUNT weights of every output, a line of 128 bytes (64 weights) at a time."""
+    lines = tl.minimum(tl.arange(0, COUNT // 64) * 64, num_in - 1)
+    addresses = (weights[:, None] + lines[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "mov.u32 $0, 0; prefetch.global.L2 [$1];", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
+    )

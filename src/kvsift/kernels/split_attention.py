@@ -1,0 +1,178 @@
+"""Device code of split attention: one split of one row over its pages, and the merge by the split that is last.
+
+A record of the workspace holds what a split found, in float32: [group, head_dim] sums of weighted values, [group]
+largest logits in units of log 2, [group] sums of weights, and the number of tokens it saw.
+"""
+
+from __future__ import annotations
+
+from kvsift.kernels.triton_shim import jit, tl
+
+
+@jit
+def capped(logits, softcap, CAPPED: tl.constexpr):
+    """softcap * tanh(logits / softcap), both in units of log 2."""
+    if CAPPED:
+        twice = tl.exp2(2.8853900817779268 * logits / softcap)  # exp(2 x) of x = logits / softcap
+        logits = softcap * (1.0 - 2.0 / (twice + 1.0))
+    return logits
+
+
+@jit
+def load_tile(
+    keys_ptr, values_ptr, table_ptr, list_ptr, slot, last, length, key_page, key_token, value_page, value_token,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [TILE * PAGE, DP] of the pages from ``slot`` on, and which of the tokens are there."""
+    t, d = tl.arange(0, TILE * PAGE), tl.arange(0, DP)
+    slots = slot + t // PAGE
+    inside = slots < last
+    pages = slots
+    if LISTED:
+        pages = tl.load(list_ptr + slots, mask=inside, other=0, cache_modifier=".cg")
+    physical = tl.load(table_ptr + pages, mask=inside, other=0).to(tl.int64)
+    seen = inside & (pages * PAGE + t % PAGE < length)
+    mask = seen[:, None] & (d < D)[None, :]
+    within = t % PAGE
+    k = tl.load(
+        keys_ptr + (physical * key_page + within * key_token)[:, None] + d[None, :], mask=mask, other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    v = tl.load(
+        values_ptr + (physical * value_page + within * value_token)[:, None] + d[None, :], mask=mask, other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    return k, v, seen
+
+
+@jit
+def attend_one(
+    q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
+    scale, softcap, part_ptr,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr,
+    CAPPED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One query head: products on the plain units, which keep up with the memory."""
+    d = tl.arange(0, DP)
+    q = tl.load(q_ptr + d, mask=d < D, other=0.0).to(tl.float32) * scale
+    top, total, shown, acc = float("-inf"), 0.0, 0.0, tl.zeros((DP,), tl.float32)
+    for slot in tl.range(begin, end, TILE, num_stages=STAGES):
+        k, v, seen = load_tile(
+            keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
+            D, DP, PAGE, TILE, LISTED,
+        )  # fmt: skip
+        logits = capped(tl.sum(k.to(tl.float32) * q[None, :], 1), softcap, CAPPED)
+        logits = tl.where(seen, logits, float("-inf"))
+        new = tl.maximum(top, tl.max(logits, 0))
+        weights = tl.exp2(logits - new)
+        shrink = tl.exp2(top - new)
+        acc = acc * shrink + tl.sum(v.to(tl.float32) * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        shown += tl.sum(seen.to(tl.float32), 0)
+        top = new
+    tl.store(part_ptr + d, acc, mask=d < D)
+    tl.store(part_ptr + D, top)
+    tl.store(part_ptr + D + 1, total)
+    tl.store(part_ptr + D + 2, shown)
+
+
+@jit
+def attend_group(
+    q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
+    scale, softcap, part_ptr,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The query heads of a group as rows of one matrix product."""
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    q = tl.load(q_ptr + g[:, None] * D + d[None, :], mask=mask, other=0.0)
+    top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    shown, acc = 0.0, tl.zeros((GP, DP), tl.float32)
+    for slot in tl.range(begin, end, TILE, num_stages=STAGES):
+        k, v, seen = load_tile(
+            keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
+            D, DP, PAGE, TILE, LISTED,
+        )  # fmt: skip
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        new = tl.maximum(top, tl.max(logits, 1))
+        weights = tl.exp2(logits - new[:, None])
+        shrink = tl.exp2(top - new)
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        shown += tl.sum(seen.to(tl.float32), 0)
+        top = new
+    tl.store(part_ptr + g[:, None] * D + d[None, :], acc, mask=mask)
+    tl.store(part_ptr + G * D + g, top, mask=g < G)
+    tl.store(part_ptr + G * D + G + g, total, mask=g < G)
+    tl.store(part_ptr + G * D + 2 * G, shown)
+
+
+@jit
+def merge_splits(
+    parts_ptr, sink_ptr, out_ptr, visible_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr, SINK: tl.constexpr,
+):  # fmt: skip
+    """The parts of all splits of one row into its output; adds up what they saw."""
+    s, d = tl.arange(0, SPLITSP), tl.arange(0, DP)
+    records = parts_ptr + s * RECORD
+    shown = tl.load(records + G * D + 2 * G, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
+    tl.atomic_add(visible_ptr, tl.sum(shown, 0).to(tl.int64), sem="relaxed")
+    for each in tl.static_range(G):
+        tops = tl.load(records + G * D + each, mask=s < SPLITS, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(records + G * D + G + each, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
+        top = tl.max(tops, 0)
+        if SINK:
+            sink = tl.load(sink_ptr + each).to(tl.float32) * 1.4426950408889634
+            top = tl.maximum(top, sink)
+        weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
+        total = tl.sum(weights * sums, 0)
+        if SINK:
+            total += tl.exp2(sink - top)
+        parts = tl.load(
+            records[:, None] + each * D + d[None, :], mask=(s < SPLITS)[:, None] & (d < D)[None, :], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        output = tl.sum(parts * weights[:, None], 0)
+        tl.store(out_ptr + each * D + d, output / tl.where(total > 0, total, 1.0), mask=d < D)
+
+
+@jit
+def attend_split(
+    row, split, q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, list_ptr, count, out_ptr, parts_ptr, arrived_ptr,
+    sink_ptr, visible_ptr, key_head, key_page, key_token, value_head, value_page, value_token, max_pages, num_rows,
+    scale, softcap,
+    G: tl.constexpr, GP: tl.constexpr, ROWS_PER_KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One split of one row; the last one to finish merges them all. Returns whether this was it."""
+    batch, head = row // num_rows, row % num_rows
+    length = tl.load(lengths_ptr + batch)
+    per_split = (count + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
+    begin, end = split * per_split, tl.minimum((split + 1) * per_split, count)
+    kv_head = (head // ROWS_PER_KV).to(tl.int64)
+    keys_ptr += kv_head * key_head
+    values_ptr += kv_head * value_head
+    table_ptr += batch * max_pages
+    part_ptr = parts_ptr + (row * SPLITS + split) * RECORD
+    if GP == 1:
+        attend_one(
+            q_ptr + row * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
+            value_page, value_token, scale, softcap, part_ptr, D, DP, PAGE, TILE, LISTED, CAPPED, STAGES,
+        )  # fmt: skip
+    else:
+        attend_group(
+            q_ptr + row * G * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
+            value_page, value_token, scale, softcap, part_ptr, G, GP, D, DP, PAGE, TILE, LISTED, CAPPED, STAGES,
+        )  # fmt: skip
+    tl.debug_barrier()  # the whole record is written before its arrival is announced
+    is_last = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == SPLITS - 1
+    if is_last:
+        merge_splits(
+            parts_ptr + row * SPLITS * RECORD, sink_ptr + head * G, out_ptr + row * G * D, visible_ptr,
+            G, D, DP, SPLITS, SPLITSP, RECORD, SINK,
+        )  # fmt: skip
+        tl.store(arrived_ptr + row, 0)
+    return is_last

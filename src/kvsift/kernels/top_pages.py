@@ -1,0 +1,190 @@
+"""The pages a row may see: the best of its candidates between its sinks and its window, ascending.
+
+The k-th largest score is found by narrowing a bracket four ways at a time, in the order-preserving integers of the
+floats; a few rounds do. Long rows are first cut to the k groups of pages whose largest scores are best: a group
+outside them holds no chosen page, since k others hold a better one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+
+GROUP_PAGES = 32
+BLOCK = 2048
+
+
+Lists = tuple[Tensor, Tensor]
+
+
+def visible_pages(scores: Tensor, spans: Tensor, capacity: int, out: Lists | None = None) -> Lists:
+    """Pages that each row sees: sinks, the k best candidates (ties to the lower page), window.
+
+    Args:
+        scores: float32 [batch, num_rows, max_pages], column i is candidate first + i.
+        spans: int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
+        capacity: of the lists; what spans ask for must fit.
+        out: lists and counts to write; new ones by default.
+
+    Returns:
+        Logical pages int32 [batch, num_rows, capacity], ascending; counts int32 [batch, num_rows] of those that count.
+    """
+    run = visible_pages_triton if runs_on_triton(scores) else visible_pages_reference
+    return run(scores, spans, capacity, out)
+
+
+def _new_lists(scores: Tensor, capacity: int) -> Lists:
+    pages = torch.full((*scores.shape[:2], capacity), -1, dtype=torch.int32, device=scores.device)
+    return pages, pages.new_empty(scores.shape[:2])
+
+
+def visible_pages_reference(scores: Tensor, spans: Tensor, capacity: int, out: Lists | None = None) -> Lists:
+    pages, counts = out or _new_lists(scores, capacity)
+    for row, (first, stop, k, held) in enumerate(spans.tolist()):
+        order = scores[row, :, : stop - first].sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        sinks, window = (
+            torch.arange(*span, device=scores.device).expand(len(order), -1) for span in ((0, first), (stop, held))
+        )
+        chosen = torch.cat([sinks, first + order.sort(-1).values, window], 1)
+        pages[row, :, : chosen.shape[1]] = chosen
+        counts[row] = chosen.shape[1]
+    return pages, counts
+
+
+def visible_pages_triton(scores: Tensor, spans: Tensor, capacity: int, out: Lists | None = None) -> Lists:
+    batch, num_rows, max_pages = scores.shape
+    pages, counts = out or _new_lists(scores, capacity)
+    num_groups = -(-max_pages // GROUP_PAGES)
+    maxima = scores.new_empty(batch, num_rows, num_groups)
+    groups = pages.new_empty(batch, num_rows, capacity)
+    _visible_kernel[num_rows, batch](
+        scores.contiguous(), maxima, groups, spans, pages, counts, max_pages, num_groups, capacity,
+        BLOCK=BLOCK, LISTED=power_of_two(capacity), GROUP=GROUP_PAGES, num_warps=8,
+    )  # fmt: skip
+    return pages, counts
+
+
+@jit
+def ordered(x):
+    """Integers in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)  # the zeros are equal
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@jit
+def load_keys(values_ptr, map_ptr, index, inside, MAPPED: tl.constexpr):
+    """Ordered scores number ``index``; with MAPPED they lie in listed groups of MAPPED scores."""
+    where = index
+    if MAPPED > 0:
+        where = tl.load(map_ptr + index // MAPPED, mask=inside, other=0) * MAPPED + index % MAPPED
+    return ordered(tl.load(values_ptr + where, mask=inside, other=float("-inf"))), where
+
+
+@jit
+def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """low and high so that [low, inf) holds at least k of ``count`` scores and [high, inf) fewer, ``above`` of them;
+    either exactly k, or high is low + 1 and what lies between are ties. Scores that stand at ``limit`` or behind in
+    their row do not count."""
+    offsets = tl.arange(0, BLOCK)
+    top = tl.full((BLOCK,), -2147483648, tl.int32)
+    bottom = tl.full((BLOCK,), 2147483647, tl.int32)
+    for start in range(0, count, BLOCK):
+        keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
+        real = (start + offsets < count) & (where < limit)
+        top = tl.maximum(top, tl.where(real, keys, -2147483648))
+        bottom = tl.minimum(bottom, tl.where(real, keys, 2147483647))
+    low = tl.min(bottom, 0).to(tl.int64)
+    high = tl.max(top, 0).to(tl.int64) + 1
+    inside, above = count, 0  # how many lie in [low, inf) is known only to be at least k
+    while (inside != k) & (high - low > 1):
+        width = high - low
+        first, second, third = low + width // 4, low + width // 2, low + width * 3 // 4
+        seen = tl.zeros((BLOCK,), tl.int64)  # three counts of 21 bits
+        for start in range(0, count, BLOCK):
+            keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
+            real = (start + offsets < count) & (where < limit)
+            seen += tl.where(real & (keys >= first.to(tl.int32)), 1, 0).to(tl.int64)
+            seen += tl.where(real & (keys >= second.to(tl.int32)), 1 << 21, 0).to(tl.int64)
+            seen += tl.where(real & (keys >= third.to(tl.int32)), 1, 0).to(tl.int64) << 42
+        seen = tl.sum(seen, 0)
+        one, two, three = seen & 0x1FFFFF, (seen >> 21) & 0x1FFFFF, seen >> 42
+        high = tl.where(three >= k, high, tl.where(two >= k, third, tl.where(one >= k, second, first)))
+        above = tl.where(three >= k, above, tl.where(two >= k, three, tl.where(one >= k, two, one))).to(tl.int32)
+        low = tl.where(three >= k, third, tl.where(two >= k, second, tl.where(one >= k, first, low)))
+        inside = tl.where(three >= k, three, tl.where(two >= k, two, tl.where(one >= k, one, inside))).to(tl.int32)
+    return low.to(tl.int32), high.to(tl.int32), above
+
+
+@jit
+def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """The ids of the k best of ``count`` scores, ascending, ties to the lower id, plus ``first``."""
+    low, high, above = find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED, BLOCK)
+    offsets = tl.arange(0, BLOCK)
+    written, ties = 0, 0
+    for start in range(0, count, BLOCK):
+        keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
+        real = (start + offsets < count) & (where < limit)
+        tied = (real & (keys >= low) & (keys < high)).to(tl.int32)
+        kept = (real & (keys >= high)) | ((tied == 1) & (ties + tl.cumsum(tied, 0) <= k - above))
+        place = written + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(out_ptr + place, first + where, mask=kept)
+        written += tl.sum(kept.to(tl.int32), 0)
+        ties += tl.sum(tied, 0)
+
+
+@jit
+def write_spans(out_ptr, first, stop, k, held, LISTED: tl.constexpr):
+    """Sinks in front of the k chosen pages and the window behind them."""
+    slot = tl.arange(0, LISTED)
+    behind = slot - first - k
+    page = tl.where(slot < first, slot, stop + behind)
+    tl.store(out_ptr + slot, page, mask=(slot < first) | ((behind >= 0) & (behind < held - stop)))
+
+
+@jit
+def choose_pages(
+    scores_ptr, maxima_ptr, groups_ptr, out_ptr, first, stop, k, held,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """The whole visible list of one row; ``maxima_ptr`` holds the largest score of every GROUP candidates."""
+    count = stop - first
+    k = tl.minimum(k, count)
+    if count > GROUP * k:
+        if k > 0:
+            num_groups = (count + GROUP - 1) // GROUP
+            write_best(maxima_ptr, maxima_ptr, groups_ptr, num_groups, num_groups, k, 0, 0, BLOCK)
+            tl.debug_barrier()
+            write_best(scores_ptr, groups_ptr, out_ptr + first, k * GROUP, count, k, first, GROUP, BLOCK)
+    else:
+        write_best(scores_ptr, scores_ptr, out_ptr + first, count, count, k, first, 0, BLOCK)
+    write_spans(out_ptr, first, stop, k, held, LISTED)
+    return first + k + held - stop
+
+
+@jit
+def _visible_kernel(
+    scores_ptr, maxima_ptr, groups_ptr, spans_ptr, pages_ptr, counts_ptr, max_pages, num_groups, capacity,
+    BLOCK: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1)
+    row = batch * tl.num_programs(0) + tl.program_id(0)
+    spans_ptr += batch * 4
+    first, stop, k, held = tl.load(spans_ptr), tl.load(spans_ptr + 1), tl.load(spans_ptr + 2), tl.load(spans_ptr + 3)
+    scores_ptr += row * max_pages
+    maxima_ptr += row * num_groups
+    if stop - first > GROUP * k:
+        for start in range(0, stop - first, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            scores = tl.load(scores_ptr + index, mask=index < stop - first, other=float("-inf"))
+            largest = tl.max(tl.reshape(scores, (BLOCK // GROUP, GROUP)), 1)
+            group = start // GROUP + tl.arange(0, BLOCK // GROUP)
+            tl.store(maxima_ptr + group, largest, mask=group * GROUP < stop - first)
+        tl.debug_barrier()
+    count = choose_pages(
+        scores_ptr, maxima_ptr, groups_ptr + row * capacity, pages_ptr + row * capacity, first, stop, k, held,
+        BLOCK, LISTED, GROUP,
+    )  # fmt: skip
+    tl.store(counts_ptr + row, count)

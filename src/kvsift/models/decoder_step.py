@@ -1,0 +1,165 @@
+"""One token per sequence through a Llama-like decoder, in a handful of launches per layer and without the host.
+
+The weights are those of the transformers model. Everything that changes from step to step lives on the device, so the
+step can be captured in a CUDA graph; the composed path through transformers stays the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsift.kernels.rotary_append import qkv_rotary_append
+from kvsift.models.projection import Norm, Projection
+from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
+
+
+@dataclass(frozen=True)
+class StepLayer:
+    """What one decoder layer multiplies with."""
+
+    qkv: Projection
+    output: Projection
+    gate_up: Projection
+    down: Projection
+    before_attention: Norm
+    before_mlp: Norm
+    q_norm: Tensor | None  # [head_dim], of every query head
+    k_norm: Tensor | None
+    head_eps: float
+
+    @classmethod
+    def of(cls, layer: Any) -> StepLayer:
+        attention, mlp = layer.self_attn, layer.mlp
+        q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        return cls(
+            Projection.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            Projection.of(attention.o_proj),
+            Projection.of(mlp.gate_proj, mlp.up_proj),
+            Projection.of(mlp.down_proj),
+            _norm(layer.input_layernorm),
+            _norm(layer.post_attention_layernorm),
+            None if q_norm is None else q_norm.weight.data,
+            None if k_norm is None else k_norm.weight.data,
+            1e-6 if q_norm is None else float(q_norm.variance_epsilon),
+        )
+
+
+class DecoderStep:
+    """A decode step of a whole model.
+
+    Args:
+        model: a causal language model for which ``reason_against`` has no objection. Weights that are read together
+            are moved together; the model's own parameters become views of them, so it works on as before.
+    """
+
+    @torch.inference_mode(False)  # or the model's weights would be inference tensors from now on
+    @torch.no_grad()
+    def __init__(self, model: Any) -> None:
+        self.embedding: Tensor = model.model.embed_tokens.weight.data
+        self.layers = [StepLayer.of(layer) for layer in model.model.layers]
+        self.norm = _norm(model.model.norm)
+        self.head = Projection.of(model.lm_head)
+        self._rotary = model.model.rotary_emb
+        self._num_query_heads: int = model.config.num_attention_heads
+        self.pdl = self.embedding.is_cuda and torch.cuda.get_device_capability(self.embedding.device) >= (9, 0)
+
+    @staticmethod
+    def reason_against(model: Any) -> str | None:
+        """Why this model needs the composed path; None if its steps can run here."""
+        config = model.config
+        if config.model_type not in MODEL_TYPES:
+            return f"{type(model).__name__} is none of the architectures whose steps are captured"
+        return _structural_reason(model) or _rotary_reason(config, model.model.rotary_emb)
+
+    @torch.inference_mode()
+    def angles(self, num_positions: int) -> Tensor:
+        """Cosines and sines of all positions, [num_positions, 2, head_dim], by the model's own embedding."""
+        device, like = self.embedding.device, self.norm[0]
+        parts = []
+        for start in range(0, num_positions, TABLE_CHUNK):
+            positions = torch.arange(start, min(start + TABLE_CHUNK, num_positions), device=device)
+            parts.append(torch.stack(self._rotary(like, positions.unsqueeze(0)), 2)[0])
+        return torch.cat(parts)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        angles: Tensor,
+        batch: DecodeBatch,
+        attention: Sequence[DecodeLayer],
+        summaries: Sequence[Mapping[str, Tensor]],
+        dense: bool,
+        watched: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Logits after one more token per sequence; its keys and values are stored on the way.
+
+        Args:
+            tokens: int64 [batch].
+            angles: [positions, 2, head_dim], see ``angles``.
+            batch: already advanced, so that its lengths count the tokens.
+            attention: of every layer.
+            summaries: kind -> pool, of every layer.
+            dense: show everything.
+            watched: gets the queries of every layer, [batch, num_query_heads, head_dim].
+
+        Returns:
+            float32 [batch, vocabulary].
+        """
+        cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, head_dim]
+        x = nn.functional.embedding(tokens, self.embedding)  # [batch, hidden]
+        for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
+            queries = qkv_rotary_append(
+                layer.qkv(x, layer.before_attention, pdl=self.pdl), cos, sin, attend.kv, pools,
+                num_query_heads=self._num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
+                norm_eps=layer.head_eps, pdl=self.pdl,
+            )  # fmt: skip
+            if watched is not None:
+                watched.append(queries)
+            x = layer.output(attend.attend(queries, dense, early=self.pdl).flatten(1), residual=x, pdl=self.pdl)
+            x = layer.down(layer.gate_up.gated(x, layer.before_mlp, pdl=self.pdl), residual=x, pdl=self.pdl)
+        return self.head(x, self.norm, pdl=self.pdl).float()
+
+
+def _norm(module: Any) -> Norm:
+    return module.weight.data, float(module.variance_epsilon)
+
+
+def _structural_reason(model: Any) -> str | None:
+    config, name = model.config, type(model).__name__
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"{name} uses {config.hidden_act}, not silu"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window is not None):
+        return f"{name} has layers without full attention"
+    return None
+
+
+def placement_reason(model: Any) -> str | None:
+    """Why no step of a model can be captured, whatever its architecture: where its weights are, or what they are."""
+    name, devices = type(model).__name__, {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1:
+        return f"{name} is spread over {len(devices)} devices"
+    if getattr(model, "_tp_size", None):
+        return f"{name} is split by tensor parallelism"
+    int8 = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
+    if any(module.state.threshold for module in int8):
+        return "its int8 layers look for outliers on the host (llm_int8_threshold > 0)"
+    return None
+
+
+def _rotary_reason(config: Any, rotary: Any) -> str | None:
+    kind = str(rotary.rope_type)
+    if "dynamic" in kind or kind == "longrope":
+        return f"rope_type={kind} changes its angles with the length"
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if 2 * rotary.inv_freq.numel() != head_dim:
+        return "its rotary embedding covers only part of a head"
+    return None

@@ -1,0 +1,86 @@
+"""Linear layers that read the same input, as one: their weights in one storage, so that they take one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvsift.kernels.gated_linear import gated_linear
+from kvsift.kernels.linear import linear
+from kvsift.kernels.rms_norm import rms_norm
+
+Norm = tuple[Tensor, float]  # weight [in], eps
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Outputs of the modules side by side.
+
+    Attributes:
+        modules: linear layers of one input.
+        weight: [out of all, in] if all are plain ``nn.Linear``; their own weights are views of it. Else None, and
+            the modules are called as they are (quantised weights).
+        bias: [out of all], if they have one.
+    """
+
+    modules: tuple[nn.Module, ...]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(cls, *modules: nn.Module) -> Projection:
+        """One storage for the modules' parameters, which they share from now on; nothing is kept twice."""
+        if any(type(module) is not nn.Linear for module in modules):
+            return cls(modules)
+        biases = [module.bias for module in modules]
+        if len({bias is None for bias in biases}) > 1:
+            return cls(modules)
+        bias = None if biases[0] is None else _joined([bias for bias in biases if isinstance(bias, nn.Parameter)])
+        return cls(modules, _joined([module.weight for module in modules]), bias)  # type: ignore[misc]
+
+    def __call__(
+        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, pdl: bool = False
+    ) -> Tensor:
+        """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
+        if self.weight is not None:
+            return linear(x, self.weight, self.bias, norm=norm, residual=residual, pdl=pdl)
+        x = x if norm is None else rms_norm(x, *norm)
+        outputs = [module(x) for module in self.modules]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+        return output if residual is None else residual + output
+
+    def gated(self, x: Tensor, norm: Norm, pdl: bool = False) -> Tensor:
+        """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
+        if self.weight is not None and self.bias is None:
+            return gated_linear(x, self.weight, norm=norm, pdl=pdl)
+        gate, up = self(x, norm).chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One tensor whose rows are those of the parameters, in order; they become views of it."""
+    first, rows = parameters[0], [len(parameter) for parameter in parameters]
+    if len(parameters) == 1:
+        return first.data
+    whole = _whole(parameters)
+    if whole is None:
+        whole = torch.cat([parameter.data for parameter in parameters])
+        for parameter, part in zip(parameters, whole.split(rows)):
+            parameter.data = part
+    return whole
+
+
+def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """The tensor that the parameters are consecutive views of, if they were joined before."""
+    first = parameters[0]
+    start = first.storage_offset()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or parameter.storage_offset() != start or not parameter.is_contiguous():
+            return None
+        start += parameter.numel()
+    rows = sum(len(parameter) for parameter in parameters)
+    return first.data.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -1,0 +1,48 @@
+"""Models of a known shape with random weights: as fast as real ones, and there without a download."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from kvsift.errors import unknown
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3-8b": {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    },
+    "tiny": {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+}
+MAX_POSITIONS = 1 << 21  # of these models: their angles are good for any of them
+
+
+def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    """A Llama with weights drawn where they stay.
+
+    Raises:
+        InputError: for an unknown shape.
+    """
+    if shape not in SHAPES:
+        raise unknown("shape", shape, SHAPES)
+    config = LlamaConfig(
+        **SHAPES[shape], max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-5, tie_word_embeddings=False
+    )
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()

@@ -1,0 +1,94 @@
+"""One token per sequence through any model that the adapter takes, by its own forward pass.
+
+Slower than ``decoder_step``, whose launches are fused, but captured in a CUDA graph it costs no Python either. The
+forward pass gets a cache whose layers append and attend on the device; positions come from the lengths there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvsift.kernels.append import append
+from kvsift.models.transformers_cache import SparseCache, SparseRun
+from kvsift.models.transformers_layer import AttendingLayer, SparseLayer
+from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer
+from kvsift.runtime.plan import Plan
+from kvsift.runtime.stats import RunStats
+from kvsift.types import LayerShape
+
+
+class StepLayer(AttendingLayer):
+    """A layer that appends one token per sequence and attends it, as ``decode`` says."""
+
+    def __init__(
+        self, decode: DecodeLayer, summaries: Mapping[str, Tensor], dense: bool, watched: list[Tensor] | None
+    ) -> None:
+        super().__init__(decode.shape.layer)
+        self._decode, self._summaries, self._dense, self._watched = decode, summaries, dense, watched
+
+    def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
+        keys, values = self.taken()
+        append(self._decode.kv, keys[:, :, 0], values[:, :, 0], self._summaries)
+        queries = queries[:, :, 0].contiguous()
+        if self._watched is not None:
+            self._watched.append(queries)
+        self._decode.sink_logit = sink_logit
+        return self._decode.attend(queries, self._dense).unsqueeze(2)
+
+    def get_seq_length(self) -> int:
+        return 0  # only masks ask, and a single query needs none
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def reset(self) -> None:
+        self._pending = None
+
+
+class TransformersStep:
+    """A decode step of a whole model, as ``DecoderStep`` is one.
+
+    Args:
+        model: one that ``Adapter.attach`` has taken, and for which ``reason_against`` has no objection.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    @staticmethod
+    def reason_against(model: Any) -> str | None:
+        """Why this model needs the composed path; None if its steps can run here."""
+        layers = SparseCache(model.config, SparseRun(Plan(), RunStats())).layers
+        if not all(isinstance(layer, SparseLayer) for layer in layers):
+            return f"{type(model).__name__} has layers without full attention"
+        return None
+
+    def angles(self, num_positions: int) -> Tensor:
+        """Nothing: the model computes its own. [0]"""
+        return torch.empty(0, device=self._model.get_input_embeddings().weight.device)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        angles: Tensor,
+        batch: DecodeBatch,
+        attention: Sequence[DecodeLayer],
+        summaries: Sequence[Mapping[str, Tensor]],
+        dense: bool,
+        watched: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Logits after one more token per sequence, float32 [batch, vocabulary]; see ``DecoderStep``."""
+        layers = [StepLayer(layer, pools, dense, watched) for layer, pools in zip(attention, summaries, strict=True)]
+        output = self._model(
+            input_ids=tokens.unsqueeze(1),
+            position_ids=(batch.lengths - 1).long().unsqueeze(1),
+            past_key_values=Cache(layers=layers),
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, -1].float()
+        return logits

@@ -1,0 +1,77 @@
+"""Results as a fast machine might give them: the floor, a share more, and a few microseconds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsift.benchmarks.attention import Recipe, head
+from kvsift.benchmarks.attention_point import Point
+
+BANDWIDTH = {"used": 4.5e12, "measured": 4.4e12, "source": "given"}
+MADE = {
+    "commit": "0123456789abcdef",
+    "versions": {"kvsift": "0.1", "python": "3.12.3", "torch": "2.11.0", "transformers": "5.17.0"},
+    "machine": "NVIDIA H200",
+    "gpu": {"name": "NVIDIA H200", "power.limit": "700.00 W", "libraries": {"cudnn": "91002", "flashinfer": "0.6.2"}},
+    "bandwidth": BANDWIDTH,
+}
+
+
+def attention_result(contexts: tuple[int, ...] = (4096, 32768), fixed_us: float = 8.0) -> dict[str, Any]:
+    """Sparse launches take ``fixed_us`` more than their floor, dense ones 2."""
+    recipe = Recipe(shapes=((32, 32), (32, 8)), contexts=contexts, repeats=3, breakdown=True)
+    return {**head(recipe), **MADE, "points": [_attention_point(point, recipe, fixed_us) for point in recipe.points()]}
+
+
+def _attention_point(point: Point, recipe: Recipe, fixed_us: float) -> dict[str, Any]:
+    def samples(num_bytes: float, more_us: float) -> list[float]:
+        return [(num_bytes / 4.5e12 + more_us / 1e6) * factor for factor in (1.0, 1.01, 0.99)]
+
+    dense = {"role": "dense", "bytes": point.dense_bytes}
+    variants: list[dict[str, Any]] = [
+        {
+            "name": f"quest-{kind}", "role": "sparse", "bytes": point.sparse_bytes(kind), "error": 2e-3,
+            "same_pages": 1.0, "score_gap": 0.0, "samples_s": samples(point.sparse_bytes(kind), fixed_us),
+        }
+        for kind in recipe.score_by
+    ]  # fmt: skip
+    variants += [
+        dense | {"name": "sdpa-cudnn", "error": 1e-3, "samples_s": samples(point.dense_bytes, 2)},
+        dense | {"name": "flashinfer", "reason": "flashinfer cannot be imported"},
+        dense | {"name": "ours-dense", "error": 1e-3, "samples_s": samples(point.dense_bytes, 3)},
+    ]
+    kernels = ("score_pages", "visible_pages", "page_attention", "single launch, not early")
+    breakdown = [
+        {"name": name, "score_by": kind, "bytes": 1 << 20, "samples_s": [5e-6] * 3}
+        for kind in recipe.score_by
+        for name in kernels
+    ]
+    return {
+        "num_query_heads": point.num_query_heads, "num_kv_heads": point.num_kv_heads, "context": point.context,
+        "batch": 1, "candidate_pages": point.counted[0], "visible_tokens": point.counted[1] * 16, "num_sets": 9,
+        "variants": variants, "breakdown": breakdown, "seconds": 1.0,
+    }  # fmt: skip
+
+
+def decode_result() -> dict[str, Any]:
+    """A context where the engine shows everything by itself, and one where it sifts."""
+    recipe = {"model": "llama-3-8b", "random": True, "plan": "quest:budget=2048", "repeats": 3}
+    return {"kind": "decode", "recipe": recipe, **MADE, "points": [_decode_point(4096, True), _decode_point(1 << 17)]}
+
+
+def _decode_point(context: int, auto: bool = False) -> dict[str, Any]:
+    def variant(name: str, num_bytes: float, factor: float) -> dict[str, Any]:
+        samples = [num_bytes / 4.5e12 * factor * each for each in (1.0, 1.01, 0.99)]
+        kernels = [
+            {"name": "gemv", "launches": 64.0, "seconds": 3e-3},
+            {"name": "sift", "launches": 30.0, "seconds": 1e-3},
+        ]
+        return {
+            "name": name, "plan": name, "bytes": num_bytes, "kv_bytes": num_bytes - 15e9, "visible_tokens": 2048.0,
+            "density": 0.02, "tpot_s": samples, "replay_s": samples, "kernels": kernels,
+        }  # fmt: skip
+
+    kv = 131072.0 * context
+    variants = [variant("dense", 15e9 + kv, 1.1), variant("sifted", 15e9 + kv / 9, 1.2)]
+    variants += [variant("auto", 15e9 + kv, 1.11)] if auto else []
+    return {"context": context, "batch": 1, "dense_below": 9000, "variants": variants, "seconds": 2.0}

@@ -1,0 +1,68 @@
+"""Pages about speed: rendered from results, and sensible without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from benchmarks.fake_results import attention_result, decode_result
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, over results of its own; there are none yet."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import speed_docs
+
+    monkeypatch.setattr(speed_docs, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "docs").mkdir()
+    yield speed_docs
+    sys.modules.pop("speed_docs")
+
+
+def measured(folder: Path) -> None:
+    for name, result in (("attention", attention_result()), ("decode", decode_result())):
+        (folder / "results" / f"{name}-h200.json").write_text(json.dumps(result))
+
+
+def rendered(pages: ModuleType) -> dict[str, str]:
+    return {name: render() for blocks in pages.BLOCKS.values() for name, render in blocks.items()}
+
+
+def test_without_results_pages_say_how_to_make_them(pages: ModuleType) -> None:
+    for text in rendered(pages).values():
+        assert text.startswith("Not measured yet: `kvsift bench ")
+        assert "make docs" in text
+    assert list(pages.stale_charts()) == []
+
+
+def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
+    measured(tmp_path)
+    text = rendered(pages)
+    assert "Not measured yet" not in "".join(text.values())
+    assert "](attention-h200.svg)" in text["attention"]
+    assert "NVIDIA H200, 700.00 W, torch 2.11.0, commit 0123456789" in text["attention"]
+    assert "sparse 2.0e-03" in text["attention"]
+    assert "- `sdpa-cudnn`: SDPA cuDNN (torch 2.11.0, cuDNN 9.10.2)" in text["dense"]
+    assert "- not measured: flashinfer: flashinfer cannot be imported" in text["dense"]
+    assert "| 32/32 | 32K |" in text["speed"]
+    assert "Milliseconds per token, the shape of llama-3-8b with random weights" in text["speed"]
+    for name in ("break-even", "breakdown", "losses", "decode", "engine", "kernels"):
+        assert text[name].count("|---") >= 1, name
+
+
+def test_a_chart_is_drawn_once_for_each_result(pages: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
+    measured(tmp_path)
+    for path, result in pages.stale_charts():
+        pages.draw(path, result)
+    assert (tmp_path / pages.CHART).is_file()
+    assert list(pages.stale_charts()) == []
+    (tmp_path / "results" / pages.ATTENTION).write_text(json.dumps(attention_result(fixed_us=1.0)))
+    assert [path.name for path, _ in pages.stale_charts()] == ["attention-h200.svg"]

@@ -1,0 +1,126 @@
+"""kvsift bench: refused without a GPU, told point by point, kept in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.fake_results import BANDWIDTH, attention_result, decode_result
+from cli.watched import Refused, Run
+
+GPU = "times an NVIDIA GPU, and torch sees none here"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that answers at once."""
+    name = "kvsift.benchmarks.machine"
+    monkeypatch.setattr(f"{name}.require_gpu", lambda what: None)
+    monkeypatch.setattr(f"{name}.bandwidth", lambda given: BANDWIDTH)
+    monkeypatch.setattr(f"{name}.gpu_facts", lambda: attention_result()["gpu"])
+    versions = {key: attention_result()[key] for key in ("commit", "versions", "machine")}
+    monkeypatch.setattr("kvsift.engine.provenance.versions_and_machine", lambda device: versions)
+
+
+@pytest.fixture
+def attention(machine: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    result = attention_result()
+    monkeypatch.setattr("kvsift.benchmarks.attention.run", lambda recipe, clock, device: iter(result["points"]))
+    return result
+
+
+@pytest.fixture
+def decode(machine: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    result = decode_result()
+    monkeypatch.setattr("kvsift.benchmarks.decode.load", lambda recipe, device: None)
+    monkeypatch.setattr("kvsift.benchmarks.decode.run", lambda recipe, model: iter(result["points"]))
+    return result
+
+
+@pytest.mark.parametrize("what", ["attention", "decode"])
+def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None:
+    assert refused("bench", what, "--output", "result.json").startswith(f"kvsift bench {what} {GPU}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("attention", "--contexts", "8K,3z"), "'3z' is no number of tokens. Write, for instance, 8K,32K,128K."),
+        (("attention", "--shapes", "32"), "'32' must be query heads/KV heads"),
+        (("attention", "--shapes", "32/x"), "give whole numbers, 1 or more"),
+        (("attention", "--shapes", "32/"), "'32/' must be query heads/KV heads"),
+        (("attention", "--shapes", "32/5"), "must be a multiple of the KV heads"),
+        (("attention", "--score-by", "minmx"), "did you mean 'minmax'?"),
+        (("attention", "--baselines", "flash"), "unknown baseline 'flash'"),
+        (("attention", "--bandwidth", "0"), "--bandwidth 0 must be bytes per second"),
+        (("attention", "--chart", "no/chart.svg"), "--chart no/chart.svg: the directory no does not exist."),
+        (("attention", "--contexts", ""), "there is nothing to measure"),
+        (("decode", "--shape", "llama-3-80b"), "did you mean 'llama-3-8b'?"),
+        (("decode", "--batch", "1,0"), "--batch 1,0: give whole numbers, 1 or more"),
+        (("decode", "--plan", "dense"), "it skips nothing"),
+        (("decode", "--plan", "quest:budget=16"), "leaves nothing to select"),
+        (("decode", "--output", "no/result.json"), "the directory no does not exist."),
+        (("chart", "no.json", "--output", "chart.svg"), "the result file no.json does not exist."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(refused: Refused, arguments: tuple[str, ...], says: str) -> None:
+    assert says in refused("bench", *arguments)
+
+
+def test_attention_tells_every_point_and_ends_with_one_document(
+    run: Run, attention: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
+    outcome = run("bench", "attention", "--contexts", "4K,32K", "--output", "result.json", "--chart", "chart.svg")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("floors at 4.50 TB/s (given); a large read here reached 4.40 TB/s\n")
+    assert outcome.out.count("best dense: sdpa-cudnn\n") == 4
+    assert "is faster than best dense" in outcome.out
+    assert json.loads(outcome.out.splitlines()[-1])["kind"] == "attention"
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["points"] == json.loads(json.dumps(attention["points"]))
+    assert written["recipe"]["contexts"] == [4096, 32768]
+    assert {path.name for path in tmp_path.iterdir()} == {"result.json", "chart.svg"}
+
+
+def test_a_run_that_is_cut_short_leaves_what_was_measured(
+    run: Run, attention: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_short(recipe: Any, clock: Any, device: Any) -> Any:
+        yield attention["points"][0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvsift.benchmarks.attention.run", cut_short)
+    assert run("bench", "attention", "--output", "result.json").code == 130
+    assert len(json.loads((tmp_path / "result.json").read_text())["points"]) == 1
+
+
+def test_decode_tells_every_point_and_ends_with_one_document(run: Run, decode: dict[str, Any], tmp_path: Path) -> None:
+    outcome = run("bench", "decode", "--contexts", "4K,128K", "--batch", "1", "--output", "result.json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.count("the engine sifts from 9,000 tokens on") == 2
+    assert json.loads(outcome.out.splitlines()[-1])["kind"] == "decode"
+    assert json.loads((tmp_path / "result.json").read_text())["points"] == decode["points"]
+
+
+@pytest.mark.parametrize("what", ["attention", "decode"])
+def test_json_prints_the_result_and_nothing_else(
+    run: Run, attention: dict[str, Any], decode: dict[str, Any], what: str
+) -> None:
+    document = run("bench", what, "--json").document
+    assert document["kind"] == what
+    assert document["bandwidth"] == BANDWIDTH
+
+
+def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
+    (tmp_path / "result.json").write_text(json.dumps(attention_result()))
+    assert run("bench", "chart", "result.json", "--output", "chart.svg").code == 0
+    assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
+    assert "charts are drawn as .svg or .png" in refused("bench", "chart", "result.json", "--output", "chart.pdf")
+    (tmp_path / "result.json").write_text(json.dumps(decode_result()))
+    assert "is none of kvsift bench attention" in refused("bench", "chart", "result.json", "--output", "other.svg")
+    (tmp_path / "result.json").write_text("{")
+    assert "is not JSON" in refused("bench", "chart", "result.json", "--output", "other.svg")

@@ -1,0 +1,316 @@
+"""The steps that a GPU captures, run as they are: the same tokens and counters as the composed path, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.tiny_directory import text_of, write_model
+
+import kvsift
+from kvsift import LLM, InputError, Sampling
+from kvsift.engine import decode_loop
+from kvsift.engine.result import Answer
+from kvsift.engine.session import Session
+
+QUEST = "quest:budget=128:window=16:dense_layers=0"
+PLANS = (
+    QUEST,
+    "dense",
+    "quest:budget=128:window=16:page_size=8:dense_layers=none",
+    "quest:budget=144:window=16:page_size=32:score_by=mean_std:heads=query:dense_layers=none",
+    "quest:budget=128:window=16:score_by=minmax_fp8:dense_layers=none",
+    "quest:ratio=0.3:window=16:dense_layers=1",
+    f"prefill=streaming_llm:budget=128,decode={QUEST}",
+)
+TEXTS = [text_of(600), text_of(301), text_of(44), text_of(450)[::-1]]
+COUNTERS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_dense", "recall")
+SAMPLED = Sampling(0.8, 0.9, seed=3)
+
+
+def answers(llm: LLM, texts: Any = TEXTS, **options: Any) -> list[Answer]:
+    found: list[Answer] = llm.generate(texts, **{"max_new_tokens": 24, **options})
+    return found
+
+
+def tokens(found: list[Answer]) -> list[list[int]]:
+    return [answer.token_ids for answer in found]
+
+
+@pytest.fixture(scope="module")
+def eager(llama: Path) -> LLM:
+    return LLM(llama, QUEST, path="eager")
+
+
+@pytest.fixture(scope="module")
+def composed(llama: Path) -> LLM:
+    return LLM(llama, QUEST)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True, "num_key_value_heads": 4}])
+def test_tokens_equal_those_of_the_adapter(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    llm = LLM(write_model(tmp_path, family, **settings), QUEST, path="eager")
+    ids = torch.tensor([llm.tokenizer(TEXTS[0])["input_ids"]])
+    answer = llm.generate(TEXTS[0], max_new_tokens=40)
+    assert answer.path == "eager"
+    with kvsift.sparse(llm.model, QUEST) as run:
+        expected = llm.model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
+    assert answer.token_ids == expected.tolist()
+    assert answer.decode("density") == pytest.approx(run.report()["phases"]["decode"]["density"])
+    assert answer.decode("density") < 0.6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    ],
+    ids=["biases", "yarn", "linear"],
+)
+def test_biases_and_scaled_positions_are_the_model_s_own(settings: dict[str, Any], tmp_path: Path) -> None:
+    directory = write_model(tmp_path, **settings)
+    fast, slow = (LLM(directory, QUEST, path=path).generate(TEXTS[0], max_new_tokens=24) for path in ("eager", "auto"))
+    assert (fast.path, fast.token_ids) == ("eager", slow.token_ids)
+
+
+FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": 32}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("Phi3", {}), ("Qwen3Moe", {}), ("Olmo2", {}), ("Gemma2", FULL), ("Gemma3", FULL), ("GptOss", FULL)],
+)
+def test_other_architectures_take_steps_by_their_own_forward(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path, family, **settings)  # soft caps, sink logits, mixtures of experts
+    fast, slow = (answers(LLM(directory, QUEST, path=path)) for path in ("eager", "auto"))
+    assert {answer.path for answer in fast} == {"eager"}
+    assert tokens(fast) == tokens(slow)
+    for one, other in zip(fast, slow):
+        assert {key: one.decode(key) for key in COUNTERS} == {key: other.decode(key) for key in COUNTERS}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_of_a_ragged_batch_answer_as_they_do_alone(plan: str, eager: LLM, composed: LLM) -> None:
+    together, alone = answers(eager, plan=plan), answers(composed, plan=plan)
+    assert tokens(together) == tokens(alone)
+    for fast, slow in zip(together, alone):
+        assert {key: fast.decode(key) for key in COUNTERS} == {key: slow.decode(key) for key in COUNTERS}
+        assert fast.decode("recovery") == (slow.decode("recovery") and pytest.approx(slow.decode("recovery"), abs=1e-5))
+        assert fast.stats["phases"]["prefill"]["queries"] == slow.stats["phases"]["prefill"]["queries"]
+        assert (fast.plan, fast.prompt_tokens) == (slow.plan, slow.prompt_tokens)
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+def test_bytes_are_counted_as_on_the_composed_path(plan: str, eager: LLM, composed: LLM) -> None:
+    fast, slow = (llm.generate(TEXTS[0], plan=plan, max_new_tokens=24) for llm in (eager, composed))
+    for key in ("kv_bytes_attended", "kv_bytes_to_select", "kv_bytes_read"):
+        assert fast.decode(key) == slow.decode(key)
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, [Sampling(), SAMPLED, Sampling(1.5, 1.0, 8), Sampling(0.5, 0.7, 2)]])
+def test_samples_equal_those_of_the_composed_path(sampling: Any, eager: LLM, composed: LLM) -> None:
+    sampled = tokens(answers(eager, sampling=sampling))
+    assert sampled == tokens(answers(composed, sampling=sampling))
+    assert sampled != tokens(answers(eager))
+
+
+def test_samples_go_on_where_random_numbers_are_drawn_in_blocks(eager: LLM, composed: LLM) -> None:
+    options = {"sampling": Sampling(1.2, 0.95, 5), "max_new_tokens": 300}
+    assert tokens(answers(eager, TEXTS[1:2], **options)) == tokens(answers(composed, TEXTS[1:2], **options))
+
+
+def test_rows_end_where_they_say_so_themselves(llama: Path, composed: LLM, tmp_path: Path) -> None:
+    free = answers(composed)
+    end = free[1].token_ids[9]  # of one row; it may come up in others as well
+    stop = free[3].text[5:7]
+    directory = write_model(tmp_path, eos_token_id=end)
+    fast, slow = (answers(LLM(directory, QUEST, path=path), stop=[stop, "never said"]) for path in ("eager", "auto"))
+    assert tokens(fast) == tokens(slow)
+    assert [answer.text for answer in fast] == [answer.text for answer in slow]
+    assert [answer.decode("queries") for answer in fast] == [answer.decode("queries") for answer in slow]
+    assert len(fast[1].token_ids) <= 9
+    assert stop not in fast[3].text
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3])
+def test_few_tokens(max_new_tokens: int, eager: LLM, composed: LLM) -> None:
+    options = {"max_new_tokens": max_new_tokens}
+    assert tokens(answers(eager, **options)) == tokens(answers(composed, **options))
+
+
+def test_what_is_left_moves_to_fewer_slots(
+    llama: Path, composed: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_loop, "MOVE_STEPS", 1)
+    free = answers(composed, max_new_tokens=60)
+    directory = write_model(tmp_path, eos_token_id=[free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]])
+    llm = LLM(directory, QUEST, path="eager")
+    used: list[int] = []
+    slots = Session.slots
+
+    def watched(session: Session, num_slots: int) -> Any:
+        used.append(num_slots)
+        return slots(session, num_slots)
+
+    monkeypatch.setattr(Session, "slots", watched)
+    for sampling in (None, SAMPLED):
+        moved = answers(llm, max_new_tokens=60, sampling=sampling)
+        assert tokens(moved) == tokens(answers(LLM(directory, QUEST), max_new_tokens=60, sampling=sampling))
+    assert len(set(used)) > 1
+    assert [a.decode("density") for a in answers(llm, max_new_tokens=60)] == [
+        a.decode("density") for a in answers(LLM(directory, QUEST), max_new_tokens=60)
+    ]
+
+
+def test_the_next_call_uses_pools_and_steps_again_if_it_fits(llama: Path) -> None:
+    llm = LLM(llama, QUEST, path="eager")
+    first = answers(llm)
+    kept = llm.fast_path._kept
+    assert kept is not None
+    assert tokens(answers(llm, TEXTS[::-1])) == tokens(first)[::-1]
+    assert llm.fast_path._kept is kept
+    assert tokens(answers(llm, TEXTS[:1])) == tokens(first)[:1]
+    assert llm.fast_path._kept is kept
+    answers(llm, [text_of(2000)])
+    assert llm.fast_path._kept is not kept
+    again = llm.fast_path._kept
+    assert tokens(answers(llm, plan=PLANS[2])) == tokens(answers(LLM(llama), plan=PLANS[2]))
+    assert llm.fast_path._kept is not again
+
+
+def test_an_interrupted_answer_leaves_nothing_behind(llama: Path, composed: LLM) -> None:
+    llm = LLM(llama, QUEST, path="eager")
+    stream = llm.stream(TEXTS[0], max_new_tokens=50)
+    assert next(stream) + next(stream) == composed.generate(TEXTS[0], max_new_tokens=50).text[:2]
+    del stream
+    assert tokens(answers(llm)) == tokens(answers(composed))
+
+
+@pytest.mark.parametrize("path", ["eager", "auto"])
+def test_streams_that_take_turns_do_not_mix(path: str, llama: Path, composed: LLM) -> None:
+    llm = LLM(llama, QUEST, path=path)
+    llm.generate(TEXTS[0], max_new_tokens=20)  # leaves something to use again
+    streams = [llm.stream(text, max_new_tokens=20) for text in TEXTS[:2]]
+    texts = ["", ""]
+    for _ in range(20):
+        for index, stream in enumerate(streams):
+            texts[index] += next(stream, "")
+    assert texts == [composed.generate(text, max_new_tokens=20).text for text in TEXTS[:2]]
+
+
+@pytest.mark.parametrize("path", ["eager", "auto"])
+def test_a_stream_gives_the_text_and_then_the_answer(path: str, llama: Path) -> None:
+    llm = LLM(llama, QUEST, path=path)
+    expected = llm.generate(TEXTS[0], max_new_tokens=20)
+    stream = llm.stream(TEXTS[0], max_new_tokens=20)
+    assert stream.answer is None
+    assert "".join(stream) == expected.text
+    assert stream.answer is not None
+    assert stream.answer.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> None:
+    questions = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
+    fast, slow = (LLM(llama, path=path).read(TEXTS[0] * 2) for path in ("eager", "auto"))
+    for each in (plan, PLANS[2], plan):
+        for question in questions:
+            for phase in ("prefill", "decode"):
+                one, other = (
+                    document.ask(question, plan=each, max_new_tokens=10, question_phase=phase)  # type: ignore[arg-type]
+                    for document in (fast, slow)
+                )
+                assert one.token_ids == other.token_ids
+                assert [one.decode(key) for key in COUNTERS] == [other.decode(key) for key in COUNTERS]
+                assert one.new_prompt_tokens == other.new_prompt_tokens
+
+
+def test_a_document_keeps_its_steps_from_question_to_question(llama: Path) -> None:
+    document = LLM(llama, QUEST, path="eager").read(TEXTS[0])
+    document.ask("How many sacks?", max_new_tokens=5)
+    session = document._session
+    assert session is not None
+    document.ask("Which mill?", max_new_tokens=50)
+    assert document._session is session
+    long = document.ask("Which mill?", max_new_tokens=900)  # more than was reserved
+    assert document._session is not session
+    assert long.token_ids == LLM(llama, QUEST).read(TEXTS[0]).ask("Which mill?", max_new_tokens=900).token_ids
+
+
+@pytest.mark.parametrize("path", ["eager", "auto"])
+def test_short_contexts_are_dense_where_the_user_says_so(path: str, llama: Path) -> None:
+    answer = LLM(llama, QUEST, path=path, dense_below=len(TEXTS[0]) + 11).generate(TEXTS[0], max_new_tokens=30)
+    assert answer.decode("sparse_queries") == 2 * 20  # layers 1 and 2, from the eleventh step on
+    assert answer.dense_below == (len(TEXTS[0]) + 11 if path == "eager" else 0)
+
+
+@pytest.mark.parametrize("path", ["eager", "auto"])
+def test_short_documents_are_dense_where_the_user_says_so(path: str, llama: Path) -> None:
+    document = LLM(llama, QUEST, path=path, dense_below=10_000).read(TEXTS[0])
+    for plan in (QUEST, "dense", PLANS[2], QUEST):
+        assert document.ask("How many sacks?", plan=plan, max_new_tokens=5).decode("density") == 1
+
+
+def test_rows_that_are_short_once_the_longest_has_ended_go_on(llama: Path, composed: LLM, tmp_path: Path) -> None:
+    end = answers(composed, max_new_tokens=40)[0].token_ids[4]
+    directory = write_model(tmp_path, eos_token_id=end)
+    found = answers(LLM(directory, QUEST, path="eager", dense_below=550), max_new_tokens=40)
+    assert len(found[0].token_ids) <= 4 < max(len(answer.token_ids) for answer in found)
+    sparse = answers(LLM(directory, QUEST, path="eager", dense_below=0), max_new_tokens=40)
+    assert tokens(found) == tokens(sparse)  # lists were on since the first step
+
+
+def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert LLM(llama).generate("Once", max_new_tokens=1).path == "composed: no NVIDIA GPU"
+    assert LLM(llama, path="composed").generate("Once", max_new_tokens=1).path == "composed: asked for"
+    for directory, plan, says in (
+        (llama, "oracle_tokens:budget=128", "oracle_tokens does not rank pages by a summary"),
+        (llama, "quest:mass=0.9", "mass= chooses as many pages"),
+        (gemma, QUEST, "Gemma3ForCausalLM has layers without full attention"),
+    ):
+        llm = LLM(directory, plan, path="eager")
+        for _ in range(2):
+            assert says in llm.generate("Once", max_new_tokens=1).path
+        assert sum(says in record.message for record in caplog.records) == 1
+        with pytest.raises(InputError, match=r"cannot be captured: .*path='captured'"):
+            LLM(directory, plan, path="captured").generate("Once", max_new_tokens=1)
+
+
+def test_the_model_works_on_after_its_weights_were_joined(eager: LLM, llama: Path) -> None:
+    eager.generate(TEXTS[0], max_new_tokens=2)
+    ids = torch.tensor([eager.tokenizer(TEXTS[0])["input_ids"]])
+    fresh = LLM(llama).model
+    with torch.no_grad():
+        assert torch.equal(eager.model(ids).logits, fresh(ids).logits)
+    attention = eager.model.model.layers[0].self_attn
+    first, second = attention.q_proj.weight, attention.k_proj.weight
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "says"),
+    [
+        ([], {}, "a prompt is empty"),
+        (["a", ""], {}, "a prompt is empty"),
+        (["a", "b"], {"on_text": print}, "on_text follows one text"),
+        (["a", "b"], {"sampling": [Sampling()]}, "1 samplings for 2 prompts"),
+    ],
+)
+def test_what_makes_no_sense_for_several_prompts_is_refused(
+    texts: list[str], options: dict[str, Any], says: str, composed: LLM
+) -> None:
+    with pytest.raises(InputError, match=says):
+        composed.generate(texts, **options)
+
+
+@pytest.mark.parametrize("bad", [{"path": "fast"}, {"dense_below": -1}, {"dense_below": "never"}])
+def test_a_setting_out_of_range_is_refused(bad: dict[str, Any], llama: Path) -> None:
+    with pytest.raises(InputError, match=next(iter(bad))):
+        LLM(llama, **bad)

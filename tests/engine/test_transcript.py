@@ -1,0 +1,86 @@
+"""Text as its tokens come: pieces add up, whatever is remembered of what came before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsift.engine.transcript import FOLD_TOKENS, Request, Transcript, undecided
+from kvsift.models.transformers_load import ModelDirectory
+
+TEXT = "wörld ☃ 🌲 and so on; " * 30
+
+
+class Counting:
+    """A tokenizer that counts the tokens it is asked to decode."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        self.decoded += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llama: Path) -> Any:
+    return ModelDirectory.check(llama).tokenizer()
+
+
+def said(tokenizer: Any, text: str, **settings: Any) -> tuple[Transcript, list[str]]:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    transcript = Transcript(Request([0], len(ids), **settings), tokenizer)
+    return transcript, [transcript.take(token, float(index)) for index, token in enumerate(ids) if not transcript.done]
+
+
+def test_pieces_of_a_long_text_add_up(tokenizer: Any) -> None:
+    transcript, pieces = said(tokenizer, TEXT, streamed=True)
+    assert "".join(pieces) == transcript.text == TEXT
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_the_cost_of_a_token_does_not_grow_with_the_text(tokenizer: Any) -> None:
+    counting = Counting(tokenizer)
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    transcript = Transcript(Request([0], len(ids), streamed=True), counting)
+    for token in ids:
+        transcript.take(token, 0.0)
+    assert counting.decoded < 2 * FOLD_TOKENS * len(ids)
+
+
+def test_nothing_is_decoded_where_nobody_looks(tokenizer: Any) -> None:
+    counting = Counting(tokenizer)
+    transcript = Transcript(Request([0], 5), counting)
+    for token in (40, 41, 42):
+        assert transcript.take(token, 0.0) == ""
+    assert counting.decoded == 0
+    assert len(transcript.text) == 3
+
+
+@pytest.mark.parametrize("stops", [("so",), ("never", "so"), ("so", "and")])
+def test_the_first_of_several_stops_ends_the_text(tokenizer: Any, stops: tuple[str, ...]) -> None:
+    transcript, pieces = said(tokenizer, TEXT, streamed=True, stops=stops)
+    end = min(TEXT.index(stop) for stop in stops if stop in TEXT)
+    assert transcript.text == "".join(pieces) == TEXT[:end]
+
+
+def test_a_stop_far_into_the_text_is_found(tokenizer: Any) -> None:
+    transcript, _ = said(tokenizer, TEXT + "END of it", stops=("END",))
+    assert transcript.text == TEXT
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "count"),
+    [("abc", (), 0), ("abE", ("END",), 1), ("abEN", ("END", "NO"), 2), ("ab\ufffd", ("END",), 1), ("", ("x",), 0)],
+)
+def test_what_may_still_change_is_held_back(text: str, stops: tuple[str, ...], count: int) -> None:
+    assert undecided(text, stops) == count
+
+
+def test_times_are_those_of_the_tokens(tokenizer: Any) -> None:
+    transcript, _ = said(tokenizer, "abc")
+    assert transcript.times == [0.0, 1.0, 2.0]
+    assert transcript.itl_s == [1.0, 1.0]
+    assert transcript.done

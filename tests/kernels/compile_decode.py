@@ -1,0 +1,47 @@
+"""Compile the kernels of ``sifted_attention`` and ``merge`` for Hopper on a machine without a GPU.
+
+Prints a line per launch: kernel, and bytes of shared memory. Run in a process of its own, as ``compile_for_hopper``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from kernels.compile_for_hopper import Hopper
+from kernels.decode_cases import draw_case
+from kernels.decode_checks import by_twins
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kvsift.kernels.merge import merge_triton
+from kvsift.types import Part
+
+CASES = [  # (group, head_dim, page_size, kind, dtype)
+    (1, 64, 8, "minmax_fp8", torch.float16),
+    (3, 80, 16, "centroid_radius", torch.bfloat16),
+    (8, 256, 32, "mean_std", torch.bfloat16),
+    (2, 256, 16, "log_mass", torch.float32),
+]
+
+
+def launch_all() -> None:
+    for group, head_dim, page_size, kind, dtype in CASES:
+        case = draw_case([300, 1], 2, group, head_dim, page_size, dtype, kind=kind, device="cpu")
+        sinks = torch.zeros(2 * group, dtype=dtype)
+        by_twins(*case[:4], *case.new_lists(group > 1), kind=kind, scale=1.0, softcap=3.0, sink_logit=sinks)
+        part = Part(torch.zeros(1, 4, 3, head_dim, dtype=dtype), torch.zeros(1, 4, 3))
+        merge_triton(part, part)
+
+
+if __name__ == "__main__":
+    launch = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        print(self.fn.__name__, kernel.metadata.shared)
+        return kernel
+
+    driver.set_active(Hopper())
+    JITFunction.run = compile_only
+    launch_all()

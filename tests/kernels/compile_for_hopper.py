@@ -1,0 +1,81 @@
+"""Compile the step kernels for Hopper on a machine without a GPU: every launch becomes a compilation.
+
+Prints a line per launch: kernel, whether it was launched ahead of its predecessor's end, how often its PTX waits for
+that. Run in a process of its own, in which Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from kvsift.kernels.append import append_triton
+from kvsift.kernels.gated_linear import gated_linear_triton
+from kvsift.kernels.linear import linear_triton
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.rms_norm import rms_norm_triton
+from kvsift.kernels.rotary_append import qkv_rotary_append_triton
+
+
+class Hopper:
+    """As much of a driver as compiling needs."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def compile_only(launch: Any) -> Any:
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        waits = kernel.asm["ptx"].count("griddepcontrol.wait")
+        print(self.fn.__name__, bool(options.get("launch_pdl")), waits)
+        return kernel
+
+    return run
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def launch_all(pdl: bool) -> None:
+    num_pages, head_dim, norm = 8, 80, (zeros(512), 1e-5)
+    kv = PagedKV(
+        zeros(2, num_pages, 16, head_dim), zeros(2, num_pages, 16, head_dim),
+        torch.zeros(2, 4, dtype=torch.int32), torch.ones(2, dtype=torch.int32),
+    )  # fmt: skip
+    summaries = {
+        kind: torch.zeros(2, num_pages, of.width(head_dim), dtype=of.dtype or torch.bfloat16)
+        for kind, of in SUMMARIES.items()
+    }
+    qkv, angles, head_norm = zeros(2, 8 * head_dim), zeros(2, 64), zeros(head_dim)
+    qkv_rotary_append_triton(
+        qkv, angles, angles, kv, summaries, num_query_heads=4, q_norm=head_norm, k_norm=head_norm, pdl=pdl
+    )
+    rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, pdl=pdl)
+    for rows in (1, 2):
+        x, weight = zeros(rows, 512), zeros(1000, 512)
+        linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
+        gated_linear_triton(x, weight, norm=norm, pdl=pdl)
+        gated_linear_triton(x, weight, activation="gelu_tanh", pdl=pdl)
+    if not pdl:
+        append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), summaries)
+        append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), {})
+
+
+if __name__ == "__main__":
+    driver.set_active(Hopper())
+    JITFunction.run = compile_only(JITFunction.run)
+    for pdl in (False, True):
+        launch_all(pdl)

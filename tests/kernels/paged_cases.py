@@ -1,0 +1,70 @@
+"""Small paged caches for tests of kernels: rows of unlike length on scattered pages, NaN where no token is."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.paged import PagedKV
+
+
+def paged_kv(
+    lengths: list[int], num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, device: str,
+    foreign: bool = False,
+) -> PagedKV:  # fmt: skip
+    """Caches in which each row's last token is still to be written.
+
+    foreign: blocks [num_blocks, page_size, num_kv_heads, head_dim] of someone else's, keys and values in one tensor.
+    """
+    generator = torch.Generator().manual_seed(sum(lengths) + head_dim)
+    held = [-(-length // page_size) for length in lengths]
+    num_pages = sum(held) + 2  # two belong to nobody
+    order = torch.randperm(num_pages, generator=generator).int()
+    table = torch.zeros(len(lengths), max(held) + 1, dtype=torch.int32)
+    pools = torch.full((2, num_kv_heads, num_pages, page_size, head_dim), torch.nan)
+    for row, length in enumerate(lengths):
+        table[row, : held[row]] = order[sum(held[:row]) :][: held[row]]
+        for position in range(length - 1):
+            page = int(table[row, position // page_size])
+            pools[:, :, page, position % page_size] = _tokens(2, num_kv_heads, head_dim, generator)
+    keys, values = pools.to(device, dtype)
+    if foreign:
+        blocks = torch.stack([keys, values]).permute(2, 0, 3, 1, 4).contiguous()  # [num_pages, 2, page_size, ..]
+        keys, values = (blocks[:, half].permute(2, 0, 1, 3) for half in (0, 1))
+    return PagedKV(keys, values, table.to(device), torch.tensor(lengths, dtype=torch.int32, device=device))
+
+
+def _tokens(*shape: int | torch.Generator) -> Tensor:
+    *sizes, generator = shape
+    tokens = torch.randn(*sizes, generator=generator)  # type: ignore[call-overload]
+    tokens[..., 0] = 20 * tokens[..., 0] + 7  # an outlier channel, as real keys have
+    return tokens
+
+
+def pools_of(kinds: list[str], kv: PagedKV) -> dict[str, Tensor]:
+    """A pool for every kind, with a number in it that no kernel writes."""
+    pools = {}
+    for kind in kinds:
+        width, dtype = SUMMARIES[kind].width(kv.head_dim), SUMMARIES[kind].dtype or kv.keys.dtype
+        pools[kind] = torch.full((kv.num_kv_heads, kv.keys.shape[1], width), 77.0, device=kv.keys.device).to(dtype)
+    return pools
+
+
+def copy_of(kv: PagedKV) -> PagedKV:
+    keys, values = (torch.empty_strided(p.shape, p.stride(), dtype=p.dtype, device=p.device).copy_(p) for p in kv[:2])
+    return kv._replace(keys=keys, values=values)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal numbers, NaN in the same places."""
+    return torch.equal(a.float().nan_to_num(nan=12345.0), b.float().nan_to_num(nan=12345.0))
+
+
+def rounding(exact: Tensor) -> float:
+    """What float32 itself may cost: an ulp, or on a GPU, where every kernel adds in an order of its own, a few."""
+    return (8 if exact.is_cuda else 1) * torch.finfo(torch.float32).eps * float(exact.norm())
+
+
+def distance(tensor: Tensor, exact: Tensor) -> float:
+    return float((tensor.double() - exact.double()).norm())

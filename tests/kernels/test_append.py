@@ -1,0 +1,110 @@
+"""Storing a token: the pools and summaries of the composed path, and nothing else is touched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.paged_cases import copy_of, distance, paged_kv, pools_of, same
+from torch import Tensor
+
+from kvsift.kernels.append import append, append_reference, append_triton
+from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.kernels.paged import PagedKV
+from kvsift.placement.device import DeviceStore
+from kvsift.types import LayerShape
+
+EXACT = [kind for kind in SUMMARIES if kind.startswith("minmax")]
+RUNS = [append_reference, pytest.param(append_triton, marks=needs_triton)]
+
+
+def new_tokens(kv: PagedKV, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, kv.batch, kv.num_kv_heads, kv.head_dim, generator=generator)
+    return keys.to(kv.keys), values.to(kv.keys)
+
+
+def newest(kv: PagedKV) -> tuple[Tensor, Tensor]:
+    """Page and slot of each row's last token."""
+    position = kv.lengths.long() - 1
+    return kv.table.long().gather(1, position[:, None] // kv.page_size)[:, 0], position % kv.page_size
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("foreign", [False, True], ids=["ours", "foreign blocks"])
+@pytest.mark.parametrize(
+    ("page_size", "head_dim"), [(4, 16), (5, 6)], ids=str
+)  # the usual in small; page size and head_dim not powers of two
+def test_tokens_and_summaries_are_written_and_nothing_else(
+    run: object, dtype: torch.dtype, foreign: bool, page_size: int, head_dim: int
+) -> None:
+    # the first token of all, the first and the last of a page, one in the middle
+    lengths = [1, page_size + 1, 2 * page_size, 2 * page_size + 2]
+    before = paged_kv(lengths, 2, page_size, head_dim, dtype, DEVICE, foreign)
+    kv, summaries = copy_of(before), pools_of(list(SUMMARIES), before)
+    keys, values = new_tokens(kv)
+    run(kv, keys, values, summaries)  # type: ignore[operator]
+    pages, slots = newest(kv)
+    for pool, old, new in ((kv.keys, before.keys, keys), (kv.values, before.values, values)):
+        expected = old.clone()
+        expected[:, pages, slots] = new.transpose(0, 1)
+        assert same(pool, expected)
+    valid = torch.arange(page_size, device=DEVICE) <= slots[:, None]
+    for kind, pool in summaries.items():
+        others = torch.ones(kv.keys.shape[1], dtype=torch.bool, device=DEVICE)
+        others[pages] = False
+        assert bool((pool[:, others].float() == pools_of([kind], before)[kind][:, others].float()).all())
+        own, exact = (summarise(kind, kv.keys[:, pages].to(t), valid) for t in (dtype, torch.float32))
+        rows = pool[:, pages]
+        if kind in EXACT:
+            assert same(rows, own)
+        floor = torch.finfo(torch.float32).eps * float(exact.float().norm())
+        assert distance(rows, exact) <= 2 * max(distance(own, exact), floor)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.dtype) -> None:
+    kv = paged_kv([1, 1], 2, 4, 8, dtype, DEVICE)
+    kv = kv._replace(table=torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE))
+    summaries = pools_of(EXACT, kv)
+    store = DeviceStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, EXACT)
+    for step in range(6):
+        kv.lengths.fill_(step + 1)
+        keys, values = new_tokens(kv, step)
+        run(kv, keys, values, summaries)  # type: ignore[operator]
+        for row in range(2):
+            store.append(row, keys[row].unsqueeze(1), values[row].unsqueeze(1))
+    for row in range(2):
+        held = store.row(row)
+        assert all(torch.equal(a, b) for a, b in zip(kv.row(row), (held.keys(), held.values())))
+        for kind in EXACT:
+            assert same(summaries[kind][:, kv.table[row].long()], held.summary(kind, slice(0, 2)))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_8_bit_bounds_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype) -> None:
+    """Every binade the dtype has, both signs, on and beside the steps of 8 bits, and beyond their end."""
+    steps = torch.tensor([1.0, 1.0625, 1.125, 1.1251, 1.9375, 1.999])
+    numbers = (steps * torch.exp2(torch.arange(-26.0, 14.0))[:, None]).flatten()
+    tiny = torch.finfo(dtype).smallest_normal / 2  # a subnormal number
+    numbers = torch.cat([numbers, -numbers, torch.tensor([0.0, tiny, -tiny, 3584.0, -3584.0])])
+    numbers = torch.nn.functional.pad(numbers, (0, 512 - len(numbers))).to(DEVICE, dtype)
+    kv = paged_kv([1] * 16, 1, 2, 32, dtype, DEVICE)
+    keys, pools = numbers.view(16, 1, 32), pools_of(["minmax_fp8"], kv)
+    expected = pools_of(["minmax_fp8"], kv)
+    append_triton(kv, keys, keys, pools)
+    append_reference(kv, keys, keys, expected)
+    assert torch.equal(pools["minmax_fp8"].float(), expected["minmax_fp8"].float())
+
+
+def test_the_dispatcher_takes_what_the_tensors_need() -> None:
+    kv = paged_kv([3, 5], 2, 4, 16, torch.float32, DEVICE)
+    other, pools, expected = copy_of(kv), pools_of(["minmax"], kv), pools_of(["minmax"], kv)
+    keys, values = new_tokens(kv)
+    append(kv, keys, values, pools)
+    append_reference(other, keys, values, expected)
+    assert same(kv.keys, other.keys)
+    assert same(pools["minmax"], expected["minmax"])

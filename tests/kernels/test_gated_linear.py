@@ -1,0 +1,78 @@
+"""Gate, up and their product in one launch, rounded where transformers' MLP rounds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.paged_cases import distance
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from kvsift.kernels.gated_linear import Activation, gated_linear, gated_linear_reference, gated_linear_triton
+from kvsift.kernels.skinny_product import Tiling, in_registers, on_tensor_cores
+
+SHORT = [dtype for dtype in DTYPES if dtype != torch.float32]  # float32 goes to torch
+ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]
+
+CASES: list[tuple[int, int, int, Tiling | None]] = [  # (rows, inter, in, tiling)
+    (1, 16, 512, in_registers(4, 1, 2)),  # everything fits
+    (1, 13, 300, in_registers(8, 1, 1)),  # gates that stick out of the last tile must not become ups
+    (3, 20, 96, on_tensor_cores(16, 32, 4, 3)),
+    (16, 21, 50, None),
+    (1, 21, 50, None),
+]
+if DEVICE == "cuda":
+    CASES += [(rows, 14336, 4096, None) for rows in (1, 2, 8, 16)]
+
+
+def draw(rows: int, inter: int, num_in: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, float]]:
+    torch.manual_seed(rows + inter + num_in)
+    x, weight, norm = torch.randn(rows, num_in), torch.randn(2 * inter, num_in) / num_in**0.5, torch.rand(num_in) + 0.5
+    return x.to(DEVICE, dtype), 2 * weight.to(DEVICE, dtype), (norm.to(DEVICE, dtype), 1e-5)
+
+
+def exactly(x: Tensor, gate_up: Tensor, how: dict[str, Any]) -> Tensor:
+    """Everything in float64."""
+    x = x.double()
+    if how.get("norm"):
+        norm, eps = how["norm"]
+        x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
+    gate, up = (x @ gate_up.double().T).chunk(2, -1)
+    functional = torch.nn.functional
+    active = functional.silu(gate) if how["activation"] == "silu" else functional.gelu(gate, approximate="tanh")
+    return active * up
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
+@pytest.mark.parametrize(("rows", "inter", "num_in", "tiling"), CASES)
+def test_the_twin_is_as_near_to_the_exact_product_as_torch(
+    rows: int, inter: int, num_in: int, tiling: Tiling | None, normed: bool, activation: Activation, dtype: torch.dtype
+) -> None:
+    x, gate_up, norm = draw(rows, inter, num_in, dtype)
+    how: dict[str, Any] = {"activation": activation, "norm": norm if normed else None}
+    twin = gated_linear_triton(x, gate_up, tiling=tiling, **how)
+    exact, own = exactly(x, gate_up, how), gated_linear_reference(x, gate_up, **how)
+    assert twin.dtype == dtype
+    assert distance(twin, exact) <= 2 * distance(own, exact)
+
+
+def test_the_reference_is_the_first_half_of_transformers_mlp() -> None:
+    x, gate_up, _ = draw(3, 32, 16, torch.bfloat16)
+    mlp = LlamaMLP(LlamaConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2)).to(DEVICE, torch.bfloat16)
+    mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate_up.chunk(2)
+    assert torch.equal(mlp.down_proj(gated_linear_reference(x, gate_up)), mlp(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 40])
+def test_any_rows_and_dtype_are_answered(rows: int, dtype: torch.dtype) -> None:
+    x, gate_up, norm = draw(rows, 24, 64, dtype)
+    own = gated_linear_reference(x, gate_up, norm=norm)
+    torch.testing.assert_close(gated_linear(x, gate_up, norm=norm), own, rtol=0.02, atol=0.05)

@@ -1,0 +1,103 @@
+"""The head of a decode step's attention: head norms, rotation and store, as transformers computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.paged_cases import copy_of, distance, paged_kv, pools_of, same
+from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from kvsift.kernels.append import append_reference
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.rotary_append import (
+    qkv_rotary_append,
+    qkv_rotary_append_reference,
+    qkv_rotary_append_triton,
+)
+
+SHAPES = [  # (query heads, KV heads, head_dim, rotary_dim, head norms)
+    (4, 2, 16, 16, False),  # the usual, in small
+    (6, 2, 12, 12, True),  # group of 3, head_dim not a power of two, norms
+    (2, 2, 16, 8, True),  # no grouping, half of a head rotated
+]
+
+
+def draw(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    num_query_heads, num_kv_heads, head_dim, rotary_dim, norms = shape
+    torch.manual_seed(sum(shape))
+    qkv = 3 * torch.randn(3, (num_query_heads + 2 * num_kv_heads) * head_dim)
+    angles = (100 * torch.rand(3, rotary_dim // 2)).repeat(1, 2)
+    weights = torch.rand(2, head_dim) + 0.5
+    how: dict[str, Any] = {"num_query_heads": num_query_heads, "norm_eps": 1e-5}
+    if norms:
+        how |= {"q_norm": weights[0].to(DEVICE, dtype), "k_norm": weights[1].to(DEVICE, dtype)}
+    return *(t.to(DEVICE, dtype) for t in (qkv, angles.cos(), angles.sin())), how  # type: ignore[return-value]
+
+
+def case(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> PagedKV:
+    return paged_kv([1, 6, 8], shape[1], 4, shape[2], dtype, DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference_is_transformers_bit_for_bit(shape: tuple[int, int, int, int, bool], dtype: torch.dtype) -> None:
+    qkv, cos, sin, how = draw(shape, dtype)
+    kv = case(shape, dtype)
+    other = copy_of(kv)
+    queries = qkv_rotary_append_reference(qkv, cos, sin, kv, {}, **how)
+    heads = qkv.view(3, -1, shape[2])
+    q, k, v = heads.split([shape[0], shape[1], shape[1]], 1)
+    if shape[4]:
+        for name, states in (("q_norm", q), ("k_norm", k)):
+            norm = Qwen3RMSNorm(shape[2], eps=1e-5).to(DEVICE)
+            norm.weight.data = how[name]
+            q, k = (norm(states), k) if name == "q_norm" else (q, norm(states))
+    rotary = shape[3]
+    turned = apply_rotary_pos_emb(q[..., :rotary], k[..., :rotary], cos, sin)
+    q, k = (torch.cat([turn, states[..., rotary:]], -1) for turn, states in zip(turned, (q, k)))
+    append_reference(other, k, v, {})
+    assert torch.equal(queries, q)
+    assert same(kv.keys, other.keys)
+    assert same(kv.values, other.values)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_twin_is_as_near_to_float32_as_the_reference(
+    shape: tuple[int, int, int, int, bool], dtype: torch.dtype
+) -> None:
+    qkv, cos, sin, how = draw(shape, dtype)
+    kv = case(shape, dtype)
+    summaries = pools_of(["minmax"], kv)
+    wide = case(shape, torch.float32)
+    wide_how = {name: value.float() if isinstance(value, Tensor) else value for name, value in how.items()}
+    exact = qkv_rotary_append_reference(qkv.float(), cos.float(), sin.float(), wide, {}, **wide_how)
+    other = copy_of(kv)
+    own = qkv_rotary_append_reference(qkv, cos, sin, other, {}, **how)
+    queries = qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, **how)
+    if not shape[4] and dtype != torch.float32 and DEVICE == "cpu":  # a GPU may contract a product and a sum
+        assert torch.equal(queries, own)  # two products and a sum, each rounded: no room for a choice
+        assert same(kv.keys, other.keys)
+    pages = kv.table.long().gather(1, (kv.lengths.long()[:, None] - 1) // 4)[:, 0]
+    slots = (kv.lengths.long() - 1) % 4
+    floor = torch.finfo(torch.float32).eps * float(exact.norm())
+    assert distance(queries, exact) <= 2 * max(distance(own, exact), floor)
+    new, reference, exact_keys = (pool[:, pages, slots] for pool in (kv.keys, other.keys, wide.keys))
+    assert distance(new, exact_keys) <= 2 * max(distance(reference, exact_keys), floor)
+    assert same(kv.values, other.values)
+    again = pools_of(["minmax"], kv)
+    append_reference(copy_of(kv), new.transpose(0, 1), other.values[:, pages, slots].transpose(0, 1), again)
+    assert torch.equal(summaries["minmax"], again["minmax"])
+
+
+def test_the_dispatcher_takes_what_the_tensors_need() -> None:
+    qkv, cos, sin, how = draw(SHAPES[1], torch.float32)
+    kv = case(SHAPES[1], torch.float32)
+    own = qkv_rotary_append_reference(qkv, cos, sin, copy_of(kv), {}, **how)
+    torch.testing.assert_close(qkv_rotary_append(qkv, cos, sin, kv, {}, **how), own)

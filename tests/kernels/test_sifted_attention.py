@@ -1,0 +1,146 @@
+"""A whole decode step: the twins one after the other on any machine, the single launch on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.decode_cases import DecodeCase, draw_case
+from kernels.decode_checks import by_twins, check_step
+
+from kvsift.kernels.cuda_module import have_nvrtc
+from kvsift.kernels.score_pages import KINDS
+from kvsift.kernels.sifted_attention import (
+    GROUP_PAGES,
+    KEYS,
+    SiftSpace,
+    sifted_attention,
+    sifted_attention_cuda,
+    single_launch_runs,
+)
+
+LENGTHS = [470, 1, 61, 64, 230]
+SPANS = [(1, 2, 5), (1, 2, 5), (0, 1, 99), (2, 1, 0), (1, 3, 4)]  # sinks, window, pages to choose: 99 is all there are
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", [True, False], ids=["per KV head", "per query head"])
+def test_the_twins_one_after_the_other_do_what_the_reference_does(kind: str, dtype: torch.dtype, shared: bool) -> None:
+    case = draw_case(LENGTHS, 1, 3, 12, 8, dtype, kind=kind, spans=SPANS)
+    check_step(by_twins, case, shared, softcap=20.0, sink_logit=torch.tensor([1.0, -2.0, 3.0], device=DEVICE).to(dtype))
+
+
+def test_the_dispatcher_takes_what_the_tensors_need() -> None:
+    case = draw_case(LENGTHS, 2, 2, 16, 8, torch.float32, spans=SPANS)
+    check_step(sifted_attention, case)
+    check_step(sifted_attention, case, shared=False)
+
+
+def test_a_cpu_never_launches() -> None:
+    case = draw_case(LENGTHS, 2, 2, 64, 8, torch.float16, device="cpu")
+    assert not single_launch_runs(case.queries, case.kv, case.summary, case.new_lists(True)[0], case.kind)
+
+
+def on_gpu(test: Any) -> Any:
+    reason = "needs an NVIDIA GPU of the Hopper generation or later"
+    return pytest.mark.gpu(pytest.mark.skipif(not have_nvrtc(), reason=reason)(test))
+
+
+def runs(case: DecodeCase, capacity: int | None = None, shared: bool = True) -> bool:
+    return single_launch_runs(case.queries, case.kv, case.summary, case.new_lists(shared, capacity)[0], case.kind)
+
+
+def launch(case: DecodeCase, **how: Any) -> None:
+    """By the single launch, at once and early, twice over the same workspace: the same bits."""
+    assert runs(case, how.get("capacity"))
+    space = SiftSpace.make(case.kv, case.queries.shape[1] // case.kv.num_kv_heads)
+    outputs = [
+        check_step(sifted_attention_cuda, case, space=space, early=early, **how).output
+        for early in (False, True, False)
+    ]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+    assert not space.flags.any(), "the workspace is not left as it was found"
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind", "how"),
+    [  # KV heads, group, head_dim, page_size
+        ((8, 4, 128, 16), torch.bfloat16, "minmax", {}),
+        ((2, 1, 128, 16), torch.bfloat16, "minmax_fp8", {}),
+        ((1, 8, 64, 32), torch.bfloat16, "mean_std", {"softcap": 20.0}),
+        ((3, 3, 128, 8), torch.float16, "log_mass", {"sink_logit": True}),
+        ((2, 2, 64, 8), torch.float16, "minmax", {"softcap": 5.0, "sink_logit": True}),
+        ((4, 5, 64, 16), torch.float16, "minmax_fp8", {}),
+        ((1, 7, 128, 32), torch.bfloat16, "minmax", {"sink_logit": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("foreign", [False, True], ids=["ours", "foreign blocks"])
+def test_a_single_launch_does_what_the_reference_does(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, kind: str, how: dict[str, Any], foreign: bool
+) -> None:
+    case = draw_case([3000, *LENGTHS], *shape, dtype, kind=kind, spans=[(1, 2, 9), *SPANS], foreign=foreign)
+    if how.get("sink_logit"):
+        how = how | {"sink_logit": torch.linspace(-3, 5, case.queries.shape[1], device=DEVICE).to(dtype)}
+    launch(case, capacity=64, **how)
+
+
+@on_gpu
+@pytest.mark.parametrize("candidates", [300, KEYS, KEYS + 1, 3 * KEYS + 5, KEYS * GROUP_PAGES - 3])
+@pytest.mark.parametrize("chosen", [1, 30, 240])
+def test_rows_of_any_number_of_candidates(candidates: int, chosen: int) -> None:
+    case = draw_case([8 * (candidates + 3) - 2], 1, 4, 64, 8, torch.bfloat16, spans=[(1, 2, chosen)])
+    case = case._replace(kv=case.kv._replace(table=case.kv.table[:, :-1].contiguous()))
+    launch(case, capacity=KEYS // GROUP_PAGES)
+
+
+@on_gpu
+@pytest.mark.parametrize("candidates", [100, 700, 2 * KEYS + 100])  # fewer and more than threads, more than keys
+@pytest.mark.parametrize("keys", ["equal", "two values"])
+def test_ties_go_to_the_lower_page(candidates: int, keys: str) -> None:
+    case = draw_case([8 * (candidates + 3)], 2, 2, 64, 8, torch.bfloat16, spans=[(1, 2, 50)])
+    values = torch.ones(candidates + 3, device=DEVICE)  # by logical page
+    if keys == "two values":
+        values[::17] = 2.0
+    summary = torch.zeros_like(case.summary)
+    summary[:, case.kv.table[0, :-1].long()] = values[:, None].to(summary)
+    case = case._replace(queries=case.queries.abs(), summary=summary)
+    launch(case, capacity=64)
+    pages, counts = case.new_lists(True, 64)
+    sifted_attention_cuda(*case[:4], pages, counts, kind=case.kind, scale=case.scale)
+    best = 1 + values[1:-2].sort(descending=True, stable=True).indices[:50].sort().values
+    assert counts.tolist() == [[53, 53]]
+    assert pages[0, :, :53].tolist() == [[0, *best.tolist(), candidates + 1, candidates + 2]] * 2
+
+
+@on_gpu
+def test_more_rows_than_the_device_has_processors() -> None:
+    case = draw_case([37 + 11 * row for row in range(80)], 4, 2, 64, 16, torch.bfloat16)
+    assert case.kv.batch * case.kv.num_kv_heads > torch.cuda.get_device_properties(0).multi_processor_count
+    launch(case, capacity=16)
+
+
+@on_gpu
+def test_what_the_single_launch_does_not_take_goes_the_other_way() -> None:
+    limit = KEYS // GROUP_PAGES
+    good = draw_case(LENGTHS, 2, 2, 64, 8, torch.bfloat16, spans=SPANS)
+    assert runs(good, limit)
+    cases = [
+        (draw_case(LENGTHS, 2, 2, 64, 8, torch.float32, spans=SPANS), limit, True),
+        (draw_case(LENGTHS, 2, 2, 80, 8, torch.bfloat16, spans=SPANS), limit, True),
+        (draw_case(LENGTHS, 2, 2, 64, 4, torch.bfloat16, spans=SPANS), limit, True),
+        (draw_case(LENGTHS, 2, 2, 64, 8, torch.bfloat16, spans=SPANS, kind="centroid_radius"), limit, True),
+        (draw_case(LENGTHS, 1, 9, 64, 8, torch.bfloat16, spans=SPANS), limit, True),
+        (draw_case(LENGTHS, 2, 2, 64, 8, torch.bfloat16, spans=SPANS, table_pages=KEYS * GROUP_PAGES + 1), limit, True),
+        (good, limit + 1, True),
+        (good, limit, False),
+    ]
+    for case, capacity, shared in cases:
+        assert not runs(case, capacity, shared)
+        check_step(sifted_attention, case, shared, capacity)

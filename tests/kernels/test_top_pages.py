@@ -1,0 +1,125 @@
+"""The visible list of a row: sinks, the k best candidates, window; ascending, ties to the lower page."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.conftest import DEVICE, needs_triton
+from torch import Tensor
+
+from kvsift.kernels import top_pages
+from kvsift.kernels.top_pages import visible_pages, visible_pages_reference, visible_pages_triton
+
+pytestmark = needs_triton
+CAPACITY = 64
+
+
+def spans_of(*rows: tuple[int, int, int, int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+
+
+def textbook(scores: Tensor, spans: Tensor) -> list[list[list[int]]]:
+    """Lists in plain Python, by row and head."""
+    rows = []
+    for heads, (first, stop, k, held) in zip(scores.tolist(), spans.tolist()):
+        rows.append([])
+        for each in heads:
+            ranked = sorted(range(stop - first), key=lambda page: (-each[page], page))[:k]
+            rows[-1].append([*range(first), *sorted(first + page for page in ranked), *range(stop, held)])
+    return rows
+
+
+def check(scores: Tensor, spans: Tensor, capacity: int = CAPACITY) -> None:
+    expected = textbook(scores, spans)
+    for run in (visible_pages_reference, visible_pages_triton):
+        pages = torch.full((*scores.shape[:2], capacity), -7, dtype=torch.int32, device=DEVICE)
+        counts = torch.full(scores.shape[:2], -7, dtype=torch.int32, device=DEVICE)
+        given_back = run(scores, spans, capacity, out=(pages, counts))
+        assert given_back[0] is pages
+        assert given_back[1] is counts
+        for lists, count_of_heads, wanted in zip(pages.tolist(), counts.tolist(), expected):
+            for found, count, want in zip(lists, count_of_heads, wanted):
+                assert (found[:count], count) == (want, len(want)), run.__name__
+                assert set(found[count:]) <= {-7}, "written behind the list"
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+NUMBERS = st.one_of(
+    st.floats(width=32, allow_nan=False),  # infinities, denormal numbers and both zeros among them
+    st.floats(-1.0, 1.0, width=32),
+    st.sampled_from([-torch.inf, -1e-45, -0.0, 0.0, 1e-45, 1.0, 1.0000001, torch.inf]),  # repeats, and close neighbours
+)
+
+
+@st.composite
+def rows_of_scores(draw: st.DrawFn) -> tuple[list[float], tuple[int, int, int, int]]:
+    count = draw(st.one_of(st.integers(0, 12), st.integers(13, 150)))
+    few = draw(st.lists(NUMBERS, min_size=1, max_size=draw(st.sampled_from([1, 3, 40]))))
+    pick = st.lists(st.integers(0, len(few) - 1), min_size=count, max_size=count)
+    first, window, k = draw(st.integers(0, 4)), draw(st.integers(1, 4)), draw(st.integers(0, min(count, 50)))
+    return [few[index] for index in draw(pick)], (first, first + count, k, first + count + window)
+
+
+@settings(max_examples=60)
+@given(rows=st.lists(rows_of_scores(), min_size=1, max_size=2))
+def test_lists_are_those_of_a_stable_sort(rows: list[tuple[list[float], tuple[int, int, int, int]]]) -> None:
+    scores = torch.full((len(rows), 1, 160), torch.nan)  # nobody may look behind the candidates
+    for row, (numbers, _) in enumerate(rows):
+        scores[row, 0, : len(numbers)] = torch.tensor(numbers)
+    with pytest.MonkeyPatch.context() as patch:  # so that short rows go through several blocks, and few groups
+        patch.setattr(top_pages, "GROUP_PAGES", 4)
+        patch.setattr(top_pages, "BLOCK", 32)
+        check(scores.to(DEVICE), spans_of(*(spans for _, spans in rows)))
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        (0, 0, 0, 1),  # a row of one token
+        (1, 1, 0, 4),  # no candidates
+        (1, 30, 0, 33),  # nothing may be chosen
+        (1, 30, 29, 33),  # all may
+        (0, 40, 1, 41),  # the best alone, without sinks
+        (2, 500, 7, 503),  # many candidates: groups are compared first
+        (0, 224, 7, 225),  # as many groups as pages to choose: just not
+        (0, 225, 7, 226),  # one more, of a single page
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scores", ["random", "equal", "rising", "falling", "nothing"])
+def test_lists_of_rows_of_every_length(spans: tuple[int, int, int, int], scores: str) -> None:
+    rising = torch.arange(512.0, device=DEVICE).expand(2, 3, -1).contiguous()
+    kinds = {
+        "random": draw(2, 3, 512), "equal": torch.full_like(rising, 2.5), "rising": rising, "falling": -rising,
+        "nothing": torch.full_like(rising, -torch.inf),
+    }  # fmt: skip
+    check(kinds[scores], spans_of(spans, (1, 9, 2, 10)))
+
+
+@pytest.mark.parametrize("k", [3, 40, 62])
+def test_rows_longer_than_a_block(k: int) -> None:
+    scores = draw(1, 2, 4999)
+    scores[0, 1] = scores[0, 1].round()  # hardly any that differ
+    check(scores, spans_of((1, 4998, k, 4999)))
+
+
+def test_a_list_may_be_as_long_as_its_capacity_says() -> None:
+    check(draw(1, 2, 40), spans_of((3, 38, 11, 40)), capacity=16)
+
+
+def test_new_lists_hold_nothing_behind_their_pages() -> None:
+    for run in (visible_pages, visible_pages_reference, visible_pages_triton):
+        pages, counts = run(draw(1, 1, 20), spans_of((1, 18, 2, 20)), 9)
+        assert counts.tolist() == [[5]]
+        assert pages[0, 0, 5:].tolist() == [-1] * 4
+
+
+def test_both_zeros_are_equal() -> None:
+    scores = torch.zeros(1, 1, 40, device=DEVICE)
+    scores[..., ::2] = -0.0
+    check(scores, spans_of((0, 40, 5, 41)))

@@ -1,0 +1,115 @@
+"""Which models take fused steps, and what joining their weights leaves of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models.tiny import tiny
+from torch import nn
+
+from kvsift.models.decoder_step import DecoderStep, placement_reason
+from kvsift.models.projection import Projection
+from kvsift.models.transformers_step import TransformersStep
+
+ROPE = {"rope_theta": 1e4, "factor": 4.0}
+LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}
+
+
+def linears(*outs: int, bias: bool = False, kind: type[nn.Linear] = nn.Linear) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    return [kind(8, out, bias=bias) for out in outs]
+
+
+class Quantised(nn.Linear):
+    """Stands in for a layer whose weight is no plain matrix."""
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_one_product(bias: bool) -> None:
+    layers, x = linears(6, 4, 4, bias=bias), torch.randn(3, 8)
+    expected = torch.cat([layer(x) for layer in layers], 1)
+    joined = Projection.of(*layers)
+    assert joined.weight is not None
+    assert torch.allclose(joined(x), expected)
+    assert torch.allclose(torch.cat([layer(x) for layer in layers], 1), expected)
+    storages = {layer.weight.untyped_storage().data_ptr() for layer in layers}
+    assert storages == {joined.weight.untyped_storage().data_ptr()}
+
+
+def test_joining_twice_moves_nothing() -> None:
+    layers = linears(6, 4)
+    first, second = Projection.of(*layers), Projection.of(*layers)
+    assert first.weight is not None
+    assert second.weight is not None
+    assert first.weight.data_ptr() == second.weight.data_ptr()
+    assert torch.equal(first.weight, second.weight)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [nn.Linear, Quantised])
+def test_gate_and_up_are_multiplied(bias: bool, kind: type[nn.Linear]) -> None:
+    layers, x, norm = linears(6, 6, bias=bias, kind=kind), torch.randn(3, 8), (torch.rand(8), 1e-6)
+    normal = norm[0] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm[1])
+    expected = nn.functional.silu(layers[0](normal)) * layers[1](normal)
+    assert torch.allclose(Projection.of(*layers).gated(x, norm), expected, atol=1e-6)
+
+
+def test_other_kinds_of_layers_are_called_as_they_are() -> None:
+    plain, special = linears(6)[0], linears(4, kind=Quantised)[0]
+    before, x, residual = plain.weight.data_ptr(), torch.randn(3, 8), torch.randn(3, 10)
+    mixed = Projection.of(plain, special)
+    assert mixed.weight is None
+    assert plain.weight.data_ptr() == before
+    assert torch.allclose(mixed(x, residual=residual), residual + torch.cat([plain(x), special(x)], 1))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_llama_like_models_are_taken(family: str) -> None:
+    assert DecoderStep.reason_against(tiny(family)) is None
+    assert placement_reason(tiny(family)) is None
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "says"),
+    [
+        ("Phi3", {}, "none of the architectures"),
+        ("Qwen3Moe", {}, "none of the architectures"),
+        ("Mistral", {"sliding_window": 64}, "without full attention"),
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "without full attention"),
+        ("Llama", {"hidden_act": "gelu"}, "uses gelu, not silu"),
+        ("Llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic"}}, "changes its angles"),
+        ("Llama", {"rope_parameters": {**ROPE, **LONG, "rope_type": "longrope"}}, "changes its angles"),
+    ],
+)
+def test_others_are_not_and_say_why(family: str, changes: dict[str, Any], says: str) -> None:
+    reason = DecoderStep.reason_against(tiny(family, **changes))
+    assert reason is not None
+    assert says in reason
+
+
+@pytest.mark.parametrize(
+    ("family", "taken"), [("Phi3", True), ("Qwen3Moe", True), ("Gemma2", False), ("GptOss", False)]
+)
+def test_their_own_forward_is_a_step_where_all_layers_have_full_attention(family: str, taken: bool) -> None:
+    assert (TransformersStep.reason_against(tiny(family)) is None) == taken
+
+
+def test_angles_are_the_model_s_own() -> None:
+    model = tiny("Llama", rope_parameters={**ROPE, "rope_type": "yarn"})
+    angles = DecoderStep(model).angles(100)
+    cos, sin = model.model.rotary_emb(torch.empty(0), torch.arange(100)[None])
+    assert torch.equal(angles[:, 0], cos[0])
+    assert torch.equal(angles[:, 1], sin[0])
+
+
+def test_layers_that_look_for_outliers_are_named() -> None:
+    class Linear8bitLt(nn.Linear):
+        state = type("State", (), {"threshold": 6.0})
+
+    model = tiny()
+    model.model.layers[0].mlp.down_proj = Linear8bitLt(32, 32, bias=False)
+    assert "int8" in str(placement_reason(model))
+    Linear8bitLt.state.threshold = 0.0  # type: ignore[attr-defined]
+    assert placement_reason(model) is None
