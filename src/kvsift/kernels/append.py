@@ -64,18 +64,44 @@ def append_token(
     SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     """Store ``key`` and ``value`` [DP] of one row and KV head, and write the summaries of their page."""
+    page, slot, keys = load_page(
+        row, head, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
+    )
+    store_token(
+        key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot,
+        num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, PAGE, D, DP,
+    )  # fmt: skip
+
+
+@jit
+def load_page(
+    row, head, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """The page that the newest token of a row goes to, its slot there, and the keys that lie before it [PAGE, DP]."""
     d, slots = tl.arange(0, DP), tl.arange(0, PAGE)
     position = tl.load(lengths_ptr + row) - 1
     page = tl.load(table_ptr + row * table_row + position // SIZE).to(tl.int64)
-    slot, head = position % SIZE, head.to(tl.int64)
+    slot = position % SIZE
+    before = (slots < slot)[:, None] & (d < D)[None, :]
+    page_keys = keys_ptr + head.to(tl.int64) * k_head + page * k_page
+    return page, slot, tl.load(page_keys + slots[:, None] * k_slot + d[None, :], mask=before, other=0.0)
+
+
+@jit
+def store_token(
+    key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, num_pages,
+    minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
+):  # fmt: skip
+    """Store a token where ``load_page`` says, and write the summaries of its page."""
+    d, slots, head = tl.arange(0, DP), tl.arange(0, PAGE), head.to(tl.int64)
     key = key.to(keys_ptr.dtype.element_ty)
     page_keys = keys_ptr + head * k_head + page * k_page
     tl.store(page_keys + slot * k_slot + d, key, mask=d < D)
     page_values = values_ptr + head * v_head + page * v_page
     tl.store(page_values + slot * v_slot + d, value.to(values_ptr.dtype.element_ty), mask=d < D)
     # the new key comes from its register: reading back what other threads store would need a barrier
-    before = (slots < slot)[:, None] & (d < D)[None, :]
-    keys = tl.load(page_keys + slots[:, None] * k_slot + d[None, :], mask=before, other=0.0)
     keys = tl.where((slots == slot)[:, None], key[None, :], keys).to(tl.float32)
     index = head * num_pages + page
     store_summaries(

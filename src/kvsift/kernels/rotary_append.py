@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvsift.kernels.append import append_reference, append_token, pool_arguments
+from kvsift.kernels.append import append_reference, load_page, pool_arguments, store_token
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
@@ -114,8 +114,12 @@ def _rotary_append_kernel(
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
+    page, slot, keys = tl.zeros((), tl.int64), tl.zeros((), tl.int32), tl.zeros((PAGE, DP), keys_ptr.dtype.element_ty)
+    if head >= H:  # the keys of the page are older than the kernel before, which may still be running
+        page, slot, keys = load_page(
+            row, head - H, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
+        )
     if PDL:
-        # nothing here but the norm weights is older than the step, so nothing is worth loading before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # now: what runs early may then rely on all before this launch
     qkv, cos, sin = qkv_ptr + row * qkv_row, cos_ptr + row * angle_row, sin_ptr + row * angle_row
@@ -125,10 +129,9 @@ def _rotary_append_kernel(
     else:
         key = rotated_head(qkv + head * D, cos, sin, k_norm_ptr, eps, D, DP, ROTARY)
         value = tl.load(qkv + (head + KVH) * D + d, mask=d < D, other=0.0)
-        append_token(
-            key, value, row, head - H, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head,
-            v_page, v_slot, table_row, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, SIZE,
-            PAGE, D, DP,
+        store_token(
+            key, value, page, slot, keys, head - H, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page,
+            v_slot, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, PAGE, D, DP,
         )  # fmt: skip
 
 

@@ -91,10 +91,10 @@ def row_products(
     weights = weight_ptr + outs.to(tl.int64) * weight_row  # [OUTS]
     if PDL:
         # weights never depend on the kernel before: ask for the first ones while it still runs
-        tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             prefetch(weights, num_in, PREFETCH)
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # now: what runs early may then rely on all before this launch
     if DOT:
         products = dot_products(x_ptr, weights, norm_ptr, eps, x_row, rows, num_in, ROWS, OUTS, INS, EVEN, DEPTH)
     else:
