@@ -19,7 +19,7 @@ from kernels.decode_checks import check_step
 
 from kvsift.kernels.cuda_module import have_nvrtc
 from kvsift.kernels.score_pages import KINDS
-from kvsift.kernels.sifted_attention import GROUP_PAGES, KEYS, SiftSpace, sifted_attention, single_launch_runs
+from kvsift.kernels.sifted_attention import FEWEST_KEYS, GROUP_PAGES, SiftSpace, sifted_attention, single_launch_runs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,7 +54,7 @@ class Variant(NamedTuple):
         if single:
             kind = rng.choice([kind for kind in KINDS if kind != "centroid_radius"])
             group, head_dim = rng.randint(1, 8), rng.choice([64, 128])
-            capacity = rng.choice([5, 16, 40, 100, 128, KEYS // GROUP_PAGES])
+            capacity = rng.choice([5, 16, 40, 100, 128, FEWEST_KEYS // GROUP_PAGES])
             shape = (group, head_dim, page_size, kind, dtype, capacity, softcap, sink_logit)
             return cls(True, *shape, shared=True, num_kv_heads=None)
         kind, capacity = rng.choice([*KINDS, "centroid_radius"]), rng.choice([16, 128])
@@ -67,7 +67,7 @@ def draw_step(variant: Variant, rng: random.Random, seed: int) -> tuple[DecodeCa
     batch, num_kv_heads = rng.randint(1, 4), variant.num_kv_heads or rng.randint(1, 8)
     lengths = [int(LONGEST ** rng.random()) for _ in range(batch)]  # as many below 140 tokens as above
     if variant.single and rng.random() < 0.05:  # more candidates than are compared at once
-        lengths, num_kv_heads = [rng.randint(KEYS, KEYS * GROUP_PAGES) * variant.page_size], 1
+        lengths, num_kv_heads = [rng.randint(FEWEST_KEYS, FEWEST_KEYS * GROUP_PAGES) * variant.page_size], 1
     spans = []
     for _ in range(batch):
         window = rng.randint(1, max(variant.capacity // 3, 1))

@@ -13,14 +13,15 @@ from torch import Tensor
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.score_pages import KINDS, score_pages, score_pages_reference, score_pages_triton
 
-SHAPES = [  # (KV heads, group, head_dim, page_size)
-    (2, 1, 16, 4),  # no grouping
-    (1, 3, 12, 4),  # group and head_dim not powers of two
+SHAPES = [  # (KV heads, group, head_dim, page_size), and whether the heads of a group share a row
+    ((2, 1, 16, 4), True),  # no grouping
+    ((1, 3, 12, 4), True),  # group and head_dim not powers of two
+    ((1, 3, 12, 4), False),
 ]
-if DEVICE == "cuda":
-    SHAPES += [(2, 2, 64, 16), (1, 8, 80, 16), (2, 4, 96, 8), (4, 4, 128, 16), (1, 8, 256, 32)]
+if DEVICE == "cuda":  # real widths
+    SHAPES = [((2, 1, 64, 16), True), ((1, 3, 80, 16), False), ((2, 2, 96, 8), False)]
+    SHAPES += [((4, 4, 128, 16), True), ((1, 8, 256, 32), True)]
 LENGTHS = [300, 1, 61]  # more candidates than a program takes; a single token; a partial last page
-BOTH = pytest.mark.parametrize("shared", [True, False], ids=["per KV head", "per query head"])
 
 
 def run(function: object, case: DecodeCase, shared: bool) -> Tensor:
@@ -37,8 +38,7 @@ def test_every_kind_of_summary_has_a_number() -> None:
 @needs_triton
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@BOTH
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "shared"), SHAPES, ids=str)
 def test_scores_are_as_near_to_float64_as_the_formula_in_their_dtype(
     shape: tuple[int, int, int, int], shared: bool, dtype: torch.dtype, kind: str
 ) -> None:
@@ -95,7 +95,7 @@ def test_large_keys_do_not_overflow(dtype: torch.dtype) -> None:
     assert torch.equal(run(score_pages_triton, case, True).double(), exact)
 
 
-@BOTH
+@pytest.mark.parametrize("shared", [True, False], ids=["per KV head", "per query head"])
 def test_the_dispatcher_takes_what_the_tensors_need(shared: bool) -> None:
     case = draw_case(LENGTHS, 2, 3, 16, 4, torch.float32)
     torch.testing.assert_close(run(score_pages, case, shared), run(score_pages_reference, case, shared))

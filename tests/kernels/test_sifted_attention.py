@@ -13,6 +13,7 @@ from kernels.decode_checks import by_twins, check_step
 from kvsift.kernels.cuda_module import have_nvrtc
 from kvsift.kernels.score_pages import KINDS
 from kvsift.kernels.sifted_attention import (
+    FEWEST_KEYS,
     GROUP_PAGES,
     KEYS,
     SiftSpace,
@@ -92,16 +93,17 @@ def test_a_single_launch_does_what_the_reference_does(
 
 
 @on_gpu
-@pytest.mark.parametrize("candidates", [300, KEYS, KEYS + 1, 3 * KEYS + 5, KEYS * GROUP_PAGES - 3])
-@pytest.mark.parametrize("chosen", [1, 30, 240])
-def test_rows_of_any_number_of_candidates(candidates: int, chosen: int) -> None:
-    case = draw_case([8 * (candidates + 3) - 2], 1, 4, 64, 8, torch.bfloat16, spans=[(1, 2, chosen)])
+@pytest.mark.parametrize("capacity", [64, KEYS // GROUP_PAGES])
+@pytest.mark.parametrize("candidates", [300, FEWEST_KEYS, FEWEST_KEYS + 1, KEYS + 5, KEYS * GROUP_PAGES - 3])
+@pytest.mark.parametrize("chosen", [1, 30, 10_000])  # the last: as many as the list holds, or all
+def test_rows_of_any_number_of_candidates(candidates: int, chosen: int, capacity: int) -> None:
+    case = draw_case([8 * (candidates + 3) - 2], 1, 4, 64, 8, torch.bfloat16, spans=[(1, 2, min(chosen, capacity - 3))])
     case = case._replace(kv=case.kv._replace(table=case.kv.table[:, :-1].contiguous()))
-    launch(case, capacity=KEYS // GROUP_PAGES)
+    launch(case, capacity=capacity)
 
 
 @on_gpu
-@pytest.mark.parametrize("candidates", [100, 700, 2 * KEYS + 100])  # fewer and more than threads, more than keys
+@pytest.mark.parametrize("candidates", [100, 700, 2 * FEWEST_KEYS + 9])  # fewer and more than threads, and than keys
 @pytest.mark.parametrize("keys", ["equal", "two values"])
 def test_ties_go_to_the_lower_page(candidates: int, keys: str) -> None:
     case = draw_case([8 * (candidates + 3)], 2, 2, 64, 8, torch.bfloat16, spans=[(1, 2, 50)])

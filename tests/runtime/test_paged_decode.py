@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from kernels.conftest import DEVICE
 from torch import Tensor
 
+from kvsift.kernels.page_spans import page_spans_triton
 from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.methods.dense import Dense
 from kvsift.methods.quest import Quest
 from kvsift.runtime.budget import Budget
@@ -54,8 +56,13 @@ def budgets(draw: st.DrawFn) -> Budget:
 def test_spans_are_what_the_budget_says_and_lists_have_room(budget: Budget, page_size: int, start: int) -> None:
     lengths = [*range(start, start + 2 * page_size + 2), 2 * start, 3999]
     capacity = list_capacity(budget, -(-max(lengths) // page_size), page_size)
-    spans = page_spans(budget, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), page_size)
+    on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    spans = page_spans(budget, on_device, page_size)
     assert spans.dtype == torch.int32
+    if HAVE_TRITON:
+        twin, size = torch.full_like(spans, -7), (budget.tokens, budget.ratio, budget.min_context)
+        page_spans_triton(on_device, twin, page_size, budget.sinks, budget.window, *size)
+        assert torch.equal(twin, spans)
     for length, (first, stop, chosen, held) in zip(lengths, spans.tolist()):
         candidates = budget.candidates(length - 1, page_size)
         units = min(budget.units(length - 1, length, page_size), candidates.count)

@@ -31,6 +31,7 @@ class Row:
         start: tokens cached before the first step.
         dense: of each step launched for it, whether it showed everything.
         sparse_steps: how many steps have skipped something, those before ``start`` included; probes go by it.
+        stale_from: the first position whose page has no summary yet, since steps that show everything write none.
     """
 
     row: int
@@ -39,6 +40,7 @@ class Row:
     start: int
     dense: list[bool] = field(default_factory=list)
     sparse_steps: int = 0
+    stale_from: int | None = None
 
     @property
     def written(self) -> int:

@@ -113,6 +113,7 @@ class DecodeLoop:
 
     def _launch(self, slots: Slots, seated: Sequence[Row], kind: StepKind, number: int) -> Flight:
         self._shown.follow(slots, not kind.dense)
+        self._follow_summaries(slots, seated, kind)
         recorded, probes = slots.run(kind, number), list[Probe]()
         buffer, event = self._buffers[number % len(self._buffers)], None
         buffer.copy_(slots.tokens, non_blocking=True)
@@ -128,6 +129,18 @@ class DecodeLoop:
             probes, seconds = probe_rows(slots, recorded, seated, self._rule)
             self._paused_s += seconds
         return Flight(buffer, event, seated, probes)
+
+    def _follow_summaries(self, slots: Slots, seated: Sequence[Row], kind: StepKind) -> None:
+        if self._rule is None:
+            return
+        for row in seated:
+            if row.transcript.done:
+                continue
+            if kind.dense and row.stale_from is None:
+                row.stale_from = row.written
+            elif not kind.dense and row.stale_from is not None:
+                slots.catch_up(row.row, row.written, row.stale_from)
+                row.stale_from = None
 
     def _land(self, slots: Slots, flight: Flight) -> Iterator[tuple[int, str]]:
         if flight.event is not None:

@@ -131,7 +131,7 @@ def decode_captured(
     try:
         yield from (piece for _, piece in loop)
     finally:
-        cache.advance(0, row.written, row.start + row.steps)
+        cache.advance(0, row.written, row.start + row.steps, row.stale_from)
 
 
 def answer_of(

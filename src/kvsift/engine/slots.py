@@ -159,6 +159,11 @@ class Slots:
             self._run(kind, queries)
         return Recorded(None, queries, [(layer.pages, layer.counts) for layer in self.layers])
 
+    def catch_up(self, row: int, written: int, stale_from: int) -> None:
+        """Write the summaries that steps which showed everything have left out."""
+        for attention in self._attentions:
+            attention.store.advance(row, written, stale_from)
+
     def count(self) -> list[int]:
         """Tokens shown in each layer since the last call, summed over the rows of lists; waits for the device."""
         counted = torch.stack([layer.visible[0] for layer in self.layers]).tolist()
@@ -169,9 +174,9 @@ class Slots:
     @torch.inference_mode()
     def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
         self.batch.advance()
-        logits = self._step(
-            self.tokens, self._angles, self.batch, self.layers, self._summaries, kind.dense, watched=queries
-        )
+        # what nobody asks for until the context is long is not kept up token by token (``catch_up``)
+        summaries = [{}] * len(self.layers) if kind.dense else self._summaries
+        logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.dense, watched=queries)
         self.tokens.copy_(draw(logits, *self._knobs) if kind.sampled else likeliest(logits))
 
 

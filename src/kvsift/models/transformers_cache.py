@@ -74,10 +74,11 @@ class SparseCache(DynamicCache):
         for layer in self.layers:
             layer.turn_to(row)
 
-    def advance(self, row: int, written: int, kept: int) -> None:
-        """A captured loop has written a row up to ``written`` tokens, of which the first ``kept`` count."""
+    def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
+        """A captured loop has written a row up to ``written`` tokens, of which the first ``kept`` count, and no
+        summaries from position ``stale_from`` on."""
         for layer in self.layers:
-            layer.attention.store.advance(row, written)
+            layer.attention.store.advance(row, written, stale_from)
             layer.attention.crop(row, kept)
             layer.columns = kept
 

@@ -81,10 +81,13 @@ class DeviceStore:
         self.lengths = [0] * self.num_rows
 
     @torch.inference_mode()
-    def advance(self, row: int, length: int) -> None:
-        """A kernel has written tokens of a row up to ``length``, summaries too, into the pages it had reserved."""
+    def advance(self, row: int, length: int, stale_from: int | None = None) -> None:
+        """A kernel has written tokens of a row up to ``length`` into the pages it had reserved; summaries too, but for
+        those of the tokens from position ``stale_from`` on."""
         self.table.grow(row, -(-length // self.page_size))
         self.lengths[row] = length
+        if stale_from is not None:
+            self._summarise(row, stale_from // self.page_size, self.summaries)
 
     def row(self, row: int) -> RowReader:
         """What one sequence holds, in logical order."""
