@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
@@ -28,3 +29,11 @@ settings.load_profile("kvsift")
 # torch.empty and its kin are filled with NaN in this mode: whoever reads what was never written finds out
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.set_num_threads(1)  # tensors here are tiny, and tests share the machine
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests measured, from whichever process they ran in."""
+    for report in terminalreporter.getreports("passed"):
+        for name, text in report.user_properties:
+            if name == "measured":
+                terminalreporter.write_line(f"{report.nodeid}: {text}")

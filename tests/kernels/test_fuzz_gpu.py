@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -102,7 +103,7 @@ def run_step(variant: Variant, case: DecodeCase, how: dict[str, Any]) -> tuple[f
     return max(late.error, early.error), late.disputed
 
 
-def test_a_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_thousand_random_steps(record_property: Callable[[str, object], None]) -> None:
     rng, started = random.Random(0), perf_counter()
     variants = [Variant.draw(rng, single=True) for _ in range(SINGLE)]
     variants += [Variant.draw(rng, single=False) for _ in range(TRITON)]
@@ -118,9 +119,9 @@ def test_a_thousand_random_steps(capsys: pytest.CaptureFixture[str]) -> None:
         errors.append(error)
         disputed[index] += pages
         tokens += int(case.kv.lengths.sum())
-    with capsys.disabled():
-        print(
-            f"\n{CASES} random steps, {len(variants)} variants, {tokens} tokens cached, {perf_counter() - started:.0f} "
-            f"s: at worst {max(errors):.2f} times the reference's error (2 are allowed), "
-            f"{sum(disputed.values())} pages in dispute in {sum(map(bool, disputed.values()))} steps"
-        )
+    record_property(
+        "measured",
+        f"{CASES} random steps, {len(variants)} variants, {tokens} tokens cached, {perf_counter() - started:.0f} s; at "
+        f"worst {max(errors):.2f} times the reference's error (2 are allowed); {sum(disputed.values())} pages in "
+        f"dispute in {sum(map(bool, disputed.values()))} steps",
+    )

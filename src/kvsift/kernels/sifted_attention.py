@@ -158,6 +158,12 @@ def sifted_attention_cuda(
     return out
 
 
+def _keys(max_pages: int, capacity: int) -> int:
+    """As few as do: every page while they are few enough, else every group of them; and all pages of chosen groups."""
+    compared = max_pages if max_pages <= KEYS else -(-max_pages // GROUP_PAGES)
+    return max(FEWEST_KEYS, power_of_two(max(compared, capacity * GROUP_PAGES)))
+
+
 def _kernel(
     queries: Tensor, kv: PagedKV, summary: Tensor, capacity: int, kind: str, capped: bool, sink: bool
 ) -> Kernel:
@@ -165,7 +171,7 @@ def _kernel(
         "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size, "KIND": KINDS[kind],
         "HALF": int(queries.dtype == torch.float16), "FP8": int(summary.element_size() == 1), "WARPS": WARPS,
         "STAGES": STAGES, "CAPACITY": capacity, "CAPPED": int(capped), "SINK": int(sink),
-        "KEYS": max(FEWEST_KEYS, power_of_two(max(capacity * GROUP_PAGES, -(-kv.table.shape[1] // GROUP_PAGES)))),
+        "KEYS": _keys(kv.table.shape[1], capacity),
     }  # fmt: skip
     return compile_kernel(
         SOURCES, "sift", tuple(defines.items()), WARPS * 32, WARPS * STAGES * STAGE_BYTES,

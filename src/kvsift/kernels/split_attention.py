@@ -46,37 +46,6 @@ def load_tile(
 
 
 @jit
-def attend_one(
-    q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
-    scale, softcap, part_ptr,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr,
-    CAPPED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One query head: products on the plain units, which keep up with the memory."""
-    d = tl.arange(0, DP)
-    q = tl.load(q_ptr + d, mask=d < D, other=0.0).to(tl.float32) * scale
-    top, total, shown, acc = float("-inf"), 0.0, 0.0, tl.zeros((DP,), tl.float32)
-    for slot in tl.range(begin, end, TILE, num_stages=STAGES):
-        k, v, seen = load_tile(
-            keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
-            D, DP, PAGE, TILE, LISTED,
-        )  # fmt: skip
-        logits = capped(tl.sum(k.to(tl.float32) * q[None, :], 1), softcap, CAPPED)
-        logits = tl.where(seen, logits, float("-inf"))
-        new = tl.maximum(top, tl.max(logits, 0))
-        weights = tl.exp2(logits - new)
-        shrink = tl.exp2(top - new)
-        acc = acc * shrink + tl.sum(v.to(tl.float32) * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        shown += tl.sum(seen.to(tl.float32), 0)
-        top = new
-    tl.store(part_ptr + d, acc, mask=d < D)
-    tl.store(part_ptr + D, top)
-    tl.store(part_ptr + D + 1, total)
-    tl.store(part_ptr + D + 2, shown)
-
-
-@jit
 def attend_group(
     q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
     scale, softcap, part_ptr,
@@ -157,16 +126,10 @@ def attend_split(
     values_ptr += kv_head * value_head
     table_ptr += batch * max_pages
     part_ptr = parts_ptr + (row * SPLITS + split) * RECORD
-    if GP == 1:
-        attend_one(
-            q_ptr + row * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
-            value_page, value_token, scale, softcap, part_ptr, D, DP, PAGE, TILE, LISTED, CAPPED, STAGES,
-        )  # fmt: skip
-    else:
-        attend_group(
-            q_ptr + row * G * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
-            value_page, value_token, scale, softcap, part_ptr, G, GP, D, DP, PAGE, TILE, LISTED, CAPPED, STAGES,
-        )  # fmt: skip
+    attend_group(
+        q_ptr + row * G * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
+        value_page, value_token, scale, softcap, part_ptr, G, GP, D, DP, PAGE, TILE, LISTED, CAPPED, STAGES,
+    )  # fmt: skip
     tl.debug_barrier()  # the whole record is written before its arrival is announced
     is_last = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == SPLITS - 1
     if is_last:

@@ -25,6 +25,8 @@ from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
 from kvsift.types import LayerShape
 
+MOST_TOKENS = 128  # in a page: keys and values of a tile of whole pages lie in shared memory, twice over
+
 Space = TypeVar("Space")
 
 
@@ -38,6 +40,8 @@ def reason_against(plan: Plan) -> str | None:
         return f"{name} does not rank pages by a summary"
     if method.page_size & (method.page_size - 1):
         return f"page_size={method.page_size} is not a power of two"
+    if method.page_size > MOST_TOKENS:
+        return f"a page of {method.page_size} tokens is more than a multiprocessor can hold; up to {MOST_TOKENS} can be"
     if method.prefilter:
         return f"prefilter={method.prefilter} ranks blocks first; the kernels score every page"
     if rule.budget.mass is not None:
