@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsift.cli import options as o
 
-PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton")
+PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings")
 
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
@@ -65,6 +65,18 @@ def _machine(name: str) -> dict[str, Any]:
             "soft-capped attention": "plain torch, in float32",
             "page scores": "one torch matrix product per layer",
             "selected pages": "gathered, then as dense attention",
+            "decode steps": _decode_path(device.type == "cuda"),
         },
         "embedded model": {"path": str(embedded.path), "dtype here": str(dtype).removeprefix("torch.")},
     }
+
+
+def _decode_path(on_gpu: bool) -> str:
+    from kvsift.kernels.cuda_module import have_nvrtc
+    from kvsift.kernels.triton_shim import HAVE_TRITON
+
+    if not on_gpu or not HAVE_TRITON:
+        return f"composed: captured ones need {'Triton' if on_gpu else 'an NVIDIA GPU'}"
+    if have_nvrtc():
+        return "captured; page-sparse attention in one launch"
+    return "captured; page-sparse attention in three launches (one needs Hopper or newer, and cuda-bindings)"
