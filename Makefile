@@ -19,8 +19,9 @@ test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the ad
 test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; PYTHON must hold torch and the tools of the extra dev
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "make test-gpu needs an NVIDIA GPU and a torch that sees it; name its Python with make PYTHON=... test-gpu"; exit 1; }
-	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) tests/kernels
-	PYTHONPATH=src $(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) -m gpu --ignore=tests/kernels
+	@status=0; export PYTHONPATH=src; \
+	$(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) tests/kernels || status=1; \
+	$(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) -m gpu --ignore=tests/kernels || status=1; exit $$status
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

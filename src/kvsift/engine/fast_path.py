@@ -137,7 +137,7 @@ class FastPath:
         slots = Session(self._step_of(model), cache, lambda cache, slots: 0).slots(1)
         try:
             slots.prepare(StepKind(dense=rule_of(plan) is None, sampled=False))
-        except RuntimeError as error:
+        except Exception as error:  # of the model's code, of a compiler, of a quantisation: whatever it is, it is said
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return f"a step of {type(model).__name__} cannot be captured ({first})"
         return None
