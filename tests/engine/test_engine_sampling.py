@@ -11,6 +11,7 @@ import torch
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, Sampling
+from kvsift.engine.sampling import likeliest
 
 CPU = torch.device("cpu")
 SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3])
@@ -92,3 +93,9 @@ def test_a_sampled_answer_repeats_and_another_seed_differs(llama: Path) -> None:
 def test_a_knob_out_of_range_is_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(InputError, match=f"^{next(iter(bad))}=.* must be"):
         Sampling(**bad)
+
+
+@pytest.mark.parametrize("vocabulary", [256, 4096, 37, 1000])  # in 256 parts, in more, not divisible
+def test_the_likeliest_token_is_the_first_of_the_largest_logits(vocabulary: int) -> None:
+    logits = torch.randint(0, 5, (3, vocabulary), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(likeliest(logits), logits.argmax(-1))

@@ -12,7 +12,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from kvsift.kernels.gated_linear import Activation, gated_linear, gated_linear_reference, gated_linear_triton
+from kvsift.kernels.gated_linear import (
+    Activation,
+    gate_triton,
+    gated_linear,
+    gated_linear_reference,
+    gated_linear_triton,
+)
 from kvsift.kernels.skinny_product import Tiling, in_registers, on_tensor_cores
 
 SHORT = [dtype for dtype in DTYPES if dtype != torch.float32]  # float32 goes to torch
@@ -61,6 +67,21 @@ def test_the_twin_is_as_near_to_the_exact_product_as_torch(
     exact, own = exactly(x, gate_up, how), gated_linear_reference(x, gate_up, **how)
     assert twin.dtype == dtype
     assert distance(twin, exact) <= 2 * distance(own, exact)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", SHORT, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("inter", [40, 1500])  # less than a block, more
+def test_the_gate_of_a_finished_product_is_that_of_the_reference(
+    inter: int, activation: Activation, dtype: torch.dtype
+) -> None:
+    x, gate_up, _ = draw(3, inter, 16, dtype)
+    how: dict[str, Any] = {"activation": activation, "norm": None}
+    exact, own = exactly(x, gate_up, how), gated_linear_reference(x, gate_up, **how)
+    found = gate_triton(torch.nn.functional.linear(x, gate_up), activation)
+    assert found.dtype == dtype
+    assert distance(found, exact) <= 2 * distance(own, exact)
 
 
 def test_the_reference_is_the_first_half_of_transformers_mlp() -> None:

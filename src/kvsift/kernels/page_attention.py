@@ -101,7 +101,7 @@ def _mask(pages: Tensor, counts: Tensor, length: int, page_size: int) -> Tensor:
 def page_attention_triton(
     queries: Tensor, kv: PagedKV, pages: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
-    visible: Tensor | None = None, pdl: bool = False,
+    visible: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     batch, num_query_heads, head_dim = queries.shape
     num_rows = kv.num_kv_heads if pages is None else pages.shape[1]
@@ -117,8 +117,8 @@ def page_attention_triton(
         torch.zeros(1, dtype=torch.int64, device=queries.device) if visible is None else visible,
         *attention_strides(kv), kv.table.shape[1], capacity or 0, num_rows, *logit_factors(scale, softcap),
         **attention_constants(kv, group, num_rows, space), LISTED=pages is not None,
-        CAPPED=softcap is not None, SINK=sink_logit is not None, STAGES=3, PDL=pdl,
-        num_warps=8 if group == 1 else 4, **({"launch_pdl": True} if pdl else {}),
+        CAPPED=softcap is not None, SINK=sink_logit is not None, STAGES=3,
+        num_warps=8 if group == 1 else 4,
     )  # fmt: skip
     return output
 
@@ -167,12 +167,9 @@ def _page_attention_kernel(
     num_rows, scale, softcap,
     G: tl.constexpr, GP: tl.constexpr, ROWS_PER_KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr,
-    LISTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if LISTED:
         count = tl.load(counts_ptr + row)
         list_ptr += row * capacity

@@ -7,6 +7,7 @@ used to be; no modeling file is changed.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,9 +84,9 @@ class AttendingLayer(CacheLayerMixin):
         pending, self._pending = self._pending, None
         return pending
 
+    @abstractmethod
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim]."""
-        raise NotImplementedError
 
     def get_max_length(self) -> int:
         return -1
