@@ -93,12 +93,14 @@ class Selection:
         unit_size: tokens per unit.
         log_weight: optional float32 [num_heads, capacity], added to the logits of the unit's tokens.
         extra: optional estimate of what was left out, merged as if its tokens had been attended.
+        full: no row is padded. Nobody then has to look, which on a device would make the host wait.
     """
 
     units: Tensor
     unit_size: int
     log_weight: Tensor | None = None
     extra: Part | None = None
+    full: bool = False
 
     def to_mask(self, num_tokens: int) -> Tensor:
         """bool [num_heads, num_tokens], for tests and plots. Never on a hot path."""
@@ -121,6 +123,18 @@ class KVReader(Protocol):
     def summary(self, kind: str, units: slice | Tensor) -> Tensor:
         """Packed summary rows of pages (``kernels.page_summary``), [num_kv_heads, len(units), width]; of pages chosen
         per head, int64 [num_heads, count], num_heads a multiple of the KV heads: [num_heads, count, width]."""
+
+    def keys_of(self, pages: Tensor) -> Tensor:
+        """Keys of complete pages chosen per head, int64 [num_heads, count], num_heads a multiple of the KV heads:
+        [num_heads, count * page_size, head_dim]."""
+
+    def from_below(self) -> Tensor | None:
+        """What the method passed up for the same queries in this forward pass, in the nearest layer below where it
+        chose; None in the first one."""
+
+    def pass_up(self, message: Tensor) -> None:
+        """Leave something for the layers above, for the same queries in this forward pass. It is gone when the pass
+        ends, so a fork or a roll-back has nothing to do."""
 
     def counted(self, remembered: Tensor) -> Tensor:
         """What a method reads of its own memory, handed back as it is: it counts among the bytes read to choose."""

@@ -8,8 +8,8 @@ import pytest
 from cli.watched import Refused, Run
 
 PLANS = [
-    ("qest:budget=256", "unknown method 'qest'; did you mean 'quest'? Known: dense, oracle_pages,"),
-    ("zzz", "unknown method 'zzz'. Known: dense, oracle_pages,"),
+    ("qest:budget=256", "unknown method 'qest'; did you mean 'quest'? Known: critiprefill, dense,"),
+    ("zzz", "unknown method 'zzz'. Known: critiprefill, dense,"),
     ("quest:bugdet=256", "unknown key of quest 'bugdet'; did you mean 'budget'? Known: block_pages, budget, compat,"),
     ("dense:budget=256", "dense sees everything and takes no settings; leave out budget"),
     ("quest:score_by=minmix", "unknown score_by 'minmix'; did you mean 'minmax'?"),

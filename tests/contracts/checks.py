@@ -17,6 +17,7 @@ from contracts.harness import (
     Check,
     MethodFactory,
     Runner,
+    Stack,
     Tokens,
     answers,
     assert_same_answer,
@@ -55,7 +56,7 @@ def budget_larger_than_context_is_dense(make: MethodFactory, phase: Phase) -> No
     @given(case=cases(make(), phase), reason=st.sampled_from(enough))
     def holds(case: Case, reason: str) -> None:
         method, total = make(), case.length
-        least = least_tokens(method, phase, case.budget.sinks, case.budget.window)
+        least = least_tokens(method, case.budget.sinks, case.budget.window)
         everything: dict[str, dict[str, Any]] = {
             "tokens": {"tokens": max(total, least), "ratio": None, "mass": None},
             "ratio": {"tokens": None, "ratio": 1.0, "mass": None},
@@ -233,6 +234,31 @@ def future_does_not_influence_the_past(make: MethodFactory, phase: Phase) -> Non
     run(holds)
 
 
+def later_segments_do_not_influence_earlier_ones(make: MethodFactory, phase: Phase) -> None:
+    """Whole tokens, queries and all, from a position on change nothing in the segments before the one it stands in, in
+    that row, and nothing at all in another row of the batch; whatever the chunks."""
+    size = make().segment_size if phase == "prefill" else 1
+    most = 4 if phase == "prefill" else 64
+
+    @examples(12)
+    @given(rows=st.tuples(*[cases(make(), phase)] * 2), where=SHARES, segments=st.integers(most // 4, most))
+    def holds(rows: tuple[Case, ...], where: float, segments: int) -> None:
+        plan = phase_plan(make(), rows[0].budget, phase)
+        past = int(where * (rows[0].length - 1)) + 1
+        other = draw_tokens(rows[0].length, rows[0].seed + 1)
+        changed = rows[0].tokens.part(0, past).then(Tokens(*(5 * tensor for tensor in other)).part(past))
+        outputs = []
+        for first in (rows[0].tokens, changed):
+            batch, tokens = Runner(plan, num_rows=2), (first, rows[1].tokens)
+            outputs.append(_in_chunks(batch, tokens, [case.prompt for case in rows], segments * size))
+        same = past // size * size
+        before, after = (output[0][:, :same] for output in outputs)
+        assert_same_answer(after, before, "a later segment changed an earlier one")
+        assert_same_answer(outputs[1][1], outputs[0][1], "the future of one row changed another")
+
+    run(holds)
+
+
 # 5 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -309,6 +335,36 @@ def interleaved_sequences_answer_as_alone(make: MethodFactory, phase: Phase) -> 
             assert_same_answer(torch.cat(output, 1), alone, "another sequence changed the answer")
         again = answers(phase_plan(make(), budget, phase), pair[0].tokens, pair[0].prompt)
         assert_same_answer(again, before[0], "sequences that ran before changed the answer")
+
+    run(holds)
+
+
+def layers_hear_of_their_own_sequence_and_pass_alone(make: MethodFactory, phase: Phase) -> None:
+    """What layers pass up stays within one forward pass of one sequence: rows, sequences that take turns between calls,
+    roll-backs and forks answer, in every layer, as they do alone."""
+    step = make().segment_size if phase == "prefill" else 16
+
+    @examples(6)
+    @given(pair=st.tuples(*[cases(make(), phase)] * 2), where=SHARES, rows_of_one=st.booleans())
+    def holds(pair: tuple[Case, Case], where: float, rows_of_one: bool) -> None:
+        plan, lengths = phase_plan(make(), pair[0].budget, phase), [case.prompt for case in pair]
+        alone = [_in_chunks(Stack(plan), (case.tokens,), [case.prompt], step)[0] for case in pair]
+        if rows_of_one:
+            together = _in_chunks(Stack(plan, num_rows=2), tuple(case.tokens for case in pair), lengths, step)
+            for own, output in zip(alone, together):
+                assert_same_answer(output, own, "another row changed the answer of a layer")
+            return
+        keep = int(where * pair[0].prompt) // step * step
+        stack, prompt, decode = Stack(plan, num_rows=2), pair[0].prompt, int(phase == "decode")
+        for start, stop in calls(keep, step):
+            stack.feed(pair[0].tokens.part(start, stop), None)
+        stack.feed(draw_tokens(step, 1), None, decode_tokens=decode * step)
+        stack.crop(0, keep)
+        stack.fork([0, 0])
+        stack.feed(draw_tokens(step, 2), None, decode_tokens=decode * step)
+        rest = pair[0].tokens.part(keep)
+        output = _in_chunks(stack, (rest.part(0, 0), rest), [0, prompt - keep], step)[1]
+        assert_same_answer(output, alone[0][:, :, keep:], "a pass that is over changed the answer of a layer")
 
     run(holds)
 
@@ -408,8 +464,10 @@ ALL_CHECKS: list[Check] = [
     all_candidates_are_chosen_when_all_fit,
     choosing_nothing_changes_nothing,
     future_does_not_influence_the_past,
+    later_segments_do_not_influence_earlier_ones,
     summaries_do_not_depend_on_how_they_were_built,
     interleaved_sequences_answer_as_alone,
+    layers_hear_of_their_own_sequence_and_pass_alone,
     a_rolled_back_sequence_answers_as_if_nothing_had_been,
     forks_answer_as_if_each_had_always_been_alone,
     visible_tokens_are_counted_from_what_was_attended,
@@ -431,6 +489,21 @@ def masked_attention(tokens: Tokens, mask: Tensor) -> Tensor:
 def _feed(batch: Runner, tokens: list[Tokens], outputs: list[list[Tensor]], decode_tokens: int, padding: int) -> None:
     for row, output in enumerate(batch.feed(*tokens, decode_tokens=decode_tokens, padding=padding)):
         outputs[row].append(output)
+
+
+def _in_chunks(batch: Runner | Stack, tokens: tuple[Tokens, ...], prompts: list[int], size: int) -> list[Tensor]:
+    """Outputs of every row: prompts in chunks of ``size``, generated tokens one by one."""
+    outputs: list[list[Tensor]] = [[] for _ in tokens]
+    for start, stop in calls(max(prompts), size):
+        fed = batch.feed(*[row.part(start, min(stop, prompt)) for row, prompt in zip(tokens, prompts)])
+        for of_row, output in zip(outputs, fed):
+            of_row.append(output)
+    generated = [row.part(prompt) for row, prompt in zip(tokens, prompts)]
+    for step in range(max(row.length for row in generated)):
+        fed = batch.feed(*[row.part(step, step + 1) for row in generated], decode_tokens=1)
+        for of_row, output in zip(outputs, fed):
+            of_row.append(output)
+    return [torch.cat(of_row, -2) for of_row in outputs]
 
 
 def _check_form(selection: Selection, unit_size: int) -> None:

@@ -21,6 +21,7 @@ from kvsift.placement.device import DeviceStore
 from kvsift.placement.pages import PageTable
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.relay import Relay
 from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.stats import RunStats
 from kvsift.types import Candidates, Chunk, KVReader, LayerShape, Limit, Selection
@@ -29,13 +30,18 @@ MethodFactory = Callable[[], Method]
 Check = Callable[[MethodFactory, Phase], None]
 
 SHAPE = LayerShape(layer=2, num_query_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
-SMALL = {"page_size": 4, "block_size": 4}  # knobs that say how large a unit is, where a method has them
+# Knobs that say how large a unit or a segment is, where a method has them.
+SMALL = {"page_size": 4, "block": 8, "chunk": 32, "segment": 48, "queries": 5, "channels": 3, "rank": 3}
 
 
 def small(name: str, **knobs: Any) -> MethodFactory:
     """A catalogued method with its defaults, except that units are small so that short contexts hold many."""
     cls = method_class(name)
     sizes = {field.name: SMALL[field.name] for field in fields(cls) if field.name in SMALL}
+    try:
+        cls(**{**sizes, **knobs})
+    except InputError:  # of a method of tokens that reads pages only with some other knob
+        sizes.pop("page_size", None)
     return lambda: cls(**{**sizes, **knobs})
 
 
@@ -81,10 +87,13 @@ def phase_plan(method: Method, budget: Budget, phase: Phase) -> Plan:
 class Runner:
     """A SparseAttention in which every slot that holds no token is NaN whenever anything is read."""
 
-    def __init__(self, plan: Plan, num_rows: int = 1, shape: LayerShape = SHAPE, scattered: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, num_rows: int = 1, shape: LayerShape = SHAPE, scattered: bool = False,
+        relay: Relay | None = None,
+    ) -> None:  # fmt: skip
         self.stats = RunStats(probe_every=0)
         self.shape = shape
-        self.attention = SparseAttention(shape, plan, num_rows, torch.empty(0), self.stats)
+        self.attention = SparseAttention(shape, plan, num_rows, torch.empty(0), self.stats, relay=relay)
         self.store: DeviceStore = self.attention.store
         if scattered:
             self.store.table = ScatteredTable(num_rows)
@@ -145,6 +154,31 @@ class Runner:
         num_pages = -(-self.store.lengths[row] // self.store.page_size)
         reader = self.store.row(row)
         return {kind: reader.summary(kind, slice(0, num_pages)).float().clone() for kind in self.store.summaries}
+
+
+class Stack:
+    """Layers of one model, each with tokens of its own; a call takes all of them, one after the other."""
+
+    def __init__(self, plan: Plan, num_rows: int = 1, layers: Sequence[int] = (2, 3, 5)) -> None:
+        relay = Relay()
+        self.layers = [Runner(plan, num_rows, SHAPE._replace(layer=layer), relay=relay) for layer in layers]
+
+    def feed(self, *rows: Tokens | None, decode_tokens: int = 0) -> list[Tensor]:
+        """Outputs of every layer for each row, [num_layers, num_query_heads, num_new, head_dim]. A layer's queries are
+        the row's, rolled along the channels, so that layers differ."""
+        outputs = []
+        for number, layer in enumerate(self.layers):
+            own = [None if row is None else row._replace(queries=row.queries.roll(number, -1)) for row in rows]
+            outputs.append(layer.feed(*own, decode_tokens=decode_tokens))
+        return [torch.stack(of_row) for of_row in zip(*outputs)]
+
+    def fork(self, sources: Sequence[int]) -> None:
+        for layer in self.layers:
+            layer.fork(sources)
+
+    def crop(self, row: int, length: int) -> None:
+        for layer in self.layers:
+            layer.crop(row, length)
 
 
 def answers(plan: Plan, tokens: Tokens, prompt: int, cuts: Iterable[int] | None = None, **how: Any) -> Tensor:
@@ -221,7 +255,7 @@ def spy_scores(method: Method) -> list[Tensor]:
     """Record every answer to ``score``, of methods that have one."""
     scores: list[Tensor] = []
     score = getattr(method, "score", None)
-    if score is not None:
+    if callable(score):
 
         def scoring(*given: Any) -> Tensor:
             scores.append(score(*given))
@@ -267,7 +301,7 @@ def cases(draw: st.DrawFn, method: Method, phase: Phase, sizes: Sequence[str] = 
     window = draw(st.integers(1 if phase == "prefill" else 0, 3 * unit))
     units = draw(st.integers(1, 5))
     budget = Budget(
-        sinks=sinks, dense_layers=(), tokens=least_tokens(method, phase, sinks, window, units),
+        sinks=sinks, dense_layers=(), tokens=least_tokens(method, sinks, window, units),
         window=window if method.selects else Budget().window,  # the others fill their budget with window, and take none
     )  # fmt: skip
     size = draw(st.sampled_from([size for size in sizes if size != "mass" or takes_mass(method, phase)]))
@@ -293,14 +327,13 @@ def takes_mass(method: Method, phase: Phase) -> bool:
     return True
 
 
-def least_tokens(method: Method, phase: Phase, sinks: int, window: int, units: int = 1) -> int:
+def least_tokens(method: Method, sinks: int, window: int, units: int = 1) -> int:
     """The smallest token budget that leaves room for some units: all that is forced, rounded up, comes on top."""
     if not method.selects:
         return sinks + units
     unit = method.unit_size
     always = -(-sinks // unit) * unit + (window + unit - 1 if window else 0)
-    own = method.segment_size if phase == "prefill" and method.selects else 0
-    return always + units * unit + own
+    return always + units * unit
 
 
 def visible_tokens(plan: Plan, case: Case, phase: Phase) -> tuple[Tensor, Runner]:

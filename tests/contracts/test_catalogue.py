@@ -23,7 +23,14 @@ ALSO: dict[str, list[dict[str, Any]]] = {
         {"page_size": 2, "prefilter": 1.5, "block_pages": 4},
         {"page_size": 1, "prefilter": 2, "heads": "query"},
         {"page_size": 1, "prefilter": 1, "score_by": "minmax_fp8"},
-    ]
+    ],
+    "quoka": [
+        {"prefilter": 1},
+        {"prefilter": 1.5, "mode": "max_of_mean_exact", "page_size": 2},
+        {"prefilter": 1, "score": "dot", "reduce": "mean"},
+        {"queries": 99},
+    ],
+    "critiprefill": [{"fusion": False}, {"block": 4, "scaled": False}],
 }
 
 

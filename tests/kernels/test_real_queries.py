@@ -84,7 +84,7 @@ def step_of(question: Asked, kind: str, budget: Budget, dtype: torch.dtype) -> t
     case = DecodeCase(queries[None, :, 0], kv, store.summaries[kind], spans, kind)
     assert case.scale == shape.scale
     start, candidates = length - 1, budget.candidates(length - 1, method.page_size)
-    limit = Limit(budget.units(start, length, method.page_size))
+    limit = Limit(budget.units(start, method.page_size))
     selection = method.select(None, shape, queries, start, candidates, limit, store.row(0))
     held = range(table.shape[1])
     spans_of = [

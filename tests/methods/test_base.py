@@ -39,6 +39,17 @@ def test_ties_go_to_the_lower_id_in_rows_too_long_for_a_simple_sort() -> None:
     assert top_units(scores, 3).tolist() == [[0, 1, 2], [0, 1, 3000]]
 
 
+@pytest.mark.parametrize("levels", [2, 50, 10**9])  # of the scores: nearly all tie, some do, none does
+@pytest.mark.parametrize("k", [1, 37, 999, 1000])
+def test_the_best_units_are_those_of_a_full_sort(levels: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(levels + k)
+    scores = torch.randint(-levels, levels, (6, 1000), generator=generator).float()
+    scores[0], scores[1, ::2], scores[2, 100:] = 0.0, -torch.inf, -torch.inf
+    scores[3, ::3] = -0.0
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    assert torch.equal(top_units(scores, k), order.sort(-1).values)
+
+
 @dataclass(frozen=True)
 class Fixed(ScoringMethod):
     """Scores that are given."""

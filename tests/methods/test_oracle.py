@@ -121,7 +121,7 @@ def test_prefill_segments_rank_by_the_best_of_their_queries() -> None:
 
     tokens = draw_tokens(512, 0)
     tokens.keys[:, 100] = 4 * tokens.queries[::2, 300]
-    budget = Budget(tokens=256 + 4 + 1 + 20, sinks=4, window=1, dense_layers=())
+    budget = Budget(tokens=4 + 1 + 20, sinks=4, window=1, dense_layers=())
     runner = Runner(Plan(prefill=Rule(OracleTokens(heads="query"), budget)))
     answer = runner.feed(tokens)[0]
     for head in (0, 2):

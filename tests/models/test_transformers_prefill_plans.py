@@ -9,6 +9,7 @@ from torch import Tensor
 
 import kvsift
 
+QUEST = "decode=quest:budget=112:dense_layers=none"
 STREAMING = "prefill=streaming_llm:budget=32:sinks=4:dense_layers=none"
 PLANS = {
     "streaming": STREAMING,
@@ -18,6 +19,8 @@ PLANS = {
 SELECTING = {
     "pages by exact logits": "prefill=oracle_pages:budget=320:page_size=8:window=8:dense_layers=none",
     "random pages": "prefill=random:budget=320:page_size=8:window=8:dense_layers=none",
+    "quoka": f"prefill=quoka:budget=64:chunk=64:window=8:dense_layers=none,{QUEST}",
+    "critiprefill, fused": f"prefill=critiprefill:budget=160:segment=128:window=8:dense_layers=none,{QUEST}",
 }
 
 
@@ -52,9 +55,10 @@ def test_padding_batch_and_chunks_change_no_token(family: str, plan: str) -> Non
     assert run.report()["phases"]["prefill"]["density"] < 0.6
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("plan", SELECTING.values(), ids=SELECTING)
-def test_selections_of_whole_segments_change_no_token_with_padding_or_chunks(plan: str) -> None:
-    model = tiny()
+def test_selections_of_whole_segments_change_no_token_with_padding_or_chunks(family: str, plan: str) -> None:
+    model = tiny(family)
     with kvsift.sparse(model, plan) as run:
         together = greedy(model, **ragged(700, 641))
         alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate((700, 641))]

@@ -42,7 +42,7 @@ def test_a_decode_query_sees_no_more_than_its_budget_however_units_round(
     if budget.window:
         assert window_start <= max(start + 1 - budget.window, 0)
     assert max(start + 1 - window_start, 0) < budget.window + unit_size
-    chosen = min(budget.units(start, start + 1, unit_size), candidates.count)
+    chosen = min(budget.units(start, unit_size), candidates.count)
     always = min(sinks_stop, start + 1) + max(start + 1 - window_start, 0)
     if budget.tokens is not None and chosen < candidates.count:
         assert chosen >= 1
@@ -58,14 +58,14 @@ def test_a_larger_budget_never_selects_less(data: st.DataObject, unit_size: int,
     if small.tokens is None:
         return
     large = Budget(tokens=small.tokens + more, sinks=small.sinks, window=small.window)
-    assert large.units(start, start + 1, unit_size) >= small.units(start, start + 1, unit_size)
+    assert large.units(start, unit_size) >= small.units(start, unit_size)
 
 
 @pytest.mark.parametrize("window", [0, 1, 16, 20])
 @pytest.mark.parametrize("context", [1, 15, 16, 17, 100, 112])  # below, at and across the page
 def test_a_budget_of_the_context_selects_every_unit(window: int, context: int) -> None:
     for budget in (Budget(tokens=context, window=window, sinks=0), Budget(ratio=1.0, window=window, sinks=0)):
-        assert budget.units(context - 1, context, 16) >= budget.candidates(context - 1, 16).count
+        assert budget.units(context - 1, 16) >= budget.candidates(context - 1, 16).count
 
 
 def test_1024_tokens_unless_told() -> None:

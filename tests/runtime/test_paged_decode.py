@@ -65,7 +65,7 @@ def test_spans_are_what_the_budget_says_and_lists_have_room(budget: Budget, page
         assert torch.equal(twin, spans)
     for length, (first, stop, chosen, held) in zip(lengths, spans.tolist()):
         candidates = budget.candidates(length - 1, page_size)
-        units = min(budget.units(length - 1, length, page_size), candidates.count)
+        units = min(budget.units(length - 1, page_size), candidates.count)
         if length < budget.min_context:
             units = candidates.count
         assert (first, stop, chosen, held) == (candidates.first, candidates.stop, units, -(-length // page_size))

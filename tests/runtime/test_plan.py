@@ -14,11 +14,14 @@ from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
+from kvsift.methods.critiprefill import CritiPrefill
 from kvsift.methods.dense import Dense
 from kvsift.methods.oracle import OraclePages, OracleTokens
 from kvsift.methods.pages import SummaryMethod
 from kvsift.methods.quest import Quest
+from kvsift.methods.quoka import QuoKA
 from kvsift.methods.random import Random
+from kvsift.methods.sample_attention import SampleAttention
 from kvsift.methods.streaming_llm import StreamingLLM
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
@@ -57,6 +60,22 @@ QUEST = Plan(decode=Rule(Quest(), Budget(tokens=1024)))
         ("quest:compat=code", Plan(decode=Rule(Quest(compat="code"), Budget(sinks=0, window=1)))),
         ("quest:compat=code:window=16", Plan(decode=Rule(Quest(compat="code"), Budget(sinks=0, window=16)))),
         (
+            "prefill=quoka:budget=1024:chunk=512,decode=quest:budget=1024",
+            Plan(Rule(QuoKA(chunk=512), Budget(tokens=1024)), Rule(Quest())),
+        ),
+        ("prefill=quoka:chunk=4096:prefilter=8", Plan(prefill=Rule(QuoKA(chunk=4096, prefilter=8)))),
+        ("critiprefill", Plan(prefill=Rule(CritiPrefill(), Budget(dense_layers=(0,))))),
+        (
+            "critiprefill:fusion=false:dense_layers=none",
+            Plan(prefill=Rule(CritiPrefill(fusion=False), Budget(dense_layers=()))),
+        ),
+        ({"method": "critiprefill", "fusion": True}, Plan(prefill=Rule(CritiPrefill(), Budget(dense_layers=(0,))))),
+        ("sample_attention:compat=paper", Plan(prefill=Rule(SampleAttention(compat="paper"), Budget(mass=0.95)))),
+        (
+            "sample_attention:compat=paper:budget=512",
+            Plan(prefill=Rule(SampleAttention(compat="paper"), Budget(tokens=512))),
+        ),
+        (
             "prefill=streaming_llm:budget=4096,decode=quest",
             Plan(prefill=Rule(StreamingLLM(), Budget(tokens=4096)), decode=Rule(Quest())),
         ),
@@ -79,8 +98,8 @@ def test_a_bare_method_goes_to_decode_if_it_can_and_to_prefill_if_not() -> None:
 
 
 REFUSED = [
-    ("qest:budget=64", "unknown method 'qest'; did you mean 'quest'? Known: dense, "),
-    ("zzzzzz", "unknown method 'zzzzzz'. Known: dense, "),
+    ("qest:budget=64", "unknown method 'qest'; did you mean 'quest'? Known: critiprefill, dense, "),
+    ("zzzzzz", "unknown method 'zzzzzz'. Known: critiprefill, dense, "),
     ("quest:budgt=64", "unknown key of quest 'budgt'; did you mean 'budget'? Known: block_pages, budget, compat, "),
     ("quest:pagesize=64", "did you mean 'page_size'?"),
     ("streaming_llm:page_size=64", "unknown key of streaming_llm 'page_size'"),
@@ -124,6 +143,26 @@ REFUSED = [
     ("quest:compat=pape", "compat='pape' must be 'paper', 'code' or left out"),
     ("quest:compat=paper:heads=kv", "compat='paper' means heads='query' and score_by='minmax'"),
     ("quest:compat=code:score_by=mean_std", "compat='code' means heads='query' and score_by='minmax'"),
+    ("quoka:chunk=8", "chunk=8 must be a whole number, 16 or more"),
+    ("quoka:queries=0", "queries=0 must be a whole number, 1 or more"),
+    ("quoka:mode=paired", "mode='paired' must be 'shared', 'paired_sorted' or 'max_of_mean_exact'"),
+    ("quoka:score=cos", "score='cos' must be 'cosine' or 'dot'"),
+    ("quoka:reduce=sum", "reduce='sum' must be 'max' or 'mean'"),
+    ("quoka:prefilter=0.5", "prefilter=0.5 must be 0 (score every token), or 1 or more"),
+    ("quoka:page_size=32", "page_size=32 means nothing without prefilter; add for instance prefilter=8"),
+    ("quoka:mass=0.9", "quoka estimates no attention mass"),
+    ("critiprefill:block=24", "block=24 must be a multiple of page_size=16"),
+    ("critiprefill:segment=0", "segment=0 must be a whole number, 16 or more"),
+    ("critiprefill:estimator=best", "estimator='best' must be 'code', 'paper' or 'bound'"),
+    ("critiprefill:fusion=1", "fusion=1 must be true or false"),
+    ("critiprefill:weight_current=2", "weight_current=2 must be a share: from 0 to 1"),
+    ("critiprefill:fusion=false:weight_current=0.5", "weight_current=0.5 means nothing without fusion"),
+    ("decode=critiprefill", "critiprefill selects in prefill, not in decode"),
+    ("prefill=critiprefill:block=64:page_size=32,decode=quest", "pages of 16 and 32 tokens"),
+    ("sample_attention:compat=code", "compat='code' must be 'paper' or left out"),
+    ("sparq:channels=0", "channels=0 must be a whole number, 1 or more"),
+    ("loki:rank=0", "rank=0 must be a whole number, 1 or more"),
+    ("less_is_more:correction=-1", "correction=-1 must be a whole number, 0 or more"),
     ("random:seed=-1", "seed=-1 must be a whole number, 0 or more"),
     ("random:mass=0.5", "random estimates no attention mass; give budget or ratio, not mass"),
     ("streaming_llm:mass=0.5", "streaming_llm estimates no attention mass"),
@@ -165,9 +204,10 @@ def test_a_mistyped_phase_is_not_taken_for_a_method() -> None:
 
 
 def test_a_budget_that_can_never_select_in_prefill_is_refused() -> None:
-    """A segment sees all of itself: below its size and what is always visible, nothing can ever be selected."""
-    with pytest.raises(InputError, match="leaves nothing to select"):
-        parse_plan("prefill=oracle_tokens:budget=200:sinks=4:window=64")
+    """What the others of a segment see of it comes on top of the budget; sinks and window of the first do not."""
+    with pytest.raises(InputError, match="leaves nothing to select: sinks=4 and window=64 take up to 68 tokens"):
+        parse_plan("prefill=oracle_tokens:budget=68:sinks=4:window=64")
+    assert parse_plan("prefill=oracle_tokens:budget=69:sinks=4:window=64").is_sparse
 
 
 def test_a_window_that_is_not_used_is_refused() -> None:
@@ -217,17 +257,31 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "compat": st.sampled_from([None, "paper", "code"]),
         "prefilter": st.sampled_from([0, 1, 2.5]),
         "block_pages": st.sampled_from([2, 16]),
+        "chunk": st.integers(16, 4096),
+        "segment": st.integers(16, 4096),
+        "block": st.sampled_from([16, 32, 64]),
+        "mode": st.sampled_from(["shared", "paired_sorted", "max_of_mean_exact"]),
+        "score": st.sampled_from(["cosine", "dot"]),
+        "reduce": st.sampled_from(["max", "mean"]),
+        "estimator": st.sampled_from(["code", "paper", "bound"]),
+        "fusion": st.booleans(),
+        "scaled": st.booleans(),
+        "weight_current": st.floats(0, 1),
+        **dict.fromkeys(["queries", "channels", "rank", "correction"], st.integers(1, 99)),
         "seed": st.integers(0, 2**40),
     }
     able = [name for name in catalogue() if phase in method_class(name).phases]
-    cls = method_class(draw(st.sampled_from(able)))
+    name = draw(st.sampled_from(able))
+    cls = method_class(name)
     chosen = {field.name: draw(knobs[field.name]) for field in fields(cls) if draw(st.booleans())}
     if chosen.get("compat"):
-        chosen = {"compat": chosen["compat"]}
-    if chosen.get("prefilter"):
+        chosen = {"compat": "paper" if name == "sample_attention" else chosen["compat"]}
+    if chosen.get("prefilter") and issubclass(cls, SummaryMethod):
         chosen["score_by"] = draw(st.sampled_from(["minmax", "minmax_fp8"]))
-    else:
+    if not chosen.get("prefilter"):
         chosen.pop("block_pages", None)
+    if not chosen.get("fusion", True):
+        chosen.pop("weight_current", None)
     method = cls(**chosen)
     if method.unbounded:
         return Rule(method)

@@ -105,7 +105,7 @@ def test_tokens_are_stored_then_observed_by_every_method_then_selected_from() ->
     prefill: list[Any] = []
     decode: list[Any] = []
     plan = Plan(
-        prefill=Rule(Listens(events=prefill), Budget(tokens=290, sinks=0, window=8, dense_layers=())),
+        prefill=Rule(Listens(events=prefill), Budget(tokens=60, sinks=0, window=8, dense_layers=())),
         decode=Rule(Listens(events=decode), SMALL_BUDGET),
     )
     Runner(plan).feed_all(draw_tokens(514, 0), 512, [256, 512, 513])
@@ -124,7 +124,7 @@ def test_tokens_are_stored_then_observed_by_every_method_then_selected_from() ->
 def test_segments_are_cut_at_absolute_positions_wherever_a_chunk_begins() -> None:
     method = OracleTokens()
     asked = spy(method)
-    plan = Plan(prefill=Rule(method, Budget(tokens=300, sinks=0, window=8, dense_layers=())))
+    plan = Plan(prefill=Rule(method, Budget(tokens=60, sinks=0, window=8, dense_layers=())))
     Runner(plan).feed_all(draw_tokens(1100, 0), 1100, [700, 701])
     assert [(question.start, question.start + question.num_queries) for question in asked] == [
         (256, 512),
@@ -259,7 +259,7 @@ def test_heads_see_the_units_of_their_row(num_heads: int) -> None:
 def test_units_need_not_be_pages(size: int) -> None:
     """The store of this plan has pages of 4; its prefill rule would choose among larger or smaller units."""
     tokens = draw_tokens(512 + 90, 0)
-    budget = Budget(tokens=256 + 120, sinks=0, window=16, dense_layers=())
+    budget = Budget(tokens=120, sinks=0, window=16, dense_layers=())
     plan = Plan(Rule(OraclePages(page_size=size), budget), Rule(Quest(page_size=4), SMALL_BUDGET))
     assert plan.page_size == 4
     alone = Plan(prefill=Rule(OraclePages(page_size=size), budget))

@@ -13,6 +13,7 @@ from kvsift.engine.session import Session, Step, row_lengths
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
+from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep, placement_reason
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_step import TransformersStep
@@ -42,6 +43,7 @@ class FastPath:
             raise unknown("path", str(path), PATHS)
         self._path, self._device, self._dense_below = path, device, dense_below
         self._step: Step | None = None
+        self._prefill: DecoderPrefill | None = None
         self._model_reason: str | None = None  # against any step of the model; "" if there is none
         self._kept: Session | None = None  # of the last call that brought its own prompts
         self._crossovers: dict[object, int] = {}
@@ -77,6 +79,16 @@ class FastPath:
             self._logged.add(reason)
             log.warning("decoding goes the composed path: %s", reason)
         return reason
+
+    def prefill(self, model: Any) -> DecoderPrefill | None:
+        """The fused forward pass of prompt chunks; None where chunks go through transformers."""
+        if not self.wanted or (self._device.type == "cuda" and not HAVE_TRITON):
+            return None
+        if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
+            step = self._step_of(model)
+            assert isinstance(step, DecoderStep)
+            self._prefill = DecoderPrefill(step)
+        return self._prefill
 
     def take(self, llm: LLM, plan: Plan, lengths: Sequence[int]) -> tuple[SparseCache, Session | None]:
         """An empty cache for rows of these lengths, to be fed one by one, and captured steps over it if there are any:

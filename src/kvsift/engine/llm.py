@@ -249,10 +249,14 @@ class LLM:
         With phase "decode" each is answered as if it had been generated.
         """
         logits = None
+        fused = self.fast_path.prefill(self.model)
         with feeding(self.model, phase):
             for start in range(0, len(ids), self.chunk_size):
                 chunk = torch.tensor([ids[start : start + self.chunk_size]], device=self.device)
-                logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                if fused is not None:
+                    logits = fused(chunk[0], cache, phase)
+                else:
+                    logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 if progress is not None:
                     progress(min(start + self.chunk_size, len(ids)), len(ids))
         return logits

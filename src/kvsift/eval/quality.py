@@ -1,7 +1,7 @@
-"""Exact match of many plans on the same prefilled contexts: the table that separates the methods.
+"""Exact match of many plans on the same contexts: the table that separates the methods.
 
-Per context: prefill once, densely; then every plan answers every question from that cache. The question's own tokens
-are decoded under the plan as well (``question_phase = "decode"``), so a method cannot lean on a dense look at them.
+Per context: prefill once for every way of prefilling that the plans have, densely or not; then every plan answers every
+question from such a cache. The question's own tokens are decoded under the plan as well (``question_phase = "decode"``), so a method cannot lean on a dense look at them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kvsift.engine.prompt import exact_match, question_text
 from kvsift.errors import InputError
 from kvsift.eval.recipe import Recipe
 from kvsift.eval.tasks import make_sample
+from kvsift.methods.base import Phase
 
 MAX_NEW_TOKENS = 40
 
@@ -103,7 +104,8 @@ def run_job(recipe: Recipe, task: str, seed: int, threads: int) -> list[dict[str
                     "answer": answer.text,
                     "correct": exact_match(answer.text, question.answer),
                     **{key: answer.decode(key) for key in ("visible_tokens", "density", "recall", "recovery")},
-                    "sparse_layer_visible_tokens": _sparse_visible(answer.stats["layers"]),
+                    "sparse_layer_visible_tokens": _sparse_visible(answer.stats["layers"], "decode"),
+                    "prefill_visible_tokens": _sparse_visible(document.read_stats["layers"], "prefill"),
                 }
             )
     return results
@@ -117,7 +119,7 @@ def provenance(recipe: Recipe) -> dict[str, Any]:
     return versions_and_machine(choose_device(recipe.device))
 
 
-def _sparse_visible(layers: list[dict[str, Any]]) -> float | None:
+def _sparse_visible(layers: list[dict[str, Any]], phase: Phase) -> float | None:
     """Visible tokens per query in the layers that were not dense: what the budget is about."""
-    sparse = [row for row in layers if row["phase"] == "decode" and row["sparse_queries"]]
+    sparse = [row for row in layers if row["phase"] == phase and row["sparse_queries"]]
     return sum(row["visible_tokens"] for row in sparse) / len(sparse) if sparse else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from math import sqrt
 from typing import Any
 
@@ -34,6 +35,32 @@ def budget_table(result: dict[str, Any], budget: int) -> str:
         recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
         lines.append(f"| {plan} | {' | '.join(tasks)} | {visible:,.0f} | {recovered} |")
     return "\n".join(lines)
+
+
+def prefill_table(result: dict[str, Any]) -> str:
+    """One Markdown table of plans that sift in prefill: a row per plan, a column per task, and how many tokens a prompt
+    token saw in the layers that were not dense."""
+    tasks = result["recipe"]["tasks"]
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in result["samples"]:
+        rows[sample["plan"]].append(sample)
+    lines = [f"| plan | {' | '.join(tasks)} | all | visible tokens in prefill |", "|---" * (len(tasks) + 3) + "|"]
+    for spec, budget in _specs(result["recipe"]):
+        samples = rows[spec]
+        cells = [_cell([s["correct"] for s in samples if s["task"] == task]) for task in tasks]
+        cells.append(_cell([s["correct"] for s in samples]))
+        visible = _mean([s["prefill_visible_tokens"] for s in samples if s["prefill_visible_tokens"]])
+        name = spec if budget is None else spec.replace(f":budget={budget}", "").replace(":dense_layers=none", "")
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {'all' if visible is None else f'{visible:,.0f}'} |")
+    return "\n".join(lines)
+
+
+def _specs(recipe: dict[str, Any]) -> Iterator[tuple[str, int | None]]:
+    for plan in recipe["plans"]:
+        if "{budget}" not in plan:
+            yield plan, None
+        else:
+            yield from ((plan.replace("{budget}", str(each)) + recipe["settings"], each) for each in recipe["budgets"])
 
 
 RECALL_MEASURES = {

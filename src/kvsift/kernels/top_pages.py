@@ -13,7 +13,8 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 GROUP_PAGES = 32
-BLOCK = 2048
+BLOCK, WARPS = 2048, 8  # twice that for long rows
+LONG_ROW = 1 << 14
 
 
 Lists = tuple[Tensor, Tensor]
@@ -59,9 +60,10 @@ def visible_pages_triton(scores: Tensor, spans: Tensor, capacity: int, out: List
     num_groups = -(-max_pages // GROUP_PAGES)
     maxima = scores.new_empty(batch, num_rows, num_groups)
     groups = pages.new_empty(batch, num_rows, capacity)
+    factor = 2 if max_pages > LONG_ROW else 1
     _visible_kernel[num_rows, batch](
         scores.contiguous(), maxima, groups, spans, pages, counts, max_pages, num_groups, capacity,
-        BLOCK=BLOCK, LISTED=power_of_two(capacity), GROUP=GROUP_PAGES, num_warps=8,
+        BLOCK=factor * BLOCK, LISTED=power_of_two(capacity), GROUP=GROUP_PAGES, num_warps=factor * WARPS,
     )  # fmt: skip
     return pages, counts
 

@@ -25,11 +25,22 @@ class Entry(NamedTuple):
 
 
 BUILT_IN: dict[str, Entry] = {
+    "critiprefill": Entry(
+        "kvsift.methods.critiprefill:CritiPrefill", "blocks that a segment finds critical, fused over layers"
+    ),
     "dense": Entry("kvsift.methods.dense:Dense", "every token; the baseline"),
+    "keydiff": Entry("kvsift.methods.keydiff:KeyDiff", "tokens least like the mean direction of the keys"),
+    "less_is_more": Entry("kvsift.methods.less_is_more:LessIsMore", "one set of tokens for all heads and many layers"),
+    "loki": Entry("kvsift.methods.loki:Loki", "tokens by logits along principal axes of the keys"),
     "oracle_pages": Entry("kvsift.methods.oracle:OraclePages", "pages with the largest exact logits; a ceiling"),
     "oracle_tokens": Entry("kvsift.methods.oracle:OracleTokens", "tokens with the largest exact logits; a ceiling"),
     "quest": Entry("kvsift.methods.quest:Quest", "pages by the upper bound of their min/max keys"),
+    "quoka": Entry("kvsift.methods.quoka:QuoKA", "tokens by their cosine with the queries least like the mean"),
     "random": Entry("kvsift.methods.random:Random", "pages drawn at random; a floor"),
+    "sample_attention": Entry(
+        "kvsift.methods.sample_attention:SampleAttention", "tokens that evenly spaced queries of the chunk attend to"
+    ),
+    "sparq": Entry("kvsift.methods.sparq:SparQ", "tokens by logits over the largest channels of the queries"),
     "streaming_llm": Entry("kvsift.methods.streaming_llm:StreamingLLM", "sinks and the most recent tokens; a floor"),
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,16 @@ from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 Phase = Literal["prefill", "decode"]
 HeadSharing = Literal["auto", "query", "kv"]
+
+
+class Asked(NamedTuple):
+    """What ``select`` is asked for one segment."""
+
+    queries: Tensor
+    start: int
+    candidates: Candidates
+    limit: Limit
+    reader: KVReader
 
 
 @dataclass(frozen=True)
@@ -32,12 +43,17 @@ class Method:
     no_mass: ClassVar[str] = "estimates no attention mass"  # why Budget.mass is refused otherwise
     summaries: ClassVar[tuple[str, ...]] = ()  # kinds of page summary to maintain; or a property
     source: ClassVar[str] = ""  # paper
-    segment_size: ClassVar[int] = 256  # prefill queries that share a selection, aligned to absolute positions
+    segment_size: ClassVar[int] = 256  # prefill queries that share a selection, cut at its multiples; or a property
 
     @property
     def unit_size(self) -> int:
         """Tokens per unit."""
         return 1
+
+    @property
+    def summary_page_size(self) -> int:
+        """Tokens per page of the summaries that it reads; a unit may be several pages, or part of one."""
+        return self.unit_size
 
     def new_state(self, shape: LayerShape) -> Any:
         """Memory of one sequence in one layer."""
@@ -67,6 +83,14 @@ class Method:
             reader: stored keys and page summaries.
         """
         raise InputError(f"{type(self).__name__} does not say how it selects")
+
+    def select_segments(
+        self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
+    ) -> Sequence[Selection]:
+        """What ``select`` chooses for each of several segments of a chunk, one behind the other; ``queries`` are theirs,
+        [num_query_heads, num_queries, head_dim]. A method that answers them in one go reads through ``reader``: what is
+        read once for all of them counts once."""
+        return [self.select(state, shape, *each) for each in asked]
 
 
 @dataclass(frozen=True)
@@ -114,6 +138,8 @@ class ScoringMethod(Method):
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
             best, keep = _mass_order(scores, limit.always_lse, limit.mass, num_heads, candidates.unit_size)
         chosen = top_units(best, limit.units, keep)
+        if keep is None:
+            return Selection(chosen + candidates.first, candidates.unit_size, full=True)
         return Selection(torch.where(chosen < 0, chosen, chosen + candidates.first), candidates.unit_size)
 
 
@@ -122,13 +148,29 @@ def top_units(scores: Tensor, k: int, keep: Tensor | None = None) -> Tensor:
 
     scores float32 [num_heads, count]; keep int64 [num_heads], how many of its k a row wants -> [num_heads, k].
     """
-    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     if keep is None:
-        return order.sort(-1).values
+        return _top(scores, min(k, scores.shape[1]))
+    order = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     unwanted = torch.arange(order.shape[1], device=order.device) >= keep.clamp_max(k).unsqueeze(1)
     # unwanted ids sort behind every real one, then become -1
     order = order.masked_fill(unwanted, scores.shape[1]).sort(-1).values
     return order.masked_fill(order == scores.shape[1], -1)
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """The k largest without sorting them all, and without a question to the host on a device."""
+    if k == 0:
+        return scores.new_empty(scores.shape[0], 0, dtype=torch.int64)
+    best, order = scores.topk(k, dim=-1, sorted=False)
+    least = best.amin(-1, keepdim=True)
+    tied = scores == least
+    # topk takes any of the units that tie for the last places: right as it is where it took them all
+    if scores.device.type == "cpu" and torch.equal(tied.sum(-1), (best == least).sum(-1)):
+        return order.sort(-1).values
+    above = scores > least
+    chosen = above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))  # k of each row
+    places = torch.arange(1, k + 1, device=scores.device).expand(scores.shape[0], k).contiguous()
+    return torch.searchsorted(chosen.cumsum(-1), places)  # the first unit by which so many are chosen
 
 
 def _mass_order(
@@ -143,5 +185,11 @@ def _mass_order(
     total = torch.logaddexp(logits.logsumexp(-1), always_lse)
     share = (logits - total.unsqueeze(-1)).exp().mean(1).unflatten(0, (num_heads, -1)).mean(1)
     always = (always_lse - total).exp().mean(1).unflatten(0, (num_heads, -1)).mean(1)
+    return share, enough(share, always, mass)
+
+
+def enough(share: Tensor, always: Tensor, mass: float) -> Tensor:
+    """How many of the largest shares reach ``mass`` with what is always visible; share [num_heads, count], always
+    [num_heads] -> int64 [num_heads]."""
     reached = share.sort(dim=-1, descending=True).values.cumsum(-1) + always.unsqueeze(1)
-    return share, (reached < mass).sum(-1) + (always < mass)
+    return (reached < mass).sum(-1) + (always < mass)

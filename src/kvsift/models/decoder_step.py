@@ -68,7 +68,8 @@ class DecoderStep:
         self.norm = _norm(model.model.norm)
         self.head = Projection.of(model.lm_head)
         self._rotary = model.model.rotary_emb
-        self._num_query_heads: int = model.config.num_attention_heads
+        self.num_query_heads: int = model.config.num_attention_heads
+        self.num_kv_heads: int = model.config.num_key_value_heads
         self.pdl = self.embedding.is_cuda and torch.cuda.get_device_capability(self.embedding.device) >= (9, 0)
 
     @staticmethod
@@ -82,12 +83,16 @@ class DecoderStep:
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
         """Cosines and sines of all positions, [num_positions, 2, head_dim], by the model's own embedding."""
-        device, like = self.embedding.device, self.norm[0]
         parts = []
         for start in range(0, num_positions, TABLE_CHUNK):
-            positions = torch.arange(start, min(start + TABLE_CHUNK, num_positions), device=device)
-            parts.append(torch.stack(self._rotary(like, positions.unsqueeze(0)), 2)[0])
+            stop = min(start + TABLE_CHUNK, num_positions)
+            parts.append(torch.stack(self.angles_of(torch.arange(start, stop, device=self.embedding.device)), 1))
         return torch.cat(parts)
+
+    def angles_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions [n], each [n, head_dim]."""
+        cos, sin = self._rotary(self.norm[0], positions.unsqueeze(0))
+        return cos[0], sin[0]
 
     def __call__(
         self,
@@ -118,7 +123,7 @@ class DecoderStep:
         for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
             queries = qkv_rotary_append(
                 layer.qkv(x, layer.before_attention, pdl=self.pdl), cos, sin, attend.kv, pools,
-                num_query_heads=self._num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
+                num_query_heads=self.num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
                 norm_eps=layer.head_eps, pdl=self.pdl,
             )  # fmt: skip
             if watched is not None:

@@ -52,6 +52,12 @@ class Projection:
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
         return output if residual is None else residual + output
 
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """``residual + x @ weight.T``, in place where the weights allow it; many rows."""
+        if self.weight is None or self.bias is not None:
+            return self(x, residual=residual)
+        return residual.addmm_(x, self.weight.t())
+
     def gated(self, x: Tensor, norm: Norm, pdl: bool = False) -> Tensor:
         """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
         if self.weight is not None and self.bias is None:

@@ -20,6 +20,7 @@ from kvsift.errors import InputError
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.runtime.plan import Plan
+from kvsift.runtime.relay import Relay
 from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.stats import RunStats
 from kvsift.types import Chunk, LayerShape
@@ -46,6 +47,7 @@ class Run:
         self.reserve = reserve
         self.rows = tuple(rows)
         self.row = 0
+        self.relay = Relay()  # between the layers, within a forward pass
         self.decode_tokens = 0  # of the forward pass under way, at the end of each row
 
 
@@ -128,7 +130,8 @@ class SparseLayer(AttendingLayer):
         batch, _, num_new, _ = keys.shape
         if self.attention is None:
             num_rows = len(self.run.rows) or batch
-            self.attention = SparseAttention(shape, self.run.plan, num_rows, keys, self.run.stats, self.run.reserve)
+            run = self.run
+            self.attention = SparseAttention(shape, run.plan, num_rows, keys, run.stats, run.reserve, run.relay)
             if self.run.rows:
                 self.attention.store.reserve_rows(self.run.rows)
         new = self._new_valid(mask, batch, num_new)

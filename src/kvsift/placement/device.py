@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvsift.kernels.segment_attention import Rows
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.placement.pages import PageTable
 from kvsift.types import LayerShape
@@ -215,6 +216,20 @@ class RowReader:
             return pool[:, self._store._pages(self._row, units.start, units.stop)]
         return pool[self._kv_heads(units), self._physical(units, 1)]
 
+    def keys_of(self, pages: Tensor) -> Tensor:
+        """Keys of complete pages chosen per head, [num_heads, count]: [num_heads, count * page_size, head_dim]"""
+        return self._gathered(self._store.keys, self._places(pages, self.page_size), self.page_size)
+
+    def paged(self) -> Rows:
+        """The pools, and where in them the row lies."""
+        store, first = self._store, self._store.table.run_start(self._row)
+        pages, device = store.table.rows[self._row], store.keys.device
+        if first is None:
+            table = torch.tensor(pages, dtype=torch.int32).to(device, non_blocking=True)
+        else:
+            table = torch.arange(first, first + len(pages), dtype=torch.int32, device=device)
+        return Rows(store.keys, store.values, table)
+
     def counted(self, remembered: Tensor) -> Tensor:
         """The tensor itself."""
         return remembered
@@ -230,15 +245,21 @@ class RowReader:
             Two tensors [num_heads, count * granule_size, head_dim]; what a -1 or the unwritten tail of the last
             page yields is undefined.
         """
-        store, per_page = self._store, self._store.page_size // granule_size
-        physical = self._physical(granules.clamp_min(0), per_page)
-        index = (physical + self._kv_heads(granules) * (store.keys.shape[1] * per_page)).flatten()
+        index = self._places(granules.clamp_min(0), granule_size)
+        keys, values = (self._gathered(pool, index, granule_size) for pool in (self._store.keys, self._store.values))
+        return keys, values
+
+    def _places(self, granules: Tensor, granule_size: int) -> Tensor:
+        """Where granules chosen per head lie in a pool flattened to rows of ``granule_size`` tokens."""
+        per_page = self._store.page_size // granule_size
+        heads = self._kv_heads(granules) * (self._store.keys.shape[1] * per_page)
+        return self._physical(granules, per_page) + heads
+
+    def _gathered(self, pool: Tensor, index: Tensor, granule_size: int) -> Tensor:
         # one index_select over rows of granule_size * head_dim numbers: each is one contiguous copy
-        width = granule_size * store.shape.head_dim
-        return tuple(  # type: ignore[return-value]
-            pool.view(-1, width).index_select(0, index).view(granules.shape[0], -1, store.shape.head_dim)
-            for pool in (store.keys, store.values)
-        )
+        width = granule_size * self._store.shape.head_dim
+        chosen = pool.view(-1, width).index_select(0, index.flatten())
+        return chosen.view(index.shape[0], -1, self._store.shape.head_dim)
 
     def _physical(self, granules: Tensor, per_page: int) -> Tensor:
         """Where logical granules lie in the pools, ``per_page`` of them in a page."""

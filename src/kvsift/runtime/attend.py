@@ -30,18 +30,19 @@ def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
 
 
 def attend_spans(
-    shape: LayerShape, segment: Segment, reader: RowReader, spans: Sequence[tuple[int, int]]
-) -> tuple[Part, int | Tensor]:
+    shape: LayerShape, segment: Segment, reader: RowReader, spans: Sequence[tuple[int, int]],
+    chosen: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Part, int | Tensor]:  # fmt: skip
     """Sinks, window and the segment's own past, and how many tokens that is, summed over queries.
 
     ``spans`` holds (sinks_stop, window_start) of the first query, if later ones see all that it sees, or of every
-    query, if their windows move along.
+    query, if their windows move along. ``chosen`` keys and values, [num_heads, count, head_dim], are attended along
+    with them by all queries (and not counted).
     """
     sinks_stop, window_start = spans[0]
     window = min(window_start, segment.stop), segment.stop
-    keys, values = (
-        torch.cat([read(0, sinks_stop), read(*window)], 1).unsqueeze(0) for read in (reader.keys, reader.values)
-    )
+    sinks_and_window = ([read(0, sinks_stop), read(*window)] for read in (reader.keys, reader.values))
+    keys, values = (_joined(pieces, among) for pieces, among in zip(sinks_and_window, chosen or (None, None)))
     num_queries = segment.stop - segment.start
     if window_start > segment.start:  # nothing recent is forced
         return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap), sinks_stop * num_queries
@@ -55,6 +56,14 @@ def attend_spans(
     own = num_queries * (num_queries + 1) // 2
     visible = num_queries * (sinks_stop + segment.start - window_start) + own
     return _past_and_own(shape, segment, keys, values), visible
+
+
+def _joined(pieces: list[Tensor], among: Tensor | None) -> Tensor:
+    """[1, num_heads, num_tokens, head_dim]; what was chosen by head, if anything, before the last piece."""
+    if among is not None:
+        pieces = [piece.repeat_interleave(len(among) // len(piece), 0) for piece in pieces]
+        pieces = [*pieces[:-1], among, pieces[-1]]
+    return torch.cat(pieces, 1).unsqueeze(0)
 
 
 def past_lse(shape: LayerShape, segment: Segment, reader: RowReader, spans: tuple[int, int]) -> Tensor:
@@ -71,24 +80,27 @@ def past_lse(shape: LayerShape, segment: Segment, reader: RowReader, spans: tupl
     return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap).lse[0]
 
 
-def attend_selection(
-    shape: LayerShape, segment: Segment, reader: RowReader, selection: Selection
-) -> tuple[Part, Tensor, int]:
-    """Selected tokens, the same for every query of the segment.
-
-    Returns:
-        The part; visible tokens per query, a scalar mean over heads; bytes fetched.
-    """
-    units = selection.units
-    if units.shape[0] == 1:
-        units = units.expand(shape.num_kv_heads, -1)
-    size = selection.unit_size
+def gather(shape: LayerShape, reader: RowReader, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Keys and values of selected units, copied: [num_heads, count * unit_size, head_dim], at least one head per KV
+    head."""
+    units, size = _by_kv_head(shape, selection), selection.unit_size
     granule = gcd(size, reader.page_size)
-    granules = (units.unsqueeze(-1) * (size // granule) + torch.arange(size // granule, device=units.device)).flatten(1)
-    keys, values = reader.gather(granules, granule)
+    granules = units.unsqueeze(-1) * (size // granule) + torch.arange(size // granule, device=units.device)
+    return reader.gather(granules.flatten(1), granule)
+
+
+def attend_selection(
+    shape: LayerShape, segment: Segment, selection: Selection, chosen: tuple[Tensor, Tensor]
+) -> tuple[Part, Tensor]:
+    """Selected tokens, the same for every query of the segment, some of which may not be there.
+
+    ``chosen`` are their keys and values (``gather``). Returns the part, and visible tokens per query, a scalar mean
+    over heads.
+    """
+    units, size = _by_kv_head(shape, selection), selection.unit_size
+    keys, values = (tensor.unsqueeze(0) for tensor in chosen)
     positions = (units.unsqueeze(-1) * size + torch.arange(size, device=units.device)).flatten(1)
     seen = (units >= 0).repeat_interleave(size, 1) & (positions < segment.stop)  # [num_heads, num_tokens]
-    keys, values = keys.unsqueeze(0), values.unsqueeze(0)
     if selection.log_weight is None and bool(seen.all()):
         part = attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
     else:
@@ -101,7 +113,13 @@ def attend_selection(
         )  # fmt: skip
     if selection.extra is not None:
         part = merge(part, selection.extra)
-    return part, seen.sum(1).double().mean(), 2 * keys.numel() * keys.element_size()
+    return part, seen.sum(1).double().mean()
+
+
+def _by_kv_head(shape: LayerShape, selection: Selection) -> Tensor:
+    """Units of each KV head or query head."""
+    units = selection.units
+    return units.expand(shape.num_kv_heads, -1) if units.shape[0] == 1 else units
 
 
 def _past_and_own(shape: LayerShape, segment: Segment, keys: Tensor, values: Tensor) -> Part:

@@ -20,6 +20,9 @@ DEFAULT_TOKENS = 1024
 class Budget:
     """Visible tokens per head and query: sinks, window and selected ones together.
 
+    In prefill the queries of a segment share a selection. The budget is that of the first of them; the others see the
+    tokens of the segment up to their own besides, as the papers count.
+
     Attributes:
         tokens: at most so many visible tokens. 1024 when neither ``tokens``, ``ratio`` nor ``mass`` is given.
         ratio: the same as a share of the context, 0 < ratio <= 1; at least one unit is selected.
@@ -57,21 +60,18 @@ class Budget:
         if self.tokens is None and self.ratio is None and self.mass is None:
             object.__setattr__(self, "tokens", DEFAULT_TOKENS)
 
-    def check(self, unit_size: int, selects: bool, segment_size: int = 1) -> None:
-        """Refuse a budget that can never select anything, in units of ``unit_size``; ``segment_size`` queries share a
-        selection and see each other."""
+    def check(self, unit_size: int, selects: bool) -> None:
+        """Refuse a budget that can never select anything, in units of ``unit_size``."""
         if self.tokens is None:
             return
         if not selects and self.tokens <= self.sinks:
             raise InputError(f"budget={self.tokens} leaves no window: sinks={self.sinks} take it all. Give more.")
         always = _round_up(self.sinks, unit_size) + (self.window + unit_size - 1 if self.window else 0)
-        always += segment_size - 1
         if selects and self.tokens < always + unit_size:
-            taken = [f"sinks={self.sinks}", f"window={self.window}"]
-            taken += [f"{segment_size - 1} tokens of the segment"] if segment_size > 1 else []
             raise InputError(
-                f"budget={self.tokens} leaves nothing to select: {' and '.join(taken)} take up to {always} tokens in "
-                f"units of {unit_size}. Give at least {always + unit_size}, or shrink window, sinks or page_size."
+                f"budget={self.tokens} leaves nothing to select: sinks={self.sinks} and window={self.window} take up "
+                f"to {always} tokens in units of {unit_size}. Give at least {always + unit_size}, or shrink window, "
+                "sinks or page_size."
             )
 
     def limit(self, context: int) -> int:
@@ -97,12 +97,13 @@ class Budget:
         first = sinks_stop // unit_size
         return Candidates(first, window_start // unit_size - first, unit_size)
 
-    def units(self, start: int, stop: int, unit_size: int) -> int:
-        """How many units queries at positions start to stop may select."""
+    def units(self, start: int, unit_size: int) -> int:
+        """How many units queries from position ``start`` on may select."""
         sinks_stop, window_start = self.always(start, unit_size)
-        if self.limit(stop) >= stop:  # with window=0 the unit being filled is a candidate, and none may be left out
+        context = start + 1
+        if self.limit(context) >= context:  # with window=0 the unit being filled competes, and none may be left out
             return (window_start - sinks_stop) // unit_size
-        room = self.limit(stop) - sinks_stop - max(stop - window_start, 0)
+        room = self.limit(context) - sinks_stop - max(context - window_start, 0)
         return max(room // unit_size, 1 if self.tokens is None else 0)
 
 

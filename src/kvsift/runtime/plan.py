@@ -44,7 +44,7 @@ class Rule:
         count = budget.candidates(start, method.unit_size).count
         if budget.mass is not None and budget.mass < 1:
             return count == 0  # how much is needed shows only once it is scored
-        return budget.units(start, stop, method.unit_size) >= count
+        return budget.units(start, method.unit_size) >= count
 
     def __str__(self) -> str:
         name = _name_of(self.method)
@@ -80,14 +80,11 @@ class Plan:
                 raise InputError(
                     f"{_name_of(rule.method)} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
                 )
-        if self.prefill is not None and not self.prefill.method.unbounded:
-            method = self.prefill.method
-            self.prefill.budget.check(method.unit_size, method.selects, method.segment_size if method.selects else 1)
         if self.prefill is not None and self.prefill.budget.window == 0:
             raise InputError(
                 "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
             )
-        sizes = {rule.method.unit_size for rule in self.rules if rule.method.summaries}
+        sizes = {rule.method.summary_page_size for rule in self.rules if rule.method.summaries}
         if len(sizes) > 1:
             raise InputError(
                 f"prefill and decode use pages of {' and '.join(map(str, sorted(sizes)))} tokens; summaries are kept "
@@ -111,7 +108,7 @@ class Plan:
     def page_size(self) -> int | None:
         """Tokens per page that this plan wants of the store; None if any will do."""
         paged = [rule.method.unit_size for rule in self.rules if rule.method.unit_size > 1]
-        summarised = [rule.method.unit_size for rule in self.rules if rule.method.summaries]
+        summarised = [rule.method.summary_page_size for rule in self.rules if rule.method.summaries]
         return next(iter(summarised or paged), None)
 
     @property
@@ -134,7 +131,7 @@ class Plan:
 def _spell(value: Any) -> str:
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _default(method: Method, key: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from time import perf_counter
 from typing import Any
 
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.merge import merge, with_sink_logit
-from kvsift.methods.base import Phase
+from kvsift.kernels.triton_shim import runs_on_triton
+from kvsift.methods.base import Asked, Phase
 from kvsift.placement.device import DeviceStore, RowReader
-from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans, past_lse
+from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans, gather, past_lse
 from kvsift.runtime.plan import PHASES, Plan, Rule
 from kvsift.runtime.probe import probe
+from kvsift.runtime.relay import Relay
+from kvsift.runtime.segments import attend_segments, is_plain
 from kvsift.runtime.stats import RunStats, Tally
 from kvsift.types import Chunk, LayerShape, Limit, Part, Selection
 
@@ -34,15 +37,19 @@ class SparseAttention:
         like: a tensor with the device and dtype of the keys.
         stats: where to count.
         reserve: tokens a row is expected to reach.
+        relay: of all layers of the model, for methods that pass something up; without one this layer is alone.
     """
 
     def __init__(
-        self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0
-    ) -> None:
+        self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0,
+        relay: Relay | None = None,
+    ) -> None:  # fmt: skip
         self.shape = shape
         self.stats = stats
+        self.relay = Relay() if relay is None else relay
         self.store = DeviceStore(shape, num_rows, plan.page_size or DEFAULT_PAGE_SIZE, like, plan.summaries, reserve)
         self.plan = plan
+        self.together: bool | None = None  # segments of a prefill chunk; None: on a GPU
         self._states = self._new_states(plan, num_rows)
 
     def attend(
@@ -60,8 +67,10 @@ class SparseAttention:
         Returns:
             [batch, num_query_heads, num_new, head_dim]; padding yields 0.
         """
-        output = torch.zeros_like(chunk.queries)
+        alone = len(chunk.lengths) == 1 and chunk.lengths[0] == chunk.queries.shape[2]
+        output: Tensor | None = None
         for row, length in enumerate(chunk.lengths):
+            self.relay.enter(first_row + row, self.shape.layer)
             prompt = max(length - decode_tokens, 0)
             steps: list[tuple[int, int, Phase]] = [(0, prompt, "prefill")] if prompt else []
             steps += [(token, token + 1, "decode") for token in range(prompt, length)]
@@ -71,8 +80,11 @@ class SparseAttention:
                 part = self._step(first_row + row, queries, keys, values, phase)
                 if sink_logit is not None:
                     part = with_sink_logit(part, sink_logit)
+                if alone and len(steps) == 1:
+                    return part.output  # nothing to put together
+                output = torch.zeros_like(chunk.queries) if output is None else output
                 output[row, :, tokens] = part.output[0]
-        return output
+        return torch.zeros_like(chunk.queries) if output is None else output
 
     def replan(self, plan: Plan) -> None:
         """Go on with another plan over what is stored. Methods that remember start from the stored keys."""
@@ -87,12 +99,14 @@ class SparseAttention:
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``."""
         self.store.fork(sources)
+        self.relay.forget()
         for phase, states in self._states.items():
             self._states[phase] = [None if states[source] is None else states[source].fork() for source in sources]
 
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
         self.store.crop(row, length)
+        self.relay.forget()
         for states in self._states.values():
             if states[row] is not None:
                 states[row].crop(length)
@@ -112,13 +126,16 @@ class SparseAttention:
         rule, tally = self.plan.rule(phase), self.stats.tally(self.shape.layer, phase)
         if rule is None:
             return self._dense(segment, self.store.row(row), tally)
-        parts = []
-        for piece, dense in _pieces(rule, self.shape.layer, segment, phase):
-            reader = self.store.row(row)
-            answer = (
-                self._dense(piece, reader, tally) if dense else self._sparse(row, rule, piece, reader, tally, phase)
-            )
-            parts.append(answer)
+        parts, reader = [], self.store.row(row)
+        for dense, run in groupby(_pieces(rule, self.shape.layer, segment, phase), lambda piece: piece[1]):
+            pieces = [piece for piece, _ in run]
+            if dense:
+                parts += [self._dense(piece, reader, tally) for piece in pieces]
+            elif phase == "prefill" and self._together(rule, queries):
+                their = segment.queries[0, :, pieces[0].start - start : pieces[-1].stop - start]
+                parts += self._sparse_together(row, rule, their, pieces, reader, tally)
+            else:
+                parts += [self._sparse(row, rule, piece, reader, tally, phase) for piece in pieces]
         if len(parts) == 1:
             return parts[0]
         return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
@@ -136,42 +153,92 @@ class SparseAttention:
         tally.kv_bytes_read += self._kv_bytes(segment.stop)
         return attend_dense(self.shape, segment, reader)
 
-    def _sparse(self, row: int, rule: Rule, segment: Segment, reader: RowReader, tally: Tally, phase: Phase) -> Part:
+    def _together(self, rule: Rule, queries: Tensor) -> bool:
+        """Whether segments of a chunk are chosen and attended together."""
+        method, budget = rule.method, rule.budget
+        wanted = runs_on_triton(queries) if self.together is None else self.together
+        return wanted and method.selects and not method.slides and budget.window > 0 and budget.mass is None
+
+    def _sparse_together(
+        self, row: int, rule: Rule, queries: Tensor, segments: Sequence[Segment], reader: RowReader, tally: Tally
+    ) -> list[Part]:
+        started = perf_counter()
+        method, budget = rule.method, rule.budget
+
+        def counted(first: Segment, last: Segment) -> CountedReader:
+            return CountedReader(reader, self.relay, (row, self.shape.layer, ("prefill", first.start, last.stop)))
+
+        asked = []
+        for segment in segments:
+            candidates = budget.candidates(segment.start, method.unit_size)
+            limit = Limit(min(budget.units(segment.start, method.unit_size), candidates.count))
+            asked.append(Asked(segment.queries[0], segment.start, candidates, limit, counted(segment, segment)))
+        whole = counted(segments[0], segments[-1])
+        selections = method.select_segments(self._states["prefill"][row], self.shape, queries, asked, whole)
+        tally.index_bytes_read += whole.bytes_read + sum(each.reader.bytes_read for each in asked)  # type: ignore[attr-defined]
+        tally.select_s += perf_counter() - started
+        if not all(map(is_plain, selections)):
+            each = zip(segments, selections)
+            return [self._sparse(row, rule, piece, reader, tally, "prefill", chosen) for piece, chosen in each]
+        spans = [budget.always(segment.start, method.unit_size) for segment in segments]
+        part, seen = attend_segments(self.shape, queries, segments, spans, selections, reader.paged())
+        for segment, (sinks_stop, window_start), selection, of_list in zip(segments, spans, selections, seen):
+            count = segment.stop - segment.start
+            own = _context_tokens(segment) - count * (window_start - sinks_stop)
+            self._count(tally, segment)
+            tally.sparse_queries += count
+            tally.visible_tokens = tally.visible_tokens + own + of_list * count
+            tally.kv_bytes_read += self._kv_bytes(sinks_stop + segment.stop - window_start)
+            lists = max(self.shape.num_kv_heads, selection.units.shape[0]) / self.shape.num_kv_heads
+            tally.kv_bytes_read += int(self._kv_bytes(selection.units.shape[1] * selection.unit_size) * lists)
+        return [part]
+
+    def _sparse(
+        self, row: int, rule: Rule, segment: Segment, reader: RowReader, tally: Tally, phase: Phase,
+        selection: Selection | None = None,
+    ) -> Part:  # fmt: skip
         method, budget = rule.method, rule.budget
         queries = range(segment.start, segment.stop if method.slides else segment.start + 1)
         spans = [budget.always(start, method.unit_size, fill=not method.selects) for start in queries]
-        part, visible = attend_spans(self.shape, segment, reader, spans)
         sinks_stop, window_start = spans[0]
         self._count(tally, segment)
         tally.sparse_queries += segment.stop - segment.start
-        tally.visible_tokens = tally.visible_tokens + visible
         tally.kv_bytes_read += self._kv_bytes(sinks_stop + max(segment.stop - window_start, 0))
-        selection = None
+        chosen, together = None, False
         if method.selects:
-            started = perf_counter()
-            counted = CountedReader(reader)
-            selection = self._select(row, rule, segment, spans[0], reader, counted, phase)
-            tally.index_bytes_read += counted.bytes_read
-            tally.select_s += perf_counter() - started
-            chosen, seen, fetched = attend_selection(self.shape, segment, reader, selection)
+            selection = selection or self._select(row, rule, segment, spans[0], reader, tally, phase)
+            chosen = gather(self.shape, reader, selection)
+            tally.kv_bytes_read += 2 * chosen[0].numel() * chosen[0].element_size()
+            # without a window the unit being filled competes, of which not every token is there
+            together = selection.full and budget.window > 0 and selection.log_weight is selection.extra is None
+        part, visible = attend_spans(self.shape, segment, reader, spans, chosen if together else None)
+        tally.visible_tokens = tally.visible_tokens + visible
+        if selection is not None and chosen is not None:
+            seen: float | Tensor = chosen[0].shape[1]
+            if not together:
+                apart, seen = attend_selection(self.shape, segment, selection, chosen)
+                part = merge(part, apart)
             tally.visible_tokens = tally.visible_tokens + seen * (segment.stop - segment.start)
-            tally.kv_bytes_read += fetched
-            part = merge(part, chosen)
         self._probe(segment, reader, (sinks_stop, window_start), selection, tally, phase)
         return part
 
     def _select(
-        self, row: int, rule: Rule, segment: Segment, spans: tuple[int, int], reader: RowReader,
-        counted: CountedReader, phase: Phase,
+        self, row: int, rule: Rule, segment: Segment, spans: tuple[int, int], reader: RowReader, tally: Tally,
+        phase: Phase,
     ) -> Selection:  # fmt: skip
+        started = perf_counter()
+        counted = CountedReader(reader, self.relay, (row, self.shape.layer, (phase, segment.start, segment.stop)))
         method, budget = rule.method, rule.budget
         candidates = budget.candidates(segment.start, method.unit_size)
-        units = min(budget.units(segment.start, segment.stop, method.unit_size), candidates.count)
+        units = min(budget.units(segment.start, method.unit_size), candidates.count)
         always = None if budget.mass is None else past_lse(self.shape, segment, reader, spans)
         limit = Limit(units, budget.mass, always)
-        return method.select(
+        selection = method.select(
             self._states[phase][row], self.shape, segment.queries[0], segment.start, candidates, limit, counted
         )
+        tally.index_bytes_read += counted.bytes_read
+        tally.select_s += perf_counter() - started
+        return selection
 
     def _probe(
         self, segment: Segment, reader: RowReader, spans: tuple[int, int], selection: Selection | None,
@@ -196,10 +263,16 @@ class SparseAttention:
 
 
 class CountedReader:
-    """What a method may read, with the bytes it did read to choose."""
+    """What a method may read, with the bytes it did read to choose.
 
-    def __init__(self, reader: RowReader) -> None:
-        self._reader = reader
+    Args:
+        reader: of the row.
+        relay: between the layers.
+        place: (row, layer, key) of these queries in the relay.
+    """
+
+    def __init__(self, reader: RowReader, relay: Relay, place: tuple[int, int, Any]) -> None:
+        self._reader, self._relay, self._place = reader, relay, place
         self.bytes_read = 0
 
     @property
@@ -213,6 +286,19 @@ class CountedReader:
     def summary(self, kind: str, units: slice | Tensor) -> Tensor:
         """[num_heads, number of units, width]"""
         return self.counted(self._reader.summary(kind, units))
+
+    def keys_of(self, pages: Tensor) -> Tensor:
+        """[num_heads, count * page_size, head_dim]"""
+        return self.counted(self._reader.keys_of(pages))
+
+    def from_below(self) -> Tensor | None:
+        """What the method passed up for these queries in the nearest layer below where it chose."""
+        message: Tensor | None = self._relay.find(*self._place)
+        return None if message is None else self.counted(message)
+
+    def pass_up(self, message: Tensor) -> None:
+        """Leave something for the layers above."""
+        self._relay.leave(*self._place, message)
 
     def counted(self, remembered: Tensor) -> Tensor:
         """The tensor itself, read by the method."""

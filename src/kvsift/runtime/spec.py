@@ -23,6 +23,8 @@ BUDGET_KEYS = {"budget": "tokens"} | {
     name: name for name in ("ratio", "mass", "sinks", "window", "dense_layers", "min_context")
 }
 
+SIZES = {"tokens", "ratio", "mass"}
+
 
 def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
     """A plan from any of its spellings (see the module).
@@ -76,7 +78,10 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     budget = {BUDGET_KEYS[key]: value for key, value in settings.items() if key in BUDGET_KEYS}
     if "dense_layers" in budget and isinstance(budget["dense_layers"], int):
         budget["dense_layers"] = (budget["dense_layers"],)
-    return Rule(chosen, Budget(**{**getattr(chosen, "budget_defaults", {}), **budget}))
+    defaults = getattr(chosen, "budget_defaults", {})
+    if budget.keys() & SIZES:  # one that is given replaces one that is not, whatever its unit
+        defaults = {name: value for name, value in defaults.items() if name not in SIZES}
+    return Rule(chosen, Budget(**{**defaults, **budget}))
 
 
 def _plan_of(rule: Rule) -> Plan:
@@ -118,7 +123,9 @@ def _parse_rule(text: str) -> Rule:
 
 
 def _read(key: str, text: str) -> Any:
-    """A value as it is written in a plan: whole number, decimal, layers such as 0+1 or none, or a word."""
+    """A value as it is written in a plan: whole number, decimal, true or false, layers such as 0+1 or none, a word."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
     if key == "dense_layers":
         if text == "none":
             return ()

@@ -1,0 +1,63 @@
+"""Prefill results as tables and text. Numbers are rendered, never typed."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from kvsift.benchmarks.numbers import spread, table, tokens
+from kvsift.benchmarks.prefill import CEILING
+
+
+def ttft_table(result: dict[str, Any]) -> str:
+    """A Markdown table: a row per context; seconds to the first token, and how many times faster than the best dense."""
+    plans = result["recipe"]["plans"]
+    rows = []
+    for point in result["points"]:
+        if "variants" not in point:
+            continue
+        times = {each["name"]: float(median(each["ttft_s"])) for each in point["variants"]}
+        dense = min(seconds for name, seconds in times.items() if name.startswith("dense"))
+        best = next(name for name, seconds in times.items() if seconds == dense).removeprefix("dense, ")
+        cells = [tokens(point["context"]), f"{dense:.3f}", best]
+        for plan in plans:
+            cells += [f"{times[plan]:.3f}", f"{dense / times[plan]:.2f}x"]
+        rows.append([*cells, f"{dense / times[CEILING]:.2f}x"])
+    titles = [title for plan in plans for title in (f"`{plan.removeprefix('prefill=')}`", "faster")]
+    return table(["context", "dense", "in", *titles, "ceiling"], rows)
+
+
+def layer_table(result: dict[str, Any]) -> str:
+    """A Markdown table: a row per context and variant; milliseconds in one layer, and how often faster than the best
+    dense."""
+    rows = []
+    for point in result["points"]:
+        times = _layer_times(point)
+        plans = [name for name in times if name in result["recipe"]["plans"]]
+        dense = {name: seconds for name, seconds in times.items() if name not in plans}
+        best = min(dense, key=dense.__getitem__)
+        for name, seconds in times.items():
+            label = f"`{name.removeprefix('prefill=')}`" if name in plans else name
+            rate = f"{point['flops'] / seconds / 1e12:.1f}" if name in dense else ""
+            faster = f"{dense[best] / seconds:.2f}x"
+            rows.append([tokens(point["context"]), label, f"{seconds * 1e3:.2f}", rate, faster])
+    return table(["context", "", "ms", "TFLOP/s", "over the best dense"], rows)
+
+
+def point_text(point: dict[str, Any]) -> str:
+    """All variants of a context, one per line."""
+    if "reason" in point:
+        return f"{tokens(point['context'])} tokens: not measured, {point['reason']}"
+    lines = [f"{tokens(point['context'])} tokens"]
+    for each in point["variants"]:
+        if "reason" in each:
+            lines.append(f"  {each['name']}: {each['reason']}")
+            continue
+        samples = each.get("ttft_s") or each["samples_s"]
+        density = f", sees {each['density']:.1%}" if "density" in each else ""
+        lines.append(f"  {median(samples) * 1e3:10.2f} ms ({100 * spread(samples):.1f} %) {each['name']}{density}")
+    return "\n".join(lines)
+
+
+def _layer_times(point: dict[str, Any]) -> dict[str, float]:
+    return {each["name"]: float(median(each["samples_s"])) for each in point["variants"] if "samples_s" in each}

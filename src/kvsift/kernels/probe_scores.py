@@ -1,0 +1,92 @@
+"""Scores of keys by a few probe queries per segment: norms, products and the best probe in one pass over the keys.
+
+The two numbers: the keys are read once for all segments of a chunk, and 2 * head_dim operations per key and probe
+follow on tensor cores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl, triton
+
+TINY = 1e-6  # no key is taken for shorter
+TOKENS, MOST_PROBES, WARPS = 128, 64, 8  # of a tile
+
+
+def probe_scores(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
+    """How well each key answers the probe queries of each segment.
+
+    Args:
+        probes: [num_segments, num_lists, num_probes, head_dim] in the dtype of the keys; num_lists is num_kv_heads or a
+            multiple of it, whose consecutive lists read the same KV head.
+        keys: [num_kv_heads, num_keys, head_dim], any strides, the last one 1.
+        cosine: divide by the norm of the key.
+        mean: over the probes, instead of the largest.
+
+    Returns:
+        float32 [num_segments, num_lists, num_keys].
+    """
+    run = probe_scores_triton if runs_on_triton(probes) else probe_scores_reference
+    return run(probes, keys, cosine=cosine, mean=mean)
+
+
+def probe_scores_reference(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
+    keys = keys.float().repeat_interleave(probes.shape[1] // len(keys), 0)
+    products = probes.float() @ keys.mT
+    best = products.mean(2) if mean else products.amax(2)
+    return best / keys.norm(dim=-1).clamp_min(TINY) if cosine else best
+
+
+def probe_scores_triton(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
+    num_segments, num_lists, num_probes, head_dim = probes.shape
+    padded = power_of_two(num_probes)
+    together = max(1, min(power_of_two(num_segments), MOST_PROBES // padded))  # segments in one product
+    together = max(together, 16 // padded)  # the smallest one that tensor cores take
+    probes = pad(probes, (0, 0, 0, padded - num_probes)).contiguous()
+    num_keys = keys.shape[1]
+    scores = probes.new_empty(num_segments, num_lists, num_keys, dtype=torch.float32)
+    with torch.cuda.device_of(probes):
+        _probe_kernel[triton.cdiv(num_keys, TOKENS), num_lists](
+            probes, keys, scores, *keys.stride()[:2], num_keys, num_segments,
+            SEGMENTS=together, PROBES=num_probes, PADDED=padded, LISTS_PER_KV=num_lists // keys.shape[0],
+            D=head_dim, DP=power_of_two(head_dim), TOKENS=TOKENS, COSINE=cosine, MEAN=mean, SMALLEST=TINY,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return scores
+
+
+@jit
+def _probe_kernel(
+    probes_ptr, keys_ptr, scores_ptr, key_head, key_token, num_keys, num_segments,
+    SEGMENTS: tl.constexpr, PROBES: tl.constexpr, PADDED: tl.constexpr, LISTS_PER_KV: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, TOKENS: tl.constexpr, COSINE: tl.constexpr, MEAN: tl.constexpr, SMALLEST: tl.constexpr,
+):  # fmt: skip
+    row, num_lists = tl.program_id(1), tl.num_programs(1)
+    d, m = tl.arange(0, DP), tl.arange(0, SEGMENTS * PADDED)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < num_keys
+    where = (row // LISTS_PER_KV).to(tl.int64) * key_head + token.to(tl.int64) * key_token
+    k = tl.load(keys_ptr + where[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    factor = tl.full((TOKENS,), 1.0, tl.float32)
+    if COSINE:
+        wide = k.to(tl.float32)
+        factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), SMALLEST)
+    for segment in range(0, num_segments, SEGMENTS):
+        s = segment + m // PADDED
+        at = (s * num_lists + row).to(tl.int64) * (PADDED * D) + m % PADDED * D
+        mask = (s < num_segments)[:, None] & (d < D)[None, :]
+        q = tl.load(probes_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if PADDED > PROBES and not MEAN:
+            products = tl.where((m % PADDED < PROBES)[:, None], products, float("-inf"))
+        products = tl.reshape(products, (SEGMENTS, PADDED, TOKENS))
+        best = tl.sum(products, 1) / PROBES if MEAN else tl.max(products, 1)  # rows of padding are 0
+        of = segment + tl.arange(0, SEGMENTS)
+        place = (of * num_lists + row).to(tl.int64) * num_keys
+        tl.store(
+            scores_ptr + place[:, None] + token[None, :], best * factor[None, :],
+            mask=(of < num_segments)[:, None] & inside[None, :],
+        )  # fmt: skip

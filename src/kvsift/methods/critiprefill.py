@@ -1,0 +1,196 @@
+"""CritiPrefill: blocks of keys that a segment of queries finds critical (https://arxiv.org/abs/2409.12490).
+
+The largest and smallest numbers per channel stand for the queries of a segment and for the keys of a block; products of
+the two are turned into a share of attention per block, and averaged with that of the layer below.
+
+Deviation from the paper and its code:
+- the segment itself is always visible, with exact causality, and so are sinks and window; only blocks before them
+  compete, so the softmax never runs over the future, and the last segment is chosen for like any other;
+- products are scaled as logits are (``scaled``): without, the softmax is nearly one-hot and fusing adds up two winners;
+- the pools of the keys are the page summaries of the store, merged over the pages of a block; Quest reads the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.kernels.extremes import extremes
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.methods import knobs
+from kvsift.methods.base import Asked, Method, Phase, top_units
+from kvsift.methods.together import alike, best_of_segments
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+Estimator = Literal["code", "paper", "bound"]
+
+SUMMARY = "minmax"
+MAX_PRODUCTS = 1 << 24  # of queries and keys, channel by channel, at once: 64 MiB
+
+
+@dataclass(frozen=True)
+class CritiPrefill(Method):
+    """Blocks by the extremes of their keys and of the segment's queries, fused from layer to layer.
+
+    Attributes:
+        segment: prefill queries that share a selection.
+        block: tokens per block, whole pages.
+        page_size: tokens per page of the summaries.
+        estimator: "code": the middle of the queries' extremes times either extreme of the keys, the larger; "paper":
+            the shares of the four products of extremes, averaged over the queries' and the larger; "bound": the largest
+            logit that a query of the segment and a key of the block could have.
+        fusion: average a segment's shares with those of the nearest layer below that chose.
+        weight_current: of this layer in that average; by default 0.75, and 0.25 with ``estimator="paper"``.
+        scaled: multiply products by the softmax scale, which the paper and its code leave out.
+    """
+
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
+    summaries: ClassVar[tuple[str, ...]] = (SUMMARY,)
+    source: ClassVar[str] = "arXiv 2409.12490"
+
+    segment: int = 512
+    block: int = 32
+    page_size: int = 16
+    estimator: Estimator = "code"
+    fusion: bool = True
+    weight_current: float | None = None
+    scaled: bool = True
+
+    def __post_init__(self) -> None:
+        knobs.whole("segment", self.segment, 16)
+        knobs.whole("block", self.block, 1)
+        knobs.whole("page_size", self.page_size, 1)
+        knobs.one_of("estimator", self.estimator, ("code", "paper", "bound"))
+        knobs.flag("fusion", self.fusion)
+        knobs.flag("scaled", self.scaled)
+        if self.block % self.page_size:
+            raise InputError(f"block={self.block} must be a multiple of page_size={self.page_size}: blocks are pages.")
+        if self.weight_current is not None:
+            knobs.share("weight_current", self.weight_current)
+            if not self.fusion:
+                raise InputError(f"weight_current={self.weight_current} means nothing without fusion; leave it out.")
+
+    @property
+    def segment_size(self) -> int:  # type: ignore[override]
+        return self.segment
+
+    @property
+    def unit_size(self) -> int:
+        return self.block
+
+    @property
+    def summary_page_size(self) -> int:
+        return self.page_size
+
+    @property
+    def budget_defaults(self) -> dict[str, Any]:
+        return {"dense_layers": (0,)}
+
+    @property
+    def weight(self) -> float:
+        """Of this layer when shares are fused."""
+        if self.weight_current is not None:
+            return self.weight_current
+        return 0.25 if self.estimator == "paper" else 0.75
+
+    def select(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        reader: KVReader,
+    ) -> Selection:  # fmt: skip
+        per_block = self.block // self.page_size
+        pages = reader.summary(SUMMARY, slice(candidates.first * per_block, candidates.stop * per_block))
+        pooled = extremes(queries, queries.shape[1]) * (shape.scale if self.scaled else 1.0)
+        shares = block_shares(pooled, block_rows(pages, per_block), self.estimator)[:, 0]  # [num_kv_heads, count]
+        if self.fusion:
+            shares = fused(shares, reader.from_below(), self.weight)
+            reader.pass_up(shares)
+        return Selection(top_units(shares, limit.units) + candidates.first, self.block, full=True)
+
+
+    def select_segments(
+        self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
+    ) -> Sequence[Selection]:
+        if not alike(asked, self.segment):
+            return super().select_segments(state, shape, queries, asked, reader)
+        per_block, candidates = self.block // self.page_size, asked[-1].candidates
+        pages = reader.summary(SUMMARY, slice(candidates.first * per_block, candidates.stop * per_block))
+        pooled = extremes(queries, self.segment) * (shape.scale if self.scaled else 1.0)
+        visible = torch.tensor([each.candidates.count for each in asked]).to(queries.device, non_blocking=True)
+        shares = block_shares(pooled, block_rows(pages, per_block), self.estimator, visible)
+        if self.fusion:
+            shares = fused(shares, reader.from_below(), self.weight)
+            reader.pass_up(shares)
+        return best_of_segments(shares.transpose(0, 1), asked)
+
+
+def block_rows(pages: Tensor, per_block: int) -> Tensor:
+    """Summaries of blocks of so many pages, [num_kv_heads, num_pages, width] -> [num_kv_heads, num_blocks, width]."""
+    merge = SUMMARIES[SUMMARY].merge
+    assert merge is not None
+    return pages if per_block == 1 else merge(pages.unflatten(1, (-1, per_block)))
+
+
+def block_shares(pooled: Tensor, rows: Tensor, estimator: Estimator, visible: Tensor | None = None) -> Tensor:
+    """Share of each block in the attention of each segment, by the estimator, averaged over the heads of the group.
+
+    Args:
+        pooled: float32 [num_query_heads, num_segments, 2 * head_dim], scaled, maxima first.
+        rows: [num_kv_heads, num_blocks, 2 * head_dim], maxima first.
+        estimator: see ``CritiPrefill``.
+        visible: int64 [num_segments], how many blocks from the first on each segment may see; None for all. What it
+            may not see has share 0, and so has everything where it may see nothing.
+
+    Returns:
+        float32 [num_kv_heads, num_segments, num_blocks].
+    """
+    highest, lowest = pooled.unflatten(0, (rows.shape[0], -1)).chunk(2, -1)  # [num_kv_heads, group_size, segments, dim]
+    top, bottom = rows.float().chunk(2, -1)  # [num_kv_heads, num_blocks, head_dim]
+    hidden = None
+    if visible is not None:
+        hidden = torch.arange(rows.shape[1], device=rows.device) >= visible.unsqueeze(1)  # [num_segments, num_blocks]
+
+    def products(queries: Tensor, keys: Tensor) -> Tensor:
+        return (queries.flatten(1, 2) @ keys.mT).unflatten(1, queries.shape[1:3])
+
+    if estimator == "paper":
+        corners = [
+            torch.stack([_softmax(products(queries, keys), hidden) for queries in (highest, lowest)]).mean(0)
+            for keys in (top, bottom)
+        ]
+        return torch.maximum(*corners).mean(1)
+    if estimator == "bound":
+        logits = _bounds(highest, lowest, top, bottom)
+    else:
+        middle = (highest + lowest) / 2
+        logits = torch.maximum(products(middle, top), products(middle, bottom))
+    return _softmax(logits.mean(1), hidden)
+
+
+def fused(shares: Tensor, below: Tensor | None, weight: float) -> Tensor:
+    """Shares averaged with those of the layer below, as it fused them with what lies below it."""
+    return shares if below is None else weight * shares + (1 - weight) * below.to(shares.device)
+
+
+def _bounds(highest: Tensor, lowest: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
+    """Sum over channels of the largest product of a number between lowest and highest with one between bottom and top,
+    [num_kv_heads, group_size, num_segments, num_blocks]. The largest of four per channel is no matrix product."""
+    tile = max(1, MAX_PRODUCTS // max(1, highest.numel()))
+    sums = []
+    for first in range(0, top.shape[1], tile):
+        keys = [part[:, None, None, first : first + tile] for part in (top, bottom)]
+        corners = (queries.unsqueeze(3) * key for queries in (highest, lowest) for key in keys)
+        sums.append(reduce(torch.maximum, corners).sum(-1))
+    return torch.cat(sums, -1)
+
+
+def _softmax(logits: Tensor, hidden: Tensor | None) -> Tensor:
+    if hidden is None:
+        return logits.softmax(-1)
+    # before the softmax, or what is hidden would take a share; the softmax of nothing is NaN
+    return logits.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)

@@ -1,0 +1,201 @@
+"""QuoKA: tokens whose direction a few telling queries of the chunk share (https://arxiv.org/abs/2602.08722).
+
+The queries least like their mean are kept, s(q) = -cos(mean, q); a key's score is its largest cosine with one of them,
+averaged over the query heads of a KV head before the product: mean_h cos(q_h, k) = mean_h(q_h / |q_h|) . k / |k|.
+
+Deviation from the paper:
+- the chunk itself is always visible, with exact causality, and so are sinks and window; what came before competes;
+- ``mode="shared"`` keeps the same queries for all heads of a group, which makes the average above exact. The paper
+  pairs the j-th kept query of one head with the j-th of the next, whatever they ask: ``mode="paired_sorted"``;
+- where queries cancel out, so that they have no mean to differ from, evenly spaced ones are kept;
+- ``prefilter`` ranks pages by their summaries first, and reads the keys of the best alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.kernels.page_summary import SUMMARIES, page_scores
+from kvsift.kernels.probe_scores import probe_scores
+from kvsift.kernels.unlikeness import unlikeness
+from kvsift.methods import knobs
+from kvsift.methods.base import Asked, Phase, top_units
+from kvsift.methods.blocks import pages_in, whole_blocks
+from kvsift.methods.chunked import ChunkedMethod
+from kvsift.methods.key_norms import SMALLEST_NORM, KeyNorms
+from kvsift.methods.together import alike, best_of_segments
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+Mode = Literal["shared", "paired_sorted", "max_of_mean_exact"]
+Score = Literal["cosine", "dot"]
+Reduce = Literal["max", "mean"]
+
+PAGE_SIZE = 16  # by default
+SUMMARY = "minmax"
+
+
+@dataclass(frozen=True)
+class QuoKA(ChunkedMethod):
+    """Tokens by their cosine with the queries that differ most from the mean query.
+
+    Attributes:
+        queries: kept of each chunk (N_Q of the paper).
+        mode: "shared": the heads of a group keep the same queries; "paired_sorted": each head its own, averaged by
+            rank, as in the paper; "max_of_mean_exact": each head its own and its own scores, averaged only then.
+        score: "cosine", or "dot" for products that keys of large norm win.
+        reduce: over the kept queries, "max" or "mean".
+        prefilter: rank pages by the bound of their summaries first, and score the tokens of the best ones alone: as
+            many pages as hold ``prefilter`` times the tokens to select, rounded up. 0 scores every token. Pages that
+            are candidates in part, at either end, are always scored and do not count.
+        page_size: tokens per page, for ``prefilter``.
+    """
+
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+    source: ClassVar[str] = "arXiv 2602.08722"
+
+    queries: int = 16
+    mode: Mode = "shared"
+    score: Score = "cosine"
+    reduce: Reduce = "max"
+    prefilter: float = 0
+    page_size: int = PAGE_SIZE
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        knobs.whole("queries", self.queries, 1)
+        knobs.one_of("mode", self.mode, ("shared", "paired_sorted", "max_of_mean_exact"))
+        knobs.one_of("score", self.score, ("cosine", "dot"))
+        knobs.one_of("reduce", self.reduce, ("max", "mean"))
+        knobs.prefilter(self.prefilter, "token")
+        knobs.whole("page_size", self.page_size, 1)
+        if self.page_size != PAGE_SIZE and not self.prefilter:
+            raise InputError(
+                f"page_size={self.page_size} means nothing without prefilter; add for instance prefilter=8."
+            )
+
+    @property
+    def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (SUMMARY,) if self.prefilter else ()
+
+    @property
+    def summary_page_size(self) -> int:
+        return self.page_size
+
+    def new_state(self, shape: LayerShape) -> KeyNorms | None:
+        return KeyNorms() if self.score == "cosine" else None
+
+    def select(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        reader: KVReader,
+    ) -> Selection:  # fmt: skip
+        cosine, exact = self.score == "cosine", self.mode == "max_of_mean_exact"
+        kept = kept_queries(queries, 1, shape.num_kv_heads, self.queries, self.mode, cosine)[0]
+        if not cosine:
+            kept = kept * shape.scale  # half precision ends at 65504
+        num_heads, tokens = shape.group_size if exact else 1, candidates.tokens
+        norms = state.read(reader, tokens.start, tokens.stop) if cosine else None
+        pages = whole_blocks(candidates, self.page_size)
+        keep = ceil(self.prefilter * limit.units / self.page_size)
+        if not self.prefilter or keep >= len(pages):
+            scores = key_scores(kept, reader.keys(tokens.start, tokens.stop), norms, self.reduce, num_heads)
+            return Selection(top_units(scores, limit.units) + candidates.first, 1, full=True)
+        best = top_units(self._page_scores(kept, num_heads, norms, pages, candidates, reader), keep) + pages.start
+        units = pages_in(best, candidates, self.page_size)  # [num_kv_heads, num_units]
+        before = reader.keys(tokens.start, pages.start * self.page_size)
+        after = reader.keys(pages.stop * self.page_size, tokens.stop)
+        keys = torch.cat([before, reader.keys_of(best), after], 1)  # of the units
+        norms = None if norms is None else norms.gather(1, units - candidates.first)
+        places = top_units(key_scores(kept, keys, norms, self.reduce, num_heads), limit.units)
+        return Selection(units.gather(1, places), 1, full=True)
+
+    def select_segments(
+        self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
+    ) -> Sequence[Selection]:
+        if self.prefilter or not alike(asked):
+            return super().select_segments(state, shape, queries, asked, reader)
+        cosine, exact = self.score == "cosine", self.mode == "max_of_mean_exact"
+        kept = kept_queries(queries, len(asked), shape.num_kv_heads, self.queries, self.mode, cosine)
+        if not cosine:
+            kept = kept * shape.scale
+        if exact:  # a list of probes for each query head
+            kept = kept.unflatten(2, (shape.group_size, -1)).flatten(1, 2)
+        tokens = asked[-1].candidates.tokens
+        keys = reader.keys(tokens.start, tokens.stop)
+        scores = probe_scores(kept.to(keys.dtype), keys, cosine=cosine, mean=self.reduce == "mean")
+        if exact:
+            scores = scores.unflatten(1, (shape.num_kv_heads, -1)).mean(2)
+        return best_of_segments(scores, asked)
+
+    def _page_scores(
+        self, kept: Tensor, num_heads: int, norms: Tensor | None, pages: range, candidates: Candidates, reader: KVReader
+    ) -> Tensor:
+        """Of whole candidate pages, [num_kv_heads, num_pages]: the bound of their products with the kept queries."""
+        rows = reader.summary(SUMMARY, slice(pages.start, pages.stop))
+        bounds = reduced(page_scores(SUMMARIES[SUMMARY].features(kept), rows), self.reduce, num_heads)
+        if norms is None:
+            return bounds
+        # a page of long keys has a large bound whatever their direction
+        first = pages.start * self.page_size - candidates.first
+        inside = norms[:, first : first + len(pages) * self.page_size].unflatten(1, (len(pages), self.page_size))
+        return bounds * inside.mean(-1)
+
+
+def kept_queries(
+    queries: Tensor, num_segments: int, num_kv_heads: int, count: int, mode: Mode, cosine: bool
+) -> Tensor:
+    """The queries least like the mean query of their head, ready for a product with the keys; all of few.
+
+    queries [num_query_heads, num_segments * num_queries, head_dim] -> float32 [num_segments, num_kv_heads, num_kept,
+    head_dim]: unit queries (with ``cosine``) averaged over the heads of the group, or the queries of all its heads one
+    after the other (``max_of_mean_exact``).
+    """
+    q = queries.unflatten(1, (num_segments, -1)).transpose(0, 1).unflatten(1, (num_kv_heads, -1))
+    if q.shape[-2] > count:  # q [num_segments, num_kv_heads, group_size, num_queries, head_dim]
+        unlike = unlikeness(queries, num_segments, count).unflatten(1, (num_kv_heads, -1))
+        if mode == "shared":
+            unlike = unlike.mean(-2, keepdim=True)
+        chosen = unlike.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # in order: heads are paired
+        q = q.gather(-2, chosen.unsqueeze(-1).expand(*q.shape[:-2], count, q.shape[-1]))
+    q = q.float()
+    if cosine:
+        q = q / q.norm(dim=-1, keepdim=True).clamp_min(SMALLEST_NORM)
+    return q.flatten(-3, -2) if mode == "max_of_mean_exact" else q.mean(-3)
+
+
+def key_scores(kept: Tensor, keys: Tensor, norms: Tensor | None, reduce: Reduce, num_heads: int = 1) -> Tensor:
+    """Score of each key: its product with the kept queries, reduced over them, times one over the key's length.
+
+    kept float32 [num_kv_heads, num_kept, head_dim], of ``num_heads`` query heads one after the other; keys
+    [num_kv_heads, num_keys, head_dim]; norms float32 [num_kv_heads, num_keys], or None -> float32 [num_kv_heads,
+    num_keys].
+    """
+    products = _products(kept.to(keys.dtype), keys)  # a float32 copy of all keys would cost more than the product
+    # the factor of a key is positive, so it may wait until the largest is known
+    scores = reduced(products, reduce, num_heads)
+    return scores if norms is None else scores * norms
+
+
+def _products(kept: Tensor, keys: Tensor) -> Tensor:
+    """[num_kv_heads, num_kept, num_keys], in the dtype of the keys."""
+    if keys.is_cuda:
+        return kept @ keys.mT
+    # head by head: on the host, a batched product copies keys that are a view of a pool
+    products = kept.new_empty(*kept.shape[:2], keys.shape[1])
+    for head, of in enumerate(keys):
+        torch.mm(kept[head], of.mT, out=products[head])
+    return products
+
+
+def reduced(products: Tensor, reduce: Reduce, num_heads: int) -> Tensor:
+    """[num_kv_heads, num_heads * num_kept, count] -> float32 [num_kv_heads, count]: over the kept queries of each
+    head, then the mean of the heads."""
+    products = products.unflatten(1, (num_heads, -1))
+    by_head = products.amax(2).float() if reduce == "max" else products.mean(2, dtype=torch.float32)
+    return by_head.mean(1)

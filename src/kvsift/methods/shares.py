@@ -1,0 +1,57 @@
+"""Methods that estimate logits by stand-ins of the queries, and rank tokens by their mean share of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.methods.base import ScoringMethod, enough, top_units
+from kvsift.methods.chunked import ChunkedMethod, seen_by_all
+from kvsift.methods.oracle import exact_logits
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+MAX_SCORES = 1 << 25  # logits at once: 128 MiB
+
+
+@dataclass(frozen=True)
+class ShareMethod(ScoringMethod, ChunkedMethod):
+    """Tokens by the softmax of estimated logits over what came before, averaged over the queries of the segment and the
+    heads that share a selection."""
+
+    def __post_init__(self) -> None:
+        ScoringMethod.__post_init__(self)
+        ChunkedMethod.__post_init__(self)
+
+    def stand_ins(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
+        """Queries whose exact logits are the estimate: [num_query_heads, any number, head_dim]."""
+        return queries
+
+    def select(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        reader: KVReader,
+    ) -> Selection:  # fmt: skip
+        keys = reader.keys(0, seen_by_all(start, queries.shape[1]))
+        shares = mean_shares(shape, self.stand_ins(state, shape, queries, start, reader), keys)
+        shares = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)[:, candidates.tokens]
+        if limit.mass is None:
+            return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
+        chosen = top_units(shares, limit.units, enough(shares, 1 - shares.sum(-1), limit.mass))
+        return Selection(torch.where(chosen < 0, chosen, chosen + candidates.first), 1)
+
+
+def mean_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
+    """Mean over queries of the softmax of their logits, float32 [num_query_heads, num_keys].
+
+    queries [num_query_heads, num_queries, head_dim]; keys [num_kv_heads, num_keys, head_dim].
+    """
+    tile = max(1, MAX_SCORES // (shape.num_query_heads * keys.shape[1]))
+    total = torch.zeros(shape.num_query_heads, keys.shape[1], device=keys.device)
+    for some in queries.split(tile, 1):
+        logits = exact_logits(shape, some, keys)
+        if shape.softcap is not None:
+            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        total += logits.softmax(-1).sum(1)
+    return total / queries.shape[1]

@@ -1,0 +1,52 @@
+"""Segments of a chunk chosen and attended together answer as one by one, and count the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsift.runtime.relay import Relay
+from kvsift.runtime.sequence import SparseAttention
+from kvsift.runtime.spec import parse_plan
+from kvsift.runtime.stats import RunStats
+from kvsift.types import Chunk, LayerShape
+
+PLANS = [
+    "quoka:budget=200:chunk=64:window=16:sinks=4:queries=8:dense_layers=none",
+    "quoka:budget=200:chunk=64:window=16:mode=max_of_mean_exact:queries=8:dense_layers=none",
+    "quoka:budget=200:chunk=64:window=16:score=dot:reduce=mean:queries=8:dense_layers=none",
+    "quoka:budget=200:chunk=64:window=16:queries=8:prefilter=2:dense_layers=none",
+    "critiprefill:budget=192:segment=64:block=16:page_size=8:window=16:dense_layers=none",
+    "critiprefill:budget=192:segment=64:block=16:page_size=8:window=16:estimator=paper:dense_layers=none",
+    "critiprefill:budget=192:segment=64:block=16:page_size=8:window=16:estimator=bound:fusion=false:dense_layers=none",
+    "oracle_tokens:budget=192:window=16:dense_layers=none",
+]
+CHUNKS = [300, 400, 137, 64]  # the second and the fourth begin inside a segment
+
+
+def answers(plan: str, together: bool) -> tuple[torch.Tensor, dict[str, object]]:
+    """Of two layers one above the other, over several chunks."""
+    generator = torch.Generator().manual_seed(1)
+    stats, relay = RunStats(0), Relay()
+    layers = []
+    for layer in range(2):
+        shape = LayerShape(layer, 4, 2, 32, 32**-0.5)
+        attention = SparseAttention(shape, parse_plan(f"prefill={plan}"), 1, torch.empty(0), stats, relay=relay)
+        attention.together = together
+        layers.append(attention)
+    outputs = []
+    for size in CHUNKS:
+        for attention in layers:
+            queries, keys, values = (torch.randn(1, heads, size, 32, generator=generator) for heads in (4, 2, 2))
+            outputs.append(attention.attend(Chunk(2 * queries, keys, values, [size])))
+    return torch.cat(outputs, 2), stats.report()["phases"]["prefill"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_together_as_one_by_one(plan: str) -> None:
+    (one, counted), (other, also) = (answers(plan, together) for together in (False, True))
+    torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+    assert counted["density"] < 1
+    for key in ("queries", "sparse_queries", "visible_tokens", "density", "kv_bytes_dense"):
+        assert also[key] == pytest.approx(counted[key]), key
+    assert also["kv_bytes_read"] <= counted["kv_bytes_read"]  # what is read once for all segments counts once
