@@ -39,7 +39,7 @@ def result(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "recipe": {"tasks": ["passkey"], "budgets": [64], "settings": "", "plans": ["dense"]},
         "samples": samples,
     }
-    monkeypatch.setattr("kvsift.eval.quality.run", lambda recipe, workers, on_job: on_job(1, 1) or made)
+    monkeypatch.setattr("kvsift.eval.quality.run", lambda recipe, workers, on_job, most: on_job(1, 1) or made)
     return made
 
 

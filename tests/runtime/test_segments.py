@@ -24,27 +24,33 @@ PLANS = [
 CHUNKS = [300, 400, 137, 64]  # the second and the fourth begin inside a segment
 
 
-def answers(plan: str, together: bool) -> tuple[torch.Tensor, dict[str, object]]:
+def answers(plan: str, together: bool, device: str) -> tuple[torch.Tensor, dict[str, object]]:
     """Of two layers one above the other, over several chunks."""
     generator = torch.Generator().manual_seed(1)
     stats, relay = RunStats(0), Relay()
     layers = []
     for layer in range(2):
         shape = LayerShape(layer, 4, 2, 32, 32**-0.5)
-        attention = SparseAttention(shape, parse_plan(f"prefill={plan}"), 1, torch.empty(0), stats, relay=relay)
+        attention = SparseAttention(
+            shape, parse_plan(f"prefill={plan}"), 1, torch.empty(0, device=device), stats, relay=relay
+        )
         attention.together = together
         layers.append(attention)
     outputs = []
     for size in CHUNKS:
         for attention in layers:
-            queries, keys, values = (torch.randn(1, heads, size, 32, generator=generator) for heads in (4, 2, 2))
+            drawn = (torch.randn(1, heads, size, 32, generator=generator) for heads in (4, 2, 2))
+            queries, keys, values = (each.to(device) for each in drawn)
             outputs.append(attention.attend(Chunk(2 * queries, keys, values, [size])))
     return torch.cat(outputs, 2), stats.report()["phases"]["prefill"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_together_as_one_by_one(plan: str) -> None:
-    (one, counted), (other, also) = (answers(plan, together) for together in (False, True))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_together_as_one_by_one(plan: str, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    (one, counted), (other, also) = (answers(plan, together, device) for together in (False, True))
     torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
     assert counted["density"] < 1
     for key in ("queries", "sparse_queries", "visible_tokens", "density", "kv_bytes_dense"):

@@ -1,10 +1,11 @@
-"""Prefill end to end: seconds to the first token of the engine, dense and by plans, on one model and one set of pools."""
+"""Prefill end to end: seconds to the first token in the engine, dense and by plans, on one model."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -88,9 +89,9 @@ def _measure(recipe: Recipe, model: Any, prefill: DecoderPrefill, context: int) 
     wanted = [("dense", f"dense, chunks of {chunk}", chunk) for chunk in recipe.chunks]
     wanted += [(plan, plan, recipe.chunks[-1]) for plan in recipe.plans]
     for plan, name, chunk in wanted:
-        timers[name] = _timer(prefill, ids, chunk, lambda plan=plan: _new_cache(model, parse_plan(plan), context))
+        timers[name] = _timer(prefill, ids, chunk, partial(_new_cache, model, parse_plan(plan), context))
         facts[name] = {"name": name, "plan": plan, "chunk": chunk, "ttft_s": []}
-    timers[CEILING] = _timer(prefill, ids, recipe.chunks[-1], lambda: _Nothing(len(model.model.layers)))
+    timers[CEILING] = _timer(prefill, ids, recipe.chunks[-1], partial(_Nothing, len(model.model.layers)))
     facts[CEILING] = {"name": CEILING, "plan": "", "chunk": recipe.chunks[-1], "ttft_s": []}
     names = list(timers)
     for number in range(recipe.repeats + 1):  # the first compiles, and is not counted

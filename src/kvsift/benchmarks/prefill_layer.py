@@ -1,4 +1,4 @@
-"""Attention of prefill in one layer: a whole prompt chunk by chunk, or one chunk behind a context, against dense kernels.
+"""Attention of prefill in one layer: a whole prompt, or one chunk behind a context, against dense kernels.
 
 Keys, values and queries are random, so that nothing is said about quality; what is read and computed does not depend on
 them.
@@ -82,7 +82,9 @@ def run(recipe: Recipe, device: torch.device, dtype: torch.dtype = torch.bfloat1
         samples = interleaved(timers, recipe.repeats)
         yield {
             "context": context,
-            "variants": [{"name": name, "samples_s": [float(f"{s:.5g}") for s in each]} for name, each in samples.items()]
+            "variants": [
+                {"name": name, "samples_s": [float(f"{s:.5g}") for s in each]} for name, each in samples.items()
+            ]
             + [{"name": name, "reason": reason} for name, reason in failed.items()],
             "flops": _flops(recipe, context),
         }

@@ -10,7 +10,7 @@ from kvsift.benchmarks.prefill import CEILING
 
 
 def ttft_table(result: dict[str, Any]) -> str:
-    """A Markdown table: a row per context; seconds to the first token, and how many times faster than the best dense."""
+    """A Markdown table: a row per context; seconds to the first token, and how often faster than the best dense."""
     plans = result["recipe"]["plans"]
     rows = []
     for point in result["points"]:

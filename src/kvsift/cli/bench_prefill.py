@@ -19,7 +19,8 @@ def bench_prefill(
     contexts: ContextsOption = "32K,64K,128K",
     plans: Annotated[str, typer.Option("--plans", help="Plans, with ; between them.")] = PLANS,
     part: Annotated[
-        str, typer.Option("--part", help="ttft: the whole model. layer: attention of one layer. chunk: of one chunk in it.")
+        str,
+        typer.Option("--part", help="ttft: the whole model. layer: attention of one layer. chunk: of one chunk in it."),
     ] = "ttft",
     shape: Annotated[str, typer.Option("--shape", help="Random weights: llama-3-8b or tiny.")] = "llama-3-8b",
     heads: Annotated[str, typer.Option("--heads", help="Of a layer: query heads/KV heads.")] = "32/8",
@@ -55,7 +56,6 @@ def bench_prefill(
 
 
 def _measured(part: str, wanted: dict[str, Any], device_name: str, output: Path | None, quiet: bool) -> dict[str, Any]:
-    import torch
 
     from kvsift.benchmarks import machine, prefill, prefill_layer
     from kvsift.benchmarks.prefill_report import point_text

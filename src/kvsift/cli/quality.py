@@ -16,6 +16,9 @@ def quality(
     recipe: Annotated[Path, typer.Option("--recipe", help="TOML file: tasks, length, plans, budgets.")],
     out: Annotated[Path | None, typer.Option("--out", help="Write the result, all samples in it, here.")] = None,
     workers: Annotated[int, typer.Option("--workers", min=1, help="Contexts in parallel, a process each.")] = 1,
+    max_seconds: Annotated[
+        float | None, typer.Option("--max-seconds", min=0, help="Stop after so long; what is left out is listed.")
+    ] = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Measure exact match of plans on retrieval tasks, at equal budgets, on the same prefilled contexts."""
@@ -30,7 +33,8 @@ def quality(
     o.require_writable(out, "--out")
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("contexts", total=len(loaded.jobs()))
-        result = run(loaded, workers, lambda done, total: bar.update(task, completed=done, total=total))
+        told = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        result = run(loaded, workers, told, max_seconds)
     text = _one_sample_per_line(result)
     if out is not None:
         o.write_whole(out, text + "\n")

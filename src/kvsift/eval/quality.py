@@ -1,7 +1,8 @@
 """Exact match of many plans on the same contexts: the table that separates the methods.
 
-Per context: prefill once for every way of prefilling that the plans have, densely or not; then every plan answers every
-question from such a cache. The question's own tokens are decoded under the plan as well (``question_phase = "decode"``), so a method cannot lean on a dense look at them.
+Per context: prefill once for every way of prefilling that the plans have, densely or not; then every plan answers
+every question from such a cache. The question's own tokens are decoded under the plan as well (``question_phase =
+"decode"``), so a method cannot lean on a dense look at them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,12 @@ from kvsift.methods.base import Phase
 MAX_NEW_TOKENS = 40
 
 
-def run(recipe: Recipe, workers: int, on_job: Callable[[int, int], None]) -> dict[str, Any]:
+def run(
+    recipe: Recipe, workers: int, on_job: Callable[[int, int], None], max_seconds: float | None = None
+) -> dict[str, Any]:
     """Run a recipe, contexts in parallel; ``on_job`` is told (contexts done, contexts in all).
+
+    After ``max_seconds`` contexts under way are dropped, and what is not done is listed as left out.
 
     Returns:
         A JSON document: recipe, versions, machine and one sample per question and cell.
@@ -38,26 +43,36 @@ def run(recipe: Recipe, workers: int, on_job: Callable[[int, int], None]) -> dic
     LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype)
     jobs = recipe.jobs()
     samples: list[dict[str, Any]] = []
+    left = list(jobs)
     threads = max(1, (os.cpu_count() or 1) // workers)
     others = active_children()
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_leave_interruptions_to_the_parent) as pool:
         try:
-            running = [pool.submit(run_job, recipe, task, seed, threads) for task, seed in jobs]
-            for done, future in enumerate(as_completed(running), 1):
+            running = {pool.submit(run_job, recipe, task, seed, threads): (task, seed) for task, seed in jobs}
+            for done, future in enumerate(as_completed(running, max_seconds), 1):
                 samples.extend(future.result())
+                left.remove(running[future])
                 on_job(done, len(jobs))
+        except TimeoutError:
+            _stop(pool, others)
         except BrokenProcessPool as error:  # the pool ends and joins its other workers itself
             raise InputError(
                 f"a worker died, probably for lack of memory. {workers} ran at a time; give fewer --workers."
             ) from error
         except BaseException:  # an interruption too: do not wait for contexts nobody will look at
-            pool.shutdown(wait=False, cancel_futures=True)
-            for worker in [child for child in active_children() if child not in others]:
-                worker.terminate()
-                worker.join()
+            _stop(pool, others)
             raise
     samples.sort(key=lambda s: (s["task"], s["seed"], s["plan"], s["question"]))
-    return {"kind": "quality", "recipe": asdict(recipe), **provenance(recipe), "samples": samples}
+    left_out = [{"task": task, "seed": seed} for task, seed in left]
+    return {"kind": "quality", "recipe": asdict(recipe), **provenance(recipe), "left_out": left_out, "samples": samples}
+
+
+def _stop(pool: ProcessPoolExecutor, others: list[Any]) -> None:
+    """End a pool whose workers are busy."""
+    pool.shutdown(wait=False, cancel_futures=True)
+    for worker in [child for child in active_children() if child not in others]:
+        worker.terminate()
+        worker.join()
 
 
 def _leave_interruptions_to_the_parent() -> None:

@@ -119,9 +119,9 @@ def fused_runs(queries: Tensor, keys: Tensor, causal: bool) -> bool:
 
 
 def _cudnn_wins(queries: Tensor, num_keys: int) -> bool:
-    """Whether to take cuDNN's kernel, on Hopper twice as fast as FlashAttention 2: 2048 queries on 128K keys take 6.0 and
-    11.5 ms on an H200. The first call with a shape costs 45 ms there, which a chunk on few keys does not earn back, and
-    with few queries it splits the keys too little."""
+    """Whether to take cuDNN's kernel, on Hopper twice as fast as FlashAttention 2: 2048 queries on 128K keys take 6.0
+    and 11.5 ms on an H200. The first call with a shape costs 45 ms there, which a chunk on few keys does not earn back,
+    and with few queries it splits the keys too little."""
     num_rows, _, num_queries, head_dim = queries.shape
     few = num_queries < 256 or num_rows * num_queries * num_keys < CUDNN_SCORES
     if not queries.is_cuda or queries.dtype == torch.float32 or few or head_dim not in (64, 128):

@@ -32,7 +32,7 @@ class SummaryKind(NamedTuple):
     """How a page is summarised and scored."""
 
     width: Callable[[int], int]  # head_dim -> numbers per row
-    rows: Callable[[Tensor, Tensor], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] -> [.., width]
+    rows: Callable[[Tensor, Tensor | None], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] or None
     features: Callable[[Tensor], Tensor]  # scaled queries [.., head_dim] float32 -> [.., width]
     is_bound: bool  # score >= the true maximum logit of the page
     dtype: torch.dtype | None = None  # of the rows; None is the KV dtype
@@ -52,22 +52,25 @@ def page_scores(features: Tensor, rows: Tensor) -> Tensor:
     return features @ rows.float().mT
 
 
-def summarise(kind: str, keys: Tensor, valid: Tensor) -> Tensor:
+def summarise(kind: str, keys: Tensor, valid: Tensor | None = None) -> Tensor:
     """Packed rows of pages, in the dtype of their kind, or of ``keys``.
 
     keys [num_kv_heads, num_pages, page_size, head_dim], what is not valid may hold anything, NaN included;
-    valid bool [num_pages, page_size] with at least one token per page -> [num_kv_heads, num_pages, width].
+    valid bool [num_pages, page_size] with at least one token per page, None if all are -> [num_kv_heads, num_pages,
+    width].
     """
-    return SUMMARIES[kind].rows(keys, valid.unsqueeze(-1))
+    return SUMMARIES[kind].rows(keys, None if valid is None else valid.unsqueeze(-1))
 
 
-def _minmax_rows(keys: Tensor, valid: Tensor) -> Tensor:
-    top = keys.masked_fill(~valid, -torch.inf).amax(-2)
-    bottom = keys.masked_fill(~valid, torch.inf).amin(-2)
-    return torch.cat([top, bottom], -1)
+def _minmax_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
+    return torch.cat([_filled(keys, valid, -torch.inf).amax(-2), _filled(keys, valid, torch.inf).amin(-2)], -1)
 
 
-def _minmax_fp8_rows(keys: Tensor, valid: Tensor) -> Tensor:
+def _filled(keys: Tensor, valid: Tensor | None, number: float) -> Tensor:
+    return keys if valid is None else keys.masked_fill(~valid, number)
+
+
+def _minmax_fp8_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
     top, bottom = _minmax_rows(keys, valid).float().chunk(2, -1)
     # rounding -min up is rounding min down; the sign is the first bit, also of what is rounded to zero
     bits = _round_up_fp8(torch.cat([top, -bottom], -1))
@@ -94,28 +97,28 @@ def _minmax_features(queries: Tensor) -> Tensor:
     return torch.cat([queries.clamp_min(0), queries.clamp_max(0)], -1)
 
 
-def _moments(keys: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(keys: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor | int]:
     """Mean, and deviations from it with zeros where invalid, in float32; and the number of valid tokens."""
-    k = keys.float().masked_fill(~valid, 0.0)
-    count = valid.sum(-2)  # [num_pages, 1]
+    k = _filled(keys.float(), valid, 0.0)
+    count = keys.shape[-2] if valid is None else valid.sum(-2)  # [num_pages, 1]
     mean = k.sum(-2) / count
-    return mean, (k - mean.unsqueeze(-2)).masked_fill(~valid, 0.0), count
+    return mean, _filled(k - mean.unsqueeze(-2), valid, 0.0), count
 
 
-def _mean_std_rows(keys: Tensor, valid: Tensor) -> Tensor:
+def _mean_std_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
     mean, deviation, count = _moments(keys, valid)
     return torch.cat([mean, (deviation.square().sum(-2) / count).sqrt()], -1).to(keys.dtype)
 
 
-def _mean_var_rows(keys: Tensor, valid: Tensor) -> Tensor:
+def _mean_var_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
     mean, deviation, count = _moments(keys, valid)
     return torch.cat([mean, deviation.square().sum(-2) / count], -1).to(keys.dtype)
 
 
-def _centroid_radius_rows(keys: Tensor, valid: Tensor) -> Tensor:
+def _centroid_radius_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
     mean = _moments(keys, valid)[0].to(keys.dtype)
     # the radius belongs to the centroid as stored, and is rounded outward: the bound survives bf16
-    deviation = (keys.float() - mean.float().unsqueeze(-2)).masked_fill(~valid, 0.0)
+    deviation = _filled(keys.float() - mean.float().unsqueeze(-2), valid, 0.0)
     radius = deviation.norm(dim=-1).amax(-1, keepdim=True)
     # two ulp: one for rounding to the KV dtype, one for the arithmetic of the score itself
     return torch.cat([mean, (radius * (1 + 2 * torch.finfo(keys.dtype).eps)).to(keys.dtype)], -1)

@@ -79,7 +79,7 @@ def _rotate_kernel(
 def _rotate_some(
     heads_ptr, cos, sin, norm_ptr, eps, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
 ):
-    """H heads [H, D] of one token, both halves at a time; products are rounded before their sum, as torch rounds them."""
+    """H heads [H, D] of one token, both halves at a time; products are rounded before their sum, as by torch."""
     h, c = tl.arange(0, HP), tl.arange(0, HALF)
     mask = (h < H)[:, None] & (c < D // 2)[None, :]
     at = heads_ptr + h[:, None] * D + c[None, :]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.split_attention import capped
-from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 from kvsift.types import Part
 
 LOG2E = math.log2(math.e)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
-GROUP_PAGES = 32
+GROUP_PAGES = 16
 BLOCK, WARPS = 2048, 8  # twice that for long rows
 LONG_ROW = 1 << 14
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -87,9 +87,11 @@ class Method:
     def select_segments(
         self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
     ) -> Sequence[Selection]:
-        """What ``select`` chooses for each of several segments of a chunk, one behind the other; ``queries`` are theirs,
-        [num_query_heads, num_queries, head_dim]. A method that answers them in one go reads through ``reader``: what is
-        read once for all of them counts once."""
+        """What ``select`` chooses for each of several segments of a chunk, one behind the other.
+
+        ``queries`` are those of all, [num_query_heads, num_queries, head_dim]. A method that answers them in one go
+        reads through ``reader``: what is read once for all of them counts once.
+        """
         return [self.select(state, shape, *each) for each in asked]
 
 

@@ -112,7 +112,6 @@ class CritiPrefill(Method):
             reader.pass_up(shares)
         return Selection(top_units(shares, limit.units) + candidates.first, self.block, full=True)
 
-
     def select_segments(
         self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
     ) -> Sequence[Selection]:

@@ -147,9 +147,7 @@ class QuoKA(ChunkedMethod):
         return bounds * inside.mean(-1)
 
 
-def kept_queries(
-    queries: Tensor, num_segments: int, num_kv_heads: int, count: int, mode: Mode, cosine: bool
-) -> Tensor:
+def kept_queries(queries: Tensor, num_segments: int, num_kv_heads: int, count: int, mode: Mode, cosine: bool) -> Tensor:
     """The queries least like the mean query of their head, ready for a product with the keys; all of few.
 
     queries [num_query_heads, num_segments * num_queries, head_dim] -> float32 [num_segments, num_kv_heads, num_kept,

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from kvsift.kernels.segment_attention import Rows
 from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.kernels.segment_attention import Rows
 from kvsift.placement.pages import PageTable
 from kvsift.types import LayerShape
 
@@ -177,11 +177,14 @@ class DeviceStore:
         stop_page = len(self.table.rows[row])
         if first_page >= stop_page or not kinds:
             return
-        pages = self._pages(row, first_page, stop_page)
-        positions = torch.arange(first_page * self.page_size, stop_page * self.page_size, device=self.keys.device)
-        valid = (positions < self.lengths[row]).view(-1, self.page_size)
-        for kind in kinds:
-            self.summaries[kind][:, pages] = summarise(kind, self.keys[:, pages], valid)
+        whole, rest = divmod(self.lengths[row], self.page_size)
+        runs: list[tuple[int, int, Tensor | None]] = [(first_page, whole, None)]
+        if rest:  # only the last page is not full
+            runs.append((whole, stop_page, torch.arange(self.page_size, device=self.keys.device).unsqueeze(0) < rest))
+        for first, stop, valid in runs:
+            pages = self._pages(row, first, stop)
+            for kind in kinds if first < stop else ():
+                self.summaries[kind][:, pages] = summarise(kind, self.keys[:, pages], valid)
 
 
 class RowReader:

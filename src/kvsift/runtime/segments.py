@@ -44,8 +44,12 @@ def attend_segments(
 def listed(
     shape: LayerShape, sinks: Sequence[int], selections: Sequence[Selection], rows: Rows
 ) -> tuple[Tensor, Tensor | None, list[int | Tensor]]:
-    """Sinks and selected tokens of every segment and list: slots int32 [num_segments, num_lists, capacity], counts int32
-    [num_segments, num_lists] or None if all lists are full; and how many of each segment are selected ones."""
+    """Sinks and selected tokens of every segment and list.
+
+    Returns:
+        Slots int32 [num_segments, num_lists, capacity]; counts int32 [num_segments, num_lists], or None if all lists
+        are full; how many of each segment are selected ones.
+    """
     size, device = selections[0].unit_size, selections[0].units.device
     num_lists = max(shape.num_kv_heads, selections[0].units.shape[0])
     most = max(selection.units.shape[1] for selection in selections)
