@@ -159,12 +159,15 @@ def _dense_chunk(
     q: Tensor, k: Tensor, v: Tensor, groups: int, scale: float, context: int
 ) -> dict[str, Callable[[], Any]]:
     num_queries, num_kv_heads = q.shape[2], k.shape[1]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # a cache of torch's own would hold them so
     rows = q.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)[0]  # [num_kv_heads, groups * num_queries, head_dim]
     seen = torch.ones(num_queries, k.shape[2], dtype=torch.bool, device=q.device).tril(context)
-    hidden = ~seen.repeat(groups, 1)
+    hidden = ~seen.repeat(groups, 1)[:, context:]  # of the chunk itself: the past is seen by all
+    scaled = rows * scale
 
     def products() -> Tensor:
-        logits = torch.bmm(rows, k[0].mT).mul_(scale).masked_fill_(hidden, -torch.inf)
+        logits = torch.bmm(scaled, k[0].mT)
+        logits[:, :, context:].masked_fill_(hidden, -torch.inf)
         return torch.bmm(logits.softmax(-1), v[0])
 
     def fused() -> Tensor:
