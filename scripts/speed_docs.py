@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvsift.benchmarks import attention_report, chart, decode_report
+from kvsift.benchmarks import attention_report, chart, decode_report, prefill_report
 
 ROOT = Path(__file__).parent.parent
 ATTENTION, DECODE = "attention-h200.json", "decode-h200.json"
+PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
+PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 CHART = "docs/attention-h200.svg"
 HEADLINE_CONTEXTS = [32 << 10, 128 << 10, 512 << 10]
 
@@ -89,10 +91,37 @@ def end_to_end(result: dict[str, Any]) -> str:
     return f"Milliseconds per token, {model}, `{recipe['plan']}`:\n\n{decode_report.decode_table(result)}"
 
 
+def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
+    """Where a result without floors is from."""
+
+    def render(result: dict[str, Any]) -> str:
+        commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
+        power = f", {result['gpu']['power.limit']}" if "power.limit" in result.get("gpu", {}) else ""
+        samples = result["recipe"]["repeats"]
+        return (
+            f"`results/{name}`: {result['machine']}{power}, torch {result['versions']['torch']}, commit {commit}; "
+            f"{f'medians of {samples} samples' if samples > 1 else 'one sample after a warm-up'}."
+        )
+
+    return render
+
+
+def first_tokens() -> str:
+    """Time to the first token, all results as one table."""
+    found = {name: result for name in PREFILL if (result := load(name)) is not None}
+    if not found:
+        return shown(PREFILL[0])()
+    points = [point for result in found.values() for point in result["points"]]
+    together = {**next(iter(found.values())), "points": points}
+    sources = [measured_on(name)(result) for name, result in found.items()]
+    return "\n\n".join(["Seconds:", prefill_report.ttft_table(together), *sources])
+
+
 def readme() -> str:
-    """Both headlines, as far as they are measured."""
+    """The headlines, as far as they are measured."""
     attention = shown(ATTENTION, headline, made(ATTENTION))()
-    return f"{attention}\n\n{shown(DECODE, end_to_end, made(DECODE))()}"
+    first = f"Seconds to the first token, shape of llama-3-8b with random weights:\n\n{first_tokens()}"
+    return "\n\n".join([attention, shown(DECODE, end_to_end, made(DECODE))(), first.replace("Seconds:\n\n", "")])
 
 
 BLOCKS = {
@@ -106,6 +135,9 @@ BLOCKS = {
         "decode": shown(DECODE, end_to_end, made(DECODE)),
         "engine": shown(DECODE, decode_report.engine_table),
         "kernels": shown(DECODE, decode_report.kernel_tables),
+        "prefill": first_tokens,
+        "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
+        "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK)),
     },
 }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from benchmarks.fake_results import attention_result, decode_result
+from benchmarks.fake_results import attention_result, decode_result, prefill_layer_result, prefill_result
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -27,8 +27,13 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def measured(folder: Path) -> None:
-    for name, result in (("attention", attention_result()), ("decode", decode_result())):
-        (folder / "results" / f"{name}-h200.json").write_text(json.dumps(result))
+    results = {
+        "attention-h200": attention_result(), "decode-h200": decode_result(), "prefill-h200": prefill_result(),
+        "prefill-256k-h200": prefill_result((262144,)), "prefill-layer-h200": prefill_layer_result(),
+        "prefill-chunk-cpu": prefill_layer_result(whole=False),
+    }  # fmt: skip
+    for name, result in results.items():
+        (folder / "results" / f"{name}.json").write_text(json.dumps(result))
 
 
 def rendered(pages: ModuleType) -> dict[str, str]:
@@ -53,6 +58,9 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "- not measured: flashinfer: flashinfer cannot be imported" in text["dense"]
     assert "| 32/32 | 32K |" in text["speed"]
     assert "Milliseconds per token, the shape of llama-3-8b with random weights" in text["speed"]
+    assert "| 32K | 1.200 | chunks of 8192 | 0.600 | 2.00x | 4.00x |" in text["prefill"]
+    assert "| 256K | 1.200 |" in text["prefill"]
+    assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
     for name in ("break-even", "breakdown", "losses", "decode", "engine", "kernels"):
         assert text[name].count("|---") >= 1, name
 

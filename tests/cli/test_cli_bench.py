@@ -62,6 +62,12 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("decode", "--plan", "dense"), "it skips nothing"),
         (("decode", "--plan", "quest:budget=16"), "leaves nothing to select"),
         (("decode", "--output", "no/result.json"), "the directory no does not exist."),
+        (("prefill", "--part", "head"), "--part head must be ttft, layer or chunk."),
+        (("prefill", "--plans", "quest:budget=1024"), "prefills densely"),
+        (("prefill", "--part", "chunk", "--plans", "prefill=quka"), "did you mean 'quoka'?"),
+        (("prefill", "--chunk", "0"), "--chunk 0: give whole numbers, 1 or more"),
+        (("prefill", "--part", "layer", "--contexts", ""), "there is nothing to measure"),
+        (("prefill", "--part", "layer", "--heads", "4/3"), "must be a multiple of the KV heads"),
         (("chart", "no.json", "--output", "chart.svg"), "the result file no.json does not exist."),
     ],
 )
@@ -112,6 +118,18 @@ def test_json_prints_the_result_and_nothing_else(
     document = run("bench", what, "--json").document
     assert document["kind"] == what
     assert document["bandwidth"] == BANDWIDTH
+
+
+def test_prefill_runs_anywhere_and_keeps_what_it_measured(run: Run, tmp_path: Path) -> None:
+    kept, plan = tmp_path / "prefill.json", "prefill=quoka:budget=160:chunk=128:dense_layers=none"
+    arguments = ("--contexts", "512", "--chunk", "128", "--repeats", "1", "--plans", plan, "--device", "cpu")
+    found = run("bench", "prefill", "--shape", "tiny", *arguments, "--output", kept)
+    assert "ms" in found.out
+    assert plan in found.out
+    assert json.loads(kept.read_text())["points"][0]["context"] == 512
+    for part in ("layer", "chunk"):
+        found = run("bench", "prefill", "--part", part, "--heads", "4/2", *arguments, "--json")
+        assert json.loads(found.out)["recipe"]["whole"] == (part == "layer")
 
 
 def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> None:

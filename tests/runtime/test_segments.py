@@ -34,7 +34,7 @@ def answers(plan: str, together: bool, device: str) -> tuple[torch.Tensor, dict[
         attention = SparseAttention(
             shape, parse_plan(f"prefill={plan}"), 1, torch.empty(0, device=device), stats, relay=relay
         )
-        attention.together = together
+        attention.joins = together
         layers.append(attention)
     outputs = []
     for size in CHUNKS:

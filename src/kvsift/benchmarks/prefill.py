@@ -54,9 +54,18 @@ class Recipe:
         if not self.contexts or not self.plans or not self.chunks:
             raise InputError("there is nothing to measure: name at least one context, plan and chunk size.")
         for plan in self.plans:
-            rule = parse_plan(plan).prefill
-            if rule is None or rule.method.unbounded:
-                raise InputError(f"plan {plan!r} prefills densely; write, for instance, prefill=quoka:budget=1024.")
+            refuse_dense(plan)
+
+
+def refuse_dense(plan: str) -> None:
+    """Refuse a plan that sifts nothing in prefill.
+
+    Raises:
+        InputError: with what to write instead.
+    """
+    rule = parse_plan(plan).prefill
+    if rule is None or rule.method.unbounded:
+        raise InputError(f"plan {plan!r} prefills densely; write, for instance, prefill=quoka:budget=1024.")
 
 
 def head(recipe: Recipe) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvsift.benchmarks.prefill import refuse_dense
 from kvsift.benchmarks.timing import gpu_seconds, interleaved
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention
@@ -49,6 +50,16 @@ class Recipe:
     num_kv_heads: int = 8
     head_dim: int = 128
     repeats: int = 5
+
+    def __post_init__(self) -> None:
+        if not self.contexts or not self.plans:
+            raise InputError("there is nothing to measure: name at least one context and plan.")
+        if self.num_query_heads % self.num_kv_heads:
+            raise InputError(
+                f"{self.num_query_heads} query heads must be a multiple of the KV heads, {self.num_kv_heads}."
+            )
+        for plan in self.plans:
+            refuse_dense(plan)
 
     @property
     def shape(self) -> LayerShape:

@@ -31,7 +31,7 @@ def ask(
     seed: o.SeedOption = 0,
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
-    chunk_size: o.ChunkOption = 2048,
+    chunk_size: o.ChunkOption = None,
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
     strict: o.StrictOption = False,

@@ -25,7 +25,7 @@ def generate(
     seed: o.SeedOption = 0,
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
-    chunk_size: o.ChunkOption = 2048,
+    chunk_size: o.ChunkOption = None,
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
     strict: o.StrictOption = False,

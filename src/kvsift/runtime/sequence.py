@@ -15,6 +15,7 @@ from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.methods.base import Asked, Phase
 from kvsift.placement.device import DeviceStore, RowReader
 from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans, gather, past_lse
+from kvsift.runtime.counted import CountedReader
 from kvsift.runtime.plan import PHASES, Plan, Rule
 from kvsift.runtime.probe import probe
 from kvsift.runtime.relay import Relay
@@ -49,7 +50,7 @@ class SparseAttention:
         self.relay = Relay() if relay is None else relay
         self.store = DeviceStore(shape, num_rows, plan.page_size or DEFAULT_PAGE_SIZE, like, plan.summaries, reserve)
         self.plan = plan
-        self.together: bool | None = None  # segments of a prefill chunk; None: on a GPU
+        self.joins: bool | None = None  # segments of a prefill chunk are answered together; None: on a GPU
         self._states = self._new_states(plan, num_rows)
 
     def attend(
@@ -131,9 +132,9 @@ class SparseAttention:
             pieces = [piece for piece, _ in run]
             if dense:
                 parts += [self._dense(piece, reader, tally) for piece in pieces]
-            elif phase == "prefill" and self._together(rule, queries):
+            elif phase == "prefill" and self._joins(rule, queries):
                 their = segment.queries[0, :, pieces[0].start - start : pieces[-1].stop - start]
-                parts += self._sparse_together(row, rule, their, pieces, reader, tally)
+                parts += self._sparse_joined(row, rule, their, pieces, reader, tally)
             else:
                 parts += [self._sparse(row, rule, piece, reader, tally, phase) for piece in pieces]
         if len(parts) == 1:
@@ -153,13 +154,13 @@ class SparseAttention:
         tally.kv_bytes_read += self._kv_bytes(segment.stop)
         return attend_dense(self.shape, segment, reader)
 
-    def _together(self, rule: Rule, queries: Tensor) -> bool:
+    def _joins(self, rule: Rule, queries: Tensor) -> bool:
         """Whether segments of a chunk are chosen and attended together."""
         method, budget = rule.method, rule.budget
-        wanted = runs_on_triton(queries) if self.together is None else self.together
+        wanted = runs_on_triton(queries) if self.joins is None else self.joins
         return wanted and method.selects and not method.slides and budget.window > 0 and budget.mass is None
 
-    def _sparse_together(
+    def _sparse_joined(
         self, row: int, rule: Rule, queries: Tensor, segments: Sequence[Segment], reader: RowReader, tally: Tally
     ) -> list[Part]:
         started = perf_counter()
@@ -260,50 +261,6 @@ class SparseAttention:
     def _kv_bytes(self, num_tokens: int) -> int:
         per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.store.keys.element_size()
         return num_tokens * per_token
-
-
-class CountedReader:
-    """What a method may read, with the bytes it did read to choose.
-
-    Args:
-        reader: of the row.
-        relay: between the layers.
-        place: (row, layer, key) of these queries in the relay.
-    """
-
-    def __init__(self, reader: RowReader, relay: Relay, place: tuple[int, int, Any]) -> None:
-        self._reader, self._relay, self._place = reader, relay, place
-        self.bytes_read = 0
-
-    @property
-    def length(self) -> int:
-        return self._reader.length
-
-    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """[num_kv_heads, stop - start, head_dim]; everything by default."""
-        return self.counted(self._reader.keys(start, stop))
-
-    def summary(self, kind: str, units: slice | Tensor) -> Tensor:
-        """[num_heads, number of units, width]"""
-        return self.counted(self._reader.summary(kind, units))
-
-    def keys_of(self, pages: Tensor) -> Tensor:
-        """[num_heads, count * page_size, head_dim]"""
-        return self.counted(self._reader.keys_of(pages))
-
-    def from_below(self) -> Tensor | None:
-        """What the method passed up for these queries in the nearest layer below where it chose."""
-        message: Tensor | None = self._relay.find(*self._place)
-        return None if message is None else self.counted(message)
-
-    def pass_up(self, message: Tensor) -> None:
-        """Leave something for the layers above."""
-        self._relay.leave(*self._place, message)
-
-    def counted(self, remembered: Tensor) -> Tensor:
-        """The tensor itself, read by the method."""
-        self.bytes_read += remembered.numel() * remembered.element_size()
-        return remembered
 
 
 def _context_tokens(segment: Segment) -> int:

@@ -1,0 +1,63 @@
+"""Prompt chunks by fused steps: the logits and the cache of the same model under transformers, whatever the plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models.tiny import tiny
+
+from kvsift.methods.base import Phase
+from kvsift.models.decoder_prefill import DecoderPrefill
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.transformers import SparseCache, feeding, make_cache
+
+PLANS = [
+    "dense",
+    "prefill=quoka:budget=96:chunk=64:window=8:dense_layers=none,decode=quest:budget=112:dense_layers=none",
+    "prefill=critiprefill:budget=160:segment=64:window=8:dense_layers=none",
+]
+CHUNKS = [128, 192, 50]
+
+
+def read(model: Any, plan: str, fused: bool, phase: Phase = "prefill") -> tuple[list[torch.Tensor], SparseCache]:
+    """Logits behind each chunk."""
+    cache = make_cache(model, plan, probe_every=0)
+    prefill = DecoderPrefill(DecoderStep(model)) if fused else None
+    generator, found = torch.Generator().manual_seed(5), []
+    with torch.inference_mode(), feeding(model, phase):
+        for size in CHUNKS:
+            ids = torch.randint(3, model.config.vocab_size, (size,), generator=generator)
+            if prefill is not None:
+                found.append(prefill(ids, cache, phase))
+            else:
+                found.append(model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1).logits)
+    return found, cache
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_chunks_give_the_logits_and_the_cache_of_transformers(family: str, plan: str) -> None:
+    model = tiny(family)
+    (expected, slow), (found, fast) = (read(model, plan, fused) for fused in (False, True))
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+    assert fast.get_seq_length() == slow.get_seq_length() == sum(CHUNKS)
+    for one, other in zip(fast.attentions, slow.attentions, strict=True):
+        torch.testing.assert_close(one.store.row(0).keys(), other.store.row(0).keys(), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(one.store.row(0).values(), other.store.row(0).values(), rtol=1e-4, atol=2e-5)
+    counted = [cache.run.report()["phases"]["prefill"] for cache in (fast, slow)]
+    for key in ("queries", "visible_tokens", "sparse_queries", "density"):
+        assert counted[0][key] == counted[1][key]
+    assert (counted[0]["density"] < 1) == (plan != "dense")
+
+
+def test_tokens_fed_as_generated_ones_are_answered_so() -> None:
+    model = tiny("Llama")
+    plan = "decode=quest:budget=48:window=8:page_size=8:dense_layers=none"
+    (expected, slow), (found, fast) = (read(model, plan, fused, "decode") for fused in (False, True))
+    torch.testing.assert_close(found[-1], expected[-1], rtol=1e-4, atol=2e-5)
+    for cache in (slow, fast):
+        assert cache.run.report()["phases"]["decode"]["queries"] == sum(CHUNKS) * len(cache.layers)
