@@ -24,13 +24,14 @@ KEYS = {
     "model",
     "plan",
     "prompt_tokens",
+    "read_density",
     "recall",
     "recovery",
     "tpot_s",
     "ttft_s",
     "visible_tokens",
 }
-ANSWER_KEYS = KEYS - {"answers", "compare", "device", "document_tokens", "dtype", "model", "plan"} | {
+ANSWER_KEYS = KEYS - {"answers", "compare", "device", "document_tokens", "dtype", "model", "plan", "read_density"} | {
     "question",
     "text",
     "token_ids",
@@ -80,6 +81,22 @@ def test_compare_answers_under_the_other_plan_too(ask: Run) -> None:
     assert compare["kv_bytes_read"] == compare["kv_bytes_dense"] == document["kv_bytes_dense"]
     assert untimed(compare["answers"]) == untimed(ask("--plan", "dense", "--json").document["answers"])
     assert "compare" not in ask("--plan", PLAN, "--json").document
+
+
+def test_how_the_document_was_read_is_proved_too(ask: Run) -> None:
+    sifted = "prefill=quoka:budget=64:chunk=64:window=16:dense_layers=none"
+    document = ask("--plan", sifted, "--compare", "dense", "--json").document
+    assert 0.1 < document["read_density"] < 0.5
+    assert document["compare"]["read_density"] == 1
+    shown = ask("--plan", sifted).out
+    assert "prefill density" in shown
+    assert f"{100 * document['read_density']:.1f} %" in shown
+
+
+def test_a_plan_that_read_everything_is_said_aloud(ask: Run) -> None:
+    outcome = ask("--plan", "prefill=quoka:budget=2048:dense_layers=none", "--json", "--strict")
+    assert outcome.code == 2
+    assert "skipped nothing in prefill" in outcome.err
 
 
 def test_every_question_is_answered_as_if_it_were_the_only_one(ask: Run) -> None:

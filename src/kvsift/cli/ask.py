@@ -12,6 +12,7 @@ from kvsift.cli import options as o
 from kvsift.cli.progress import prefill_progress
 
 if TYPE_CHECKING:
+    from kvsift.cli.report import Reading
     from kvsift.engine.llm import LLM, Document
     from kvsift.engine.result import Answer
 
@@ -43,7 +44,7 @@ def ask(
     under another.
     """
     text = o.read_text(context, "context")
-    from kvsift.cli.report import check_skipped, print_answers
+    from kvsift.cli.report import Reading, check_skipped, print_answers
     from kvsift.engine.llm import LLM
     from kvsift.engine.sampling import Sampling
     from kvsift.errors import unknown
@@ -63,7 +64,7 @@ def ask(
         for each in question:
             document.check(each, max_new_tokens)
         answers: list[list[Answer]] = []  # one list per plan
-        reads: list[float] = []
+        reads: list[Reading] = []
         for each_plan in plans:
             asked = [
                 document.ask(
@@ -76,23 +77,23 @@ def ask(
                 for each in question
             ]
             answers.append(asked)
-            reads.append(document.read_s)
+            reads.append(Reading(document.read_s, document.read_stats["phases"]["prefill"]["density"]))
     if as_json:
         print(json.dumps(_as_json(llm, document, question, answers, reads), indent=2))
     else:
         print_answers(llm, document, question, answers, reads)
-    for each_plan, asked in zip(plans, answers, strict=True):
-        check_skipped(each_plan, asked, strict)
+    for each_plan, asked, read in zip(plans, answers, reads, strict=True):
+        check_skipped(each_plan, asked, strict, read)
 
 
 def _as_json(
-    llm: LLM, document: Document, questions: list[str], answers: list[list[Answer]], reads: list[float]
+    llm: LLM, document: Document, questions: list[str], answers: list[list[Answer]], reads: list[Reading]
 ) -> dict[str, Any]:
     from kvsift.cli.report import summary
 
     rows = [
-        {**summary(asked, read_s), "answers": [{"question": q, **a.as_dict()} for q, a in zip(questions, asked)]}
-        for asked, read_s in zip(answers, reads, strict=True)
+        {**summary(asked, read), "answers": [{"question": q, **a.as_dict()} for q, a in zip(questions, asked)]}
+        for asked, read in zip(answers, reads, strict=True)
     ]
     run = {
         "model": str(llm.directory.path.name),

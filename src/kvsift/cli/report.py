@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsift.errors import NothingSkipped
 from kvsift.runtime.plan import PHASES, Plan
@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from kvsift.engine.result import Answer
 
 
-def summary(answers: Sequence[Answer], read_s: float = 0.0) -> dict[str, Any]:
+class Reading(NamedTuple):
+    """What reading a document took, and what its tokens saw."""
+
+    seconds: float = 0.0
+    density: float | None = None  # of prefill
+
+
+NOTHING_READ = Reading()
+
+
+def summary(answers: Sequence[Answer], read: Reading = NOTHING_READ) -> dict[str, Any]:
     """One plan's numbers over its answers: first-answer TTFT with the document, means, sums of bytes; for JSON."""
     itl = [gap for answer in answers for gap in answer.itl_s]
     layers = {"visible_tokens": _mean(answers, "visible_tokens"), "density": _mean(answers, "density")}
@@ -23,8 +33,9 @@ def summary(answers: Sequence[Answer], read_s: float = 0.0) -> dict[str, Any]:
         "path": answers[0].path,
         "dense_below": answers[0].dense_below,
         "prompt_tokens": max(answer.prompt_tokens for answer in answers),
-        "ttft_s": read_s + answers[0].ttft_s,
-        "read_s": read_s,
+        "ttft_s": read.seconds + answers[0].ttft_s,
+        "read_s": read.seconds,
+        "read_density": read.density,
         "ttft_cached_s": sum(answer.ttft_s for answer in answers) / len(answers),
         "tpot_s": sum(itl) / len(itl) if itl else None,
         **layers,
@@ -41,16 +52,20 @@ def summary(answers: Sequence[Answer], read_s: float = 0.0) -> dict[str, Any]:
 
 
 def print_answers(
-    llm: LLM, document: Document, questions: Sequence[str], answers: Sequence[Sequence[Answer]], reads: Sequence[float]
+    llm: LLM,
+    document: Document,
+    questions: Sequence[str],
+    answers: Sequence[Sequence[Answer]],
+    reads: Sequence[Reading],
 ) -> None:
     """Questions and answers, a column per plan, then the numbers."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    rows = [summary(asked, read_s) for asked, read_s in zip(answers, reads, strict=True)]
+    rows = [summary(asked, read) for asked, read in zip(answers, reads, strict=True)]
     console.print(
-        f"{document.num_tokens:,} tokens read in {reads[0]:.1f} s by {llm.directory.path.name} on {llm.device} "
+        f"{document.num_tokens:,} tokens read in {reads[0].seconds:.1f} s by {llm.directory.path.name} on {llm.device} "
         f"({str(llm.dtype).removeprefix('torch.')})"
     )
     table = Table("question", *(_wrapped(row["plan"]) for row in rows), show_lines=True)
@@ -67,6 +82,7 @@ def proof_table(rows: Sequence[dict[str, Any]]) -> Any:
     table = Table("", *(_wrapped(row["plan"]) for row in rows))
     lines = {
         "first token, document read (TTFT)": lambda r: f"{r['ttft_s']:.2f} s",
+        "prefill density": lambda r: _percent(r["read_density"]),
         "first token, document cached": lambda r: f"{r['ttft_cached_s']:.2f} s",
         "per token after it (TPOT)": lambda r: "-" if r["tpot_s"] is None else f"{1e3 * r['tpot_s']:.1f} ms",
         "of it, choosing": _time_to_choose,
@@ -92,7 +108,7 @@ def _wrapped(plan: str) -> Any:
     return Column(plan, overflow="fold", min_width=8)
 
 
-def check_skipped(plan: Plan, answers: Sequence[Answer], strict: bool) -> None:
+def check_skipped(plan: Plan, answers: Sequence[Answer], strict: bool, read: Reading = NOTHING_READ) -> None:
     """Say loudly that a plan that should have skipped something did not.
 
     Raises:
@@ -101,6 +117,7 @@ def check_skipped(plan: Plan, answers: Sequence[Answer], strict: bool) -> None:
     for phase in PHASES:
         rule = plan.rule(phase)
         densities = [answer.stats["phases"][phase]["density"] for answer in answers]
+        densities += [read.density] if phase == "prefill" else []
         ran = [density for density in densities if density is not None]
         if rule is None or rule.method.unbounded or not ran or min(ran) < 1:
             continue
