@@ -96,7 +96,7 @@ class Compare(PagedMethod):
         first: dict[int | None, Selection] = {}
         for (plan, size), rule, memory in zip(self.rows, self.rules, state.of, strict=True):
             counted = CountedReader(reader)  # type: ignore[arg-type]
-            limit = Limit(min(rule.budget.units(start, start + 1, self.page_size), candidates.count))
+            limit = Limit(min(rule.budget.units(start, self.page_size), candidates.count))
             selection = rule.method.select(memory, shape, queries, start, candidates, limit, counted)
             spans = rule.budget.always(start, self.page_size)
             recall, recovery = probe(shape, queries, reader.keys(), spans, selection)
