@@ -26,9 +26,10 @@ from kvsift.eval.recipe import Recipe
 from kvsift.eval.tasks import make_sample
 from kvsift.methods.pages import PagedMethod
 from kvsift.runtime.budget import Budget
+from kvsift.runtime.counted import CountedReader
 from kvsift.runtime.plan import Plan, Rule
 from kvsift.runtime.probe import probe
-from kvsift.runtime.sequence import CountedReader
+from kvsift.runtime.relay import Relay
 from kvsift.runtime.spec import parse_plan
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
@@ -95,7 +96,7 @@ class Compare(PagedMethod):
     ) -> None:
         first: dict[int | None, Selection] = {}
         for (plan, size), rule, memory in zip(self.rows, self.rules, state.of, strict=True):
-            counted = CountedReader(reader)  # type: ignore[arg-type]
+            counted = CountedReader(reader, Relay(), (0, shape.layer, None))  # type: ignore[arg-type]
             limit = Limit(min(rule.budget.units(start, self.page_size), candidates.count))
             selection = rule.method.select(memory, shape, queries, start, candidates, limit, counted)
             spans = rule.budget.always(start, self.page_size)
