@@ -21,6 +21,7 @@ PLANS = [
     "critiprefill:budget=192:segment=64:block=16:page_size=8:window=16:estimator=bound:fusion=false:dense_layers=none",
     "oracle_tokens:budget=192:window=16:dense_layers=none",
 ]
+LAYERS = 2
 CHUNKS = [300, 400, 137, 64]  # the second and the fourth begin inside a segment
 
 
@@ -29,7 +30,7 @@ def answers(plan: str, together: bool, device: str) -> tuple[torch.Tensor, dict[
     generator = torch.Generator().manual_seed(1)
     stats, relay = RunStats(0), Relay()
     layers = []
-    for layer in range(2):
+    for layer in range(LAYERS):
         shape = LayerShape(layer, 4, 2, 32, 32**-0.5)
         attention = SparseAttention(
             shape, parse_plan(f"prefill={plan}"), 1, torch.empty(0, device=device), stats, relay=relay
@@ -56,3 +57,22 @@ def test_together_as_one_by_one(plan: str, device: str) -> None:
     for key in ("queries", "sparse_queries", "visible_tokens", "density", "kv_bytes_dense"):
         assert also[key] == pytest.approx(counted[key]), key
     assert also["kv_bytes_read"] <= counted["kv_bytes_read"]  # what is read once for all segments counts once
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("position", [512, 650, 836])  # of the second chunk and of the third
+def test_keys_and_values_from_a_position_on_change_nothing_before_it(plan: str, position: int) -> None:
+    outputs = []
+    for noise in (0.0, 3.0):
+        generator, other = torch.Generator().manual_seed(2), torch.Generator().manual_seed(3)
+        queries, keys, values = (torch.randn(1, heads, 900, 32, generator=generator) for heads in (4, 2, 2))
+        for pool in (keys, values):
+            pool[:, :, position:] += noise * torch.randn(1, 2, 900 - position, 32, generator=other)
+        layer = SparseAttention(LayerShape(0, 4, 2, 32, 32**-0.5), parse_plan(f"prefill={plan}"), 1, keys, RunStats(0))
+        layer.joins = True
+        parts = [
+            layer.attend(Chunk(queries[:, :, a:b], keys[:, :, a:b], values[:, :, a:b], [b - a]))
+            for a, b in ((0, 300), (300, 700), (700, 900))
+        ]
+        outputs.append(torch.cat(parts, 2)[:, :, :position])
+    assert torch.equal(*outputs)
