@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 ATTENTION, DECODE = "attention-h200.json", "decode-h200.json"
 PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
+PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
 CHART = "docs/attention-h200.svg"
 HEADLINE_CONTEXTS = [32 << 10, 128 << 10, 512 << 10]
 
@@ -137,6 +138,7 @@ BLOCKS = {
         "kernels": shown(DECODE, decode_report.kernel_tables),
         "prefill": first_tokens,
         "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
+        "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),
         "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK)),
     },
 }

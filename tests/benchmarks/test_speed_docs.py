@@ -31,6 +31,7 @@ def measured(folder: Path) -> None:
         "attention-h200": attention_result(), "decode-h200": decode_result(), "prefill-h200": prefill_result(),
         "prefill-256k-h200": prefill_result((262144,)), "prefill-layer-h200": prefill_layer_result(),
         "prefill-chunk-cpu": prefill_layer_result(whole=False),
+        "prefill-layer-cpu": prefill_layer_result(),
     }  # fmt: skip
     for name, result in results.items():
         (folder / "results" / f"{name}.json").write_text(json.dumps(result))
