@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import speed_docs
 
 from kvsift.cli.methods import budget_knobs, method_rows
-from kvsift.eval.report import budget_table, interval, quality_table, recall_table
+from kvsift.eval.report import budget_table, interval, prefill_table, quality_table, recall_table
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,6 +56,18 @@ def cheaper_recall() -> str:
     return f"{recall_table(_result(name))}\n\nMeans over questions, steps, layers and heads {_made(name)}"
 
 
+def prefilled(name: str) -> Callable[[], str]:
+    """Exact match of plans that sift in prefill."""
+
+    def render() -> str:
+        result = _result(name)
+        left = sorted({each["task"] for each in result["left_out"]} - {s["task"] for s in result["samples"]})
+        missing = f" Not asked for lack of time: {', '.join(left)}." if left else ""
+        return f"{prefill_table(result)}\n\nExact match, budget 1024, {_made(name)}{missing}"
+
+    return render
+
+
 def headline() -> str:
     """The quality result at one budget."""
     return f"{budget_table(_result(RESULT), HEADLINE_BUDGET)}\n\nExact match {_made(RESULT)}"
@@ -91,6 +104,8 @@ BLOCKS = {
         "facts": facts,
         "cheaper-recall": cheaper_recall,
         "cheaper-answers": cheaper_answers,
+        "prefill-document": prefilled("prefill-32k.json"),
+        "prefill-question": prefilled("prefill-question-32k.json"),
     },
     "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
     "docs/adding-a-method.md": {"example": example},

@@ -19,7 +19,7 @@ import kvsift.eval.quality as quality_module
 from kvsift import InputError
 from kvsift.eval.quality import run
 from kvsift.eval.recipe import Recipe
-from kvsift.eval.report import interval, quality_table
+from kvsift.eval.report import interval, prefill_table, quality_table
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
@@ -328,3 +328,34 @@ def test_a_worker_that_dies_ends_the_run_with_a_reason(
     with pytest.raises(InputError, match=r"a worker died, probably for lack of memory\. 1 ran at a time; give fewer"):
         run(recipe(tmp_path, model=model), 1, lambda done, total: None)
     assert active_children() == []
+
+
+PREFILL = (
+    ('plans = ["dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"]',
+     'plans = ["dense", "prefill=quoka:budget={budget}:chunk=64:window=16"]'),
+    ("budgets = [64, 256]", "budgets = [128]"),
+)  # fmt: skip
+
+
+def test_plans_that_sift_in_prefill_read_the_context_themselves(model: Path, tmp_path: Path) -> None:
+    result = run(recipe(tmp_path, *PREFILL, model=model), 1, lambda done, total: None)
+    dense, sifted = ([s for s in result["samples"] if ("quoka" in s["plan"]) == whose] for whose in (False, True))
+    assert {sample["prefill_visible_tokens"] for sample in dense} == {None}
+    assert all(100 < sample["prefill_visible_tokens"] < 200 for sample in sifted)
+    rows = prefill_table(result).splitlines()
+    assert rows[0] == "| plan | passkey | key_value | all | visible tokens in prefill |"
+    assert rows[2].startswith("| `dense` |")
+    assert rows[2].endswith("| all |")
+    assert rows[3].startswith("| `prefill=quoka:chunk=64:window=16:sinks=4` |")
+    result["samples"] = [sample for sample in result["samples"] if sample["task"] == "passkey"]
+    assert "key_value" not in prefill_table(result)
+
+
+def test_a_run_out_of_time_keeps_what_is_done_and_lists_the_rest(model: Path, tmp_path: Path) -> None:
+    others = active_children()
+    wanted = recipe(tmp_path, model=model)
+    result = run(wanted, 1, lambda done, total: None, 0.0)
+    left = [(each["task"], each["seed"]) for each in result["left_out"]]
+    assert left == wanted.jobs()
+    assert result["samples"] == []
+    assert active_children() == others

@@ -38,9 +38,10 @@ def budget_table(result: dict[str, Any], budget: int) -> str:
 
 
 def prefill_table(result: dict[str, Any]) -> str:
-    """One Markdown table of plans that sift in prefill: a row per plan, a column per task, and how many tokens a prompt
-    token saw in the layers that were not dense."""
-    tasks = result["recipe"]["tasks"]
+    """One Markdown table of plans that sift in prefill: a row per plan, a column per task that was asked, and how many
+    tokens a prompt token saw in the layers that were not dense."""
+    asked = {sample["task"] for sample in result["samples"]}
+    tasks = [task for task in result["recipe"]["tasks"] if task in asked]
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         rows[sample["plan"]].append(sample)
