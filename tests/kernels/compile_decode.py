@@ -5,6 +5,7 @@ Prints a line per launch: kernel, and bytes of shared memory. Run in a process o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ def launch_all() -> None:
         merge_triton(part, part)
 
 
-if __name__ == "__main__":
+def print_shared_bytes(launch_all: Callable[[], None]) -> None:
+    """Compile what is launched, and print each kernel with its bytes of shared memory."""
     launch = JITFunction.run
 
     def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -45,3 +47,7 @@ if __name__ == "__main__":
     driver.set_active(Hopper())
     JITFunction.run = compile_only
     launch_all()
+
+
+if __name__ == "__main__":
+    print_shared_bytes(launch_all)

@@ -5,12 +5,8 @@ Prints a line per launch: kernel, and bytes of shared memory. Run in a process o
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from kernels.compile_for_hopper import Hopper
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from kernels.compile_decode import print_shared_bytes
 
 from kvsift.kernels import rotary
 from kvsift.kernels.extremes import extremes_triton
@@ -48,13 +44,4 @@ def launch_all() -> None:
 
 
 if __name__ == "__main__":
-    launch = JITFunction.run
-
-    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        kernel = launch(self, *args, grid=grid, warmup=True, **options)
-        print(self.fn.__name__, kernel.metadata.shared)
-        return kernel
-
-    driver.set_active(Hopper())
-    JITFunction.run = compile_only
-    launch_all()
+    print_shared_bytes(launch_all)

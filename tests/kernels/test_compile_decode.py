@@ -11,18 +11,19 @@ import pytest
 import torch
 from kernels.conftest import needs_triton
 
-SHARED_BYTES = 99 << 10  # what the smallest GPUs since Ampere give a block; Hopper has 227 KiB
+SMALLEST, HOPPER = 99 << 10, 227 << 10  # bytes of shared memory of a block: the least since Ampere, and Hopper's
 
 
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile every twin on this machine's GPU")
-def test_decode_kernels_compile_and_fit_into_shared_memory(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("compile_decode.py")
+@pytest.mark.parametrize(("of", "number", "most"), [("decode", 16, SMALLEST), ("prefill", 18, HOPPER)])
+def test_kernels_compile_and_fit_into_shared_memory(of: str, number: int, most: int, tmp_path: Path) -> None:
+    script = Path(__file__).with_name(f"compile_{of}.py")
     paths = os.pathsep.join([str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": paths}
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
     launches = [line.split() for line in run.stdout.splitlines()]
-    assert len(launches) == 16
+    assert len(launches) == number
     for kernel, shared in launches:
-        assert int(shared) <= SHARED_BYTES, kernel
+        assert int(shared) <= most, kernel
