@@ -105,6 +105,7 @@ BLOCKS = {
         "cheaper-recall": cheaper_recall,
         "cheaper-answers": cheaper_answers,
         "prefill-document": prefilled("prefill-32k.json"),
+        "prefill-question": prefilled("prefill-question-32k.json"),
     },
     "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
     "docs/adding-a-method.md": {"example": example},
