@@ -66,6 +66,7 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("prefill", "--plans", "quest:budget=1024"), "prefills densely"),
         (("prefill", "--part", "chunk", "--plans", "prefill=quka"), "did you mean 'quoka'?"),
         (("prefill", "--chunk", "0"), "--chunk 0: give whole numbers, 1 or more"),
+        (("prefill", "--part", "layer", "--max-seconds", "9"), "--max-seconds works with --part ttft only"),
         (("prefill", "--part", "layer", "--contexts", ""), "there is nothing to measure"),
         (("prefill", "--part", "layer", "--heads", "4/3"), "must be a multiple of the KV heads"),
         (("chart", "no.json", "--output", "chart.svg"), "the result file no.json does not exist."),

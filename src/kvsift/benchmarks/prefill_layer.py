@@ -125,9 +125,7 @@ def _sifted(recipe: Recipe, plan: Plan, q: Tensor, k: Tensor, v: Tensor, context
                 attend(start, min(start + recipe.chunk, context))
 
         return prompt
-    filling = SparseAttention(recipe.shape, plan, 1, k, RunStats(0), reserve=q.shape[2])
-    filling.store.append(0, k[0, :, :context], v[0, :, :context])
-    layer.store = filling.store
+    layer.store.append(0, k[0, :, :context], v[0, :, :context])
 
     def last() -> Tensor:
         layer.crop(0, context)

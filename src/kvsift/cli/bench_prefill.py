@@ -41,6 +41,10 @@ def bench_prefill(
     if part == "ttft":
         recipe = common | {"shape": shape, "chunks": chunks, "max_seconds": max_seconds}
     elif part in ("layer", "chunk"):
+        if max_seconds is not None:
+            raise InputError(
+                f"--max-seconds works with --part ttft only; leave it out, or give fewer --contexts to {part}."
+            )
         from kvsift.cli.bench_attention import heads as pairs
 
         num_query_heads, num_kv_heads = pairs(heads)[0]
