@@ -30,7 +30,7 @@ PLANS = (
 TEXTS = [text_of(1500), text_of(701), text_of(44), text_of(1250)[::-1], text_of(990)]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}
 SAMPLED = Sampling(0.8, 0.9, seed=3)
-ROUNDING = 0.1  # of the spread of the logits: what bfloat16 may cost a token that is not the best
+ROUNDING = 0.25  # of the spread of the logits: what bfloat16 may cost a token; one drawn at random costs about 3
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.paged_cases import distance
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -45,11 +46,21 @@ def test_the_reference_is_transformers_bit_for_bit(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normed", [False, True])
-def test_the_twin_writes_the_same(shape: tuple[int, int, int], dtype: torch.dtype, normed: bool) -> None:
+def test_the_twin_is_as_near_to_float32_as_the_reference(
+    shape: tuple[int, int, int], dtype: torch.dtype, normed: bool
+) -> None:
     qkv, cos, sin, norms = draw(shape, dtype)
-    how = (norms["q_norm"], norms["k_norm"], 1e-6) if normed else (None, None, 1e-6)
+    how, wide_how = (
+        (*(norms[name].to(to) for name in ("q_norm", "k_norm")), 1e-6) if normed else (None, None, 1e-6)
+        for to in (dtype, torch.float32)
+    )
     one, other = (each.unflatten(1, (-1, shape[2])) for each in (qkv.clone(), qkv.clone()))
     rotary._rotate_reference(one, cos, sin, *shape[:2], *how)
     rotary._rotate_triton(other, cos, sin, *shape[:2], *how)
-    torch.testing.assert_close(other, one, rtol=0, atol={torch.float32: 1e-6}.get(dtype, 2e-2) if normed else 1e-6)
+    wide = qkv.unflatten(1, (-1, shape[2])).float()
+    rotary._rotate_reference(wide, cos.float(), sin.float(), *shape[:2], *wide_how)
+    if not normed and DEVICE == "cpu":  # a GPU may contract a product and a sum
+        assert torch.equal(other, one)  # two products and a sum, each rounded: no room for a choice
+    floor = torch.finfo(torch.float32).eps * float(wide.norm())
+    assert distance(other, wide) <= 2 * max(distance(one, wide), floor)
     assert torch.equal(other[:, -shape[1] :], qkv.unflatten(1, (-1, shape[2]))[:, -shape[1] :])  # the values

@@ -79,7 +79,7 @@ def _rotate_kernel(
 def _rotate_some(
     heads_ptr, cos, sin, norm_ptr, eps, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
 ):
-    """H heads [H, D] of one token, both halves at a time; products are rounded before their sum, as by torch."""
+    """H heads [H, D] of one token, both halves at a time."""
     h, c = tl.arange(0, HP), tl.arange(0, HALF)
     mask = (h < H)[:, None] & (c < D // 2)[None, :]
     at = heads_ptr + h[:, None] * D + c[None, :]
@@ -92,6 +92,7 @@ def _rotate_some(
         high = tl.load(norm_ptr + D // 2 + c, mask=c < D // 2, other=0.0)[None, :]
         first, second = weighted(a * scale, low, 0, dtype), weighted(b * scale, high, 0, dtype)
     a, b, cos, sin = first.to(tl.float32), second.to(tl.float32), cos[None, :], sin[None, :]
+    # products are rounded before their sum, as torch rounds them, unless the compiler contracts the two
     turned = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
     across = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
     tl.store(at, turned.to(dtype), mask=mask)
