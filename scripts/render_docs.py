@@ -63,7 +63,7 @@ def prefilled(name: str) -> Callable[[], str]:
         result = _result(name)
         left = sorted({each["task"] for each in result["left_out"]} - {s["task"] for s in result["samples"]})
         missing = f" Not asked for lack of time: {', '.join(left)}." if left else ""
-        return f"{prefill_table(result)}\n\nExact match, budget 1024, {_made(name)}{missing}"
+        return f"{prefill_table(result)}\n\nExact match, budget {result['recipe']['budgets'][0]}, {_made(name)}{missing}"
 
     return render
 
@@ -106,6 +106,7 @@ BLOCKS = {
         "cheaper-answers": cheaper_answers,
         "prefill-document": prefilled("prefill-32k.json"),
         "prefill-question": prefilled("prefill-question-32k.json"),
+        "prefill-question-256": prefilled("prefill-question-256-32k.json"),
     },
     "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
     "docs/adding-a-method.md": {"example": example},
