@@ -10,6 +10,19 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """Rotary position embedding of a model: number pair i of a head turns by ``inv_freq[i]`` radians per position.
+
+    Attributes:
+        inv_freq: float32 [rotary_dim / 2]; the first rotary_dim numbers of a head turn.
+        interleaved: pair i is numbers 2 i and 2 i + 1; otherwise i and i + rotary_dim / 2.
+    """
+
+    inv_freq: Tensor
+    interleaved: bool = False
+
+
 class LayerShape(NamedTuple):
     """What does not change about one attention layer while it runs."""
 
@@ -19,6 +32,7 @@ class LayerShape(NamedTuple):
     head_dim: int
     scale: float  # logit = scale * q.k
     softcap: float | None = None  # logit = softcap * tanh(logit / softcap)
+    rope: Rope | None = None  # how queries and keys were turned, where that is known
 
     @property
     def group_size(self) -> int:

@@ -49,7 +49,8 @@ class DecoderPrefill:
                 q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps,
             )  # fmt: skip
             head_dim = keys.shape[2]
-            shape = LayerShape(index, step.num_query_heads, step.num_kv_heads, head_dim, head_dim**-0.5)
+            sizes = index, step.num_query_heads, step.num_kv_heads, head_dim, head_dim**-0.5
+            shape = LayerShape(*sizes, rope=cache.run.rope)
             stored.update(keys.unsqueeze(0), values.unsqueeze(0))
             seen = stored.attend(shape, queries.unsqueeze(0), None, None)
             x = layer.output.add_to(x, seen[0].transpose(0, 1).flatten(1))

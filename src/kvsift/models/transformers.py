@@ -19,6 +19,7 @@ from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseCache, SparseRun
+from kvsift.models.transformers_rope import rope_of
 from kvsift.runtime.spec import parse_plan
 from kvsift.runtime.stats import RunStats
 
@@ -44,7 +45,7 @@ def sparse(
     Raises:
         InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve)
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rope=rope_of(model))
     adapter = Adapter.attach(model)
     if adapter.run is not None:
         raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
@@ -66,7 +67,7 @@ def make_cache(
     The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. With ``rows``,
     lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows)
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, rope_of(model))
     Adapter.attach(model).stays = True
     return SparseCache(model.config, run)
 

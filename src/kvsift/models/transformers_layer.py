@@ -23,7 +23,7 @@ from kvsift.runtime.plan import Plan
 from kvsift.runtime.relay import Relay
 from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.stats import RunStats
-from kvsift.types import Chunk, LayerShape
+from kvsift.types import Chunk, LayerShape, Rope
 
 
 class UnsupportedModel(InputError, AttributeError):
@@ -39,13 +39,17 @@ class Run:
         reserve: tokens a row is expected to reach.
         rows: lengths that the rows of a ragged batch will not exceed; they are fed one at a time, ``row`` next.
             Empty: rows come together, as many as the first chunk has.
+        rope: of the model, where it is known.
     """
 
-    def __init__(self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = ()) -> None:
+    def __init__(
+        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (), rope: Rope | None = None
+    ) -> None:
         self.plan = plan
         self.stats = stats
         self.reserve = reserve
         self.rows = tuple(rows)
+        self.rope = rope
         self.row = 0
         self.relay = Relay()  # between the layers, within a forward pass
         self.decode_tokens = 0  # of the forward pass under way, at the end of each row
@@ -57,6 +61,7 @@ class AttendingLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    rope: Rope | None = None  # of the model
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -103,7 +108,7 @@ class SparseLayer(AttendingLayer):
 
     def __init__(self, run: Run, layer: int) -> None:
         super().__init__(layer)
-        self.run = run
+        self.run, self.rope = run, run.rope
         self.columns = 0
         self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
         self.attention: SparseAttention | None = None
@@ -235,7 +240,8 @@ def attention_forward(
     if isinstance(key, AttendingLayer):
         if key._pending is None:
             raise UnsupportedModel("a layer attends what another layer has cached; kvsift gives every layer its own.")
-        shape = LayerShape(key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3], scale, softcap)
+        sizes = key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3]
+        shape = LayerShape(*sizes, scale, softcap, key.rope)
         output = key.attend(shape, query, attention_mask, s_aux)
     else:
         causal = kwargs.get("is_causal")
