@@ -36,7 +36,7 @@ $(BIN)/python:
 	  echo "kvsift needs Python 3.11 or newer; name one with make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(BIN)/python pyproject.toml scripts/install-torch
+$(VENV)/installed: $(BIN)/python pyproject.toml scripts/install-torch CMakeLists.txt $(shell find csrc -type f)
 	scripts/install-torch $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
@@ -51,4 +51,4 @@ $(COMPAT)/installed: $(VENV)/installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .compat .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

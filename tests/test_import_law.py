@@ -1,4 +1,5 @@
-"""Imports point down: cli > eval | benchmarks > engine > models > runtime > methods | placement > kernels > types.
+"""Imports point down: cli > eval | benchmarks > engine > models > runtime > methods | placement > indexes > kernels >
+native > types.
 
 Folders side by side never import each other, only the transformers adapter imports transformers, and what a user waits
 for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
@@ -22,17 +23,19 @@ SOURCE = Path(kvsift.__file__).parent
 LAYERS = {
     "types": 0,
     "errors": 0,
-    "kernels": 1,
-    "methods": 2,
-    "placement": 2,
-    "runtime": 3,
-    "models": 4,
-    "engine": 5,
-    "eval": 6,
-    "benchmarks": 6,
-    "cli": 7,
-    "__init__": 8,  # re-exports; of it others may read __version__ alone
-    "__main__": 8,
+    "native": 1,
+    "kernels": 2,
+    "indexes": 3,
+    "methods": 4,
+    "placement": 4,
+    "runtime": 5,
+    "models": 6,
+    "engine": 7,
+    "eval": 8,
+    "benchmarks": 8,
+    "cli": 9,
+    "__init__": 10,  # re-exports; of it others may read __version__ alone
+    "__main__": 10,
 }
 
 
@@ -92,6 +95,11 @@ def test_imports_point_down(path: Path) -> None:
         ("methods/x.py", "from kvsift.placement.device import DeviceStore", False),  # side by side
         ("placement/x.py", "def f():\n    import kvsift.methods", False),  # in a function
         ("kernels/x.py", "if TYPE_CHECKING:\n    from kvsift.runtime import plan", False),  # for type checkers
+        ("methods/x.py", "from kvsift.indexes.base import Index", True),
+        ("indexes/x.py", "from kvsift.methods.base import Method", False),
+        ("indexes/x.py", "from kvsift import native", True),
+        ("kernels/x.py", "from kvsift.native import attend_dense", True),
+        ("native/x.py", "from kvsift.kernels import merge", False),
         ("kernels/x.py", "from ..engine import llm", False),  # relative
         ("methods/x.py", "import_module('kvsift.runtime.plan')", False),  # by name
         ("errors.py", "from kvsift import types", False),

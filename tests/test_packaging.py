@@ -1,5 +1,6 @@
 """What an installed package brings along, and what it must not."""
 
+import contextlib
 import shutil
 import subprocess
 import zipfile
@@ -7,6 +8,8 @@ from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
+
+from kvsift import native
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,14 +25,34 @@ def test_no_cuda_package_is_installed_without_a_gpu():
     assert not cuda
 
 
-def test_the_wheel_carries_the_embedded_model_and_its_types(tmp_path):
-    from hatchling.builders.wheel import WheelBuilder
+def built_wheel(tmp_path: Path, **settings: str) -> list[str]:
+    """Names of the files in the wheel of this checkout."""
+    from scikit_build_core.build import build_wheel
 
-    wheel = next(WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"]))
-    names = zipfile.ZipFile(wheel).namelist()
+    with contextlib.chdir(ROOT):
+        wheel = build_wheel(str(tmp_path), {"build-dir": str(tmp_path / "build"), **settings})
+    return zipfile.ZipFile(tmp_path / wheel).namelist()
+
+
+def test_the_wheel_carries_the_embedded_model_and_its_types(tmp_path):
+    names = built_wheel(tmp_path, **{"wheel.cmake": "false"})
     for name in ("embedded/model.safetensors", "embedded/tokenizer.json", "embedded/README.md", "py.typed"):
         assert f"kvsift/{name}" in names
-    assert not [name for name in names if name.startswith(("tests/", "recipes/", "results/"))]
+    assert "kvsift/kernels/sift/common.cu" in names
+    assert not [name for name in names if name.startswith(("tests/", "recipes/", "results/", "csrc/"))]
+    assert not [name for name in names if name.endswith(".so")]  # that of the checkout is for its own Python
+
+
+def test_without_a_compiler_the_wheel_lacks_only_the_core(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler-here"))
+    names = built_wheel(tmp_path)
+    assert "kvsift/native/loader.py" in names
+    assert not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_missing())
+def test_the_compiled_core_is_small():
+    assert Path(native.core().__file__).stat().st_size < 1_000_000
 
 
 def test_runtime_dependencies_are_few():

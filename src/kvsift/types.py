@@ -134,6 +134,12 @@ class KVReader(Protocol):
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
 
+    def borrow(self, start: int, stop: int) -> Tensor:
+        """The same, to be read in part: ``count_bytes`` says how much of it was."""
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """So many bytes were read to choose, of what was borrowed."""
+
     def summary(self, kind: str, units: slice | Tensor) -> Tensor:
         """Packed summary rows of pages (``kernels.page_summary``), [num_kv_heads, len(units), width]; of pages chosen
         per head, int64 [num_heads, count], num_heads a multiple of the KV heads: [num_heads, count, width]."""

@@ -132,6 +132,29 @@ def scattered_pages_do_not_change_the_answer(make: MethodFactory, phase: Phase) 
 # 3 ---------------------------------------------------------------------------------------------------------------
 
 
+def placements_do_not_change_the_answer(make: MethodFactory, phase: Phase) -> None:
+    """Where KV lives is nobody's business: the same answer and the same counts, after a roll-back too."""
+    if phase == "prefill" and not make().unbounded:
+        return  # prefill is dense where KV is in host memory, which is refused at the start
+
+    @examples(25)
+    @given(case=cases(make(), phase), size=st.sampled_from([7, 32, 1000]))
+    def holds(case: Case, size: int) -> None:
+        plan = phase_plan(make(), case.budget, phase)
+        device, split = (Runner(plan, placement=placement) for placement in ("device", "split"))
+        cuts = [*range(0, case.prompt, size), *range(case.prompt, case.length)]
+        first = [each.feed_all(case.tokens, case.prompt, cuts) for each in (device, split)]
+        assert_same_answer(*first, "KV in host memory gave another answer")
+        for each in (device, split):
+            each.crop(0, case.prompt)
+        again = [each.feed_all(case.tokens, case.prompt, cuts, start=case.prompt) for each in (device, split)]
+        assert_same_answer(*again, "KV in host memory gave another answer after a roll-back")
+        for key in ("visible_tokens", "sparse_queries", "kv_bytes_read", "context_tokens"):
+            assert getattr(device.stats.phase(phase), key) == getattr(split.stats.phase(phase), key)
+
+    run(holds)
+
+
 def selections_are_well_formed(make: MethodFactory, phase: Phase) -> None:
     """Within the candidates, unique, ascending, -1 only at the end, as many as may be; and what a method is promised:
     complete units before the queries, at least one to choose and at least one left out."""
@@ -460,6 +483,7 @@ ALL_CHECKS: list[Check] = [
     chunking_does_not_change_the_answer,
     neighbours_and_padding_do_not_change_the_answer,
     scattered_pages_do_not_change_the_answer,
+    placements_do_not_change_the_answer,
     selections_are_well_formed,
     all_candidates_are_chosen_when_all_fit,
     choosing_nothing_changes_nothing,

@@ -22,7 +22,7 @@ from kvsift.placement.pages import PageTable
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
 from kvsift.runtime.relay import Relay
-from kvsift.runtime.sequence import SparseAttention
+from kvsift.runtime.sequence import Placement, SparseAttention
 from kvsift.runtime.stats import RunStats
 from kvsift.types import Candidates, Chunk, KVReader, LayerShape, Limit, Selection
 
@@ -89,11 +89,11 @@ class Runner:
 
     def __init__(
         self, plan: Plan, num_rows: int = 1, shape: LayerShape = SHAPE, scattered: bool = False,
-        relay: Relay | None = None,
+        relay: Relay | None = None, placement: Placement = "device",
     ) -> None:  # fmt: skip
         self.stats = RunStats(probe_every=0)
         self.shape = shape
-        self.attention = SparseAttention(shape, plan, num_rows, torch.empty(0), self.stats, relay=relay)
+        self.attention = SparseAttention(shape, plan, num_rows, torch.empty(0), self.stats, 0, relay, placement)
         self.store: DeviceStore = self.attention.store
         if scattered:
             self.store.table = ScatteredTable(num_rows)

@@ -269,11 +269,18 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "weight_current": st.floats(0, 1),
         **dict.fromkeys(["queries", "channels", "rank", "correction"], st.integers(1, 99)),
         "seed": st.integers(0, 2**40),
+        "index": st.sampled_from(["auto", "flat"]),  # the others need what may not be installed, or a beam
+        "per": st.sampled_from(["kv_head", "query_head"]),
+        "samples": st.integers(2, 9999),
+        "degree": st.integers(4, 64),
+        "beam": st.none(),
     }
     able = [name for name in catalogue() if phase in method_class(name).phases]
     name = draw(st.sampled_from(able))
     cls = method_class(name)
     chosen = {field.name: draw(knobs[field.name]) for field in fields(cls) if draw(st.booleans())}
+    if name == "retrieval_attention":
+        chosen |= {"heads": draw(st.sampled_from(["query", "kv"])), "compat": None}
     if chosen.get("compat"):
         chosen = {"compat": "paper" if name == "sample_attention" else chosen["compat"]}
     if chosen.get("prefilter") and issubclass(cls, SummaryMethod):

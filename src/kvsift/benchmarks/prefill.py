@@ -154,7 +154,7 @@ class _Nothing:
             return queries
 
     class _Run:
-        decode_tokens = 0
+        decode_tokens, rope = 0, None
 
     def __init__(self, num_layers: int) -> None:
         self.layers, self.run = [self._Layer()] * num_layers, self._Run()

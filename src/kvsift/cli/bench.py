@@ -12,7 +12,7 @@ import typer
 from kvsift.cli import options as o
 from kvsift.errors import InputError
 
-bench = typer.Typer(help="Measure speed on an NVIDIA GPU, beside the floor that its memory sets.", no_args_is_help=True)
+bench = typer.Typer(help="Measure speed beside the floor that memory sets.", no_args_is_help=True)
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 

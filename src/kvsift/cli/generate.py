@@ -28,6 +28,7 @@ def generate(
     chunk_size: o.ChunkOption = None,
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
+    placement: o.PlacementOption = "device",
     strict: o.StrictOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -46,7 +47,7 @@ def generate(
     parsed = parse_plan(o.read_plan(plan))
     llm = LLM(
         model, parsed, device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every,
-        dense_below=o.dense_below(dense_below),
+        dense_below=o.dense_below(dense_below), placement=placement,  # type: ignore[arg-type]
     )  # fmt: skip
     show = None if as_json else lambda piece: print(piece, end="", flush=True)
     with prefill_progress("reading") as progress:

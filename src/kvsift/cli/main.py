@@ -7,7 +7,15 @@ import sys
 import typer
 
 from kvsift import __version__
-from kvsift.cli import bench_attention, bench_chart, bench_decode, bench_prefill  # noqa: F401, each adds itself to bench
+from kvsift.cli import (  # noqa: F401, each adds itself to bench
+    bench_attention,
+    bench_chart,
+    bench_decode,
+    bench_dump,
+    bench_host,
+    bench_index,
+    bench_prefill,
+)
 from kvsift.cli.ask import ask
 from kvsift.cli.bench import bench
 from kvsift.cli.demo import demo

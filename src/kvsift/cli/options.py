@@ -37,6 +37,11 @@ DenseBelowOption = Annotated[
     typer.Option("--dense-below", help="Shorter contexts are decoded in full; auto: on a GPU, where that is faster."),
 ]
 
+PlacementOption = Annotated[
+    str,
+    typer.Option("--placement", help="Where KV lives: device, or split: in host memory, all but what is always seen."),
+]
+
 
 def dense_below(text: str) -> int | str:
     """A number of tokens, or the word as given."""

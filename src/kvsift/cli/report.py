@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,8 @@ def summary(answers: Sequence[Answer], read: Reading = NOTHING_READ) -> dict[str
     return {
         "plan": answers[0].plan,
         "path": answers[0].path,
+        "host": answers[0].host,
+        "index": answers[0].index,
         "dense_below": answers[0].dense_below,
         "prompt_tokens": max(answer.prompt_tokens for answer in answers),
         "ttft_s": read.seconds + answers[0].ttft_s,
@@ -94,6 +97,8 @@ def proof_table(rows: Sequence[dict[str, Any]]) -> Any:
         "top-10 tokens seen": lambda r: _percent(r["recall"]),
         "KV held": lambda r: _bytes(r["kv_bytes"]),
         "decoded by": lambda r: _decoded_by(r["path"]),
+        "host attention": lambda r: r["host"] or "-",
+        "index": lambda r: _index(r["index"]),
         "peak memory of the process": lambda r: _bytes(r["peak_memory_bytes"]),
     }
     for name, show in lines.items():
@@ -146,6 +151,12 @@ def _time_to_choose(row: dict[str, Any]) -> str:
 
 def _decoded_by(path: str) -> str:
     return "captured steps" if path == "captured" else "the composed path"
+
+
+def _index(layers: dict[int, list[dict[str, Any]]]) -> str:
+    """Kinds of index, and in how many KV heads each."""
+    kinds = Counter(kind for rows in layers.values() for row in rows for kind in row.get("kinds", ()))
+    return ", ".join(f"{kind} in {count} KV heads" for kind, count in kinds.items()) or "-"
 
 
 def _percent(share: float | None) -> str:

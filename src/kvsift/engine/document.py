@@ -91,7 +91,7 @@ class Document:
         self._llm.load()
         fast = self._llm.fast_path.reason_against(plan, self._llm.model) is None
         plan = plan if fast else self._llm.composed_plan(plan)
-        if self._cache is not None and self._cache.run.plan.prefill == plan.prefill:
+        if self._cache is not None and _read_alike(self._cache.run.plan, plan):
             self._cache.rewind()
             self._cache.replan(plan)
             return self._cache
@@ -102,6 +102,7 @@ class Document:
         rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if fast else ()
         cache = self._llm.new_cache(plan, total, rows)
         self._llm.prefill(cache, self._ids, self._progress)
+        cache.prepare()
         self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
         cache.stats.clear()
         cache.mark()
@@ -170,3 +171,9 @@ class Document:
         total = len(request.ids) + request.max_new_tokens
         self._session = llm.fast_path.extend(llm.model, cache, total, self._session)
         yield from decode_captured(cache, self._session, transcript, loops)
+
+
+def _read_alike(plan: Plan, other: Plan) -> bool:
+    """Whether a document read under a plan can be asked under the other without reading it again."""
+    learns = other.decode is not None and other.decode.method.wants_queries
+    return plan.prefill == other.prefill and (not learns or plan.decode == other.decode)

@@ -19,7 +19,7 @@ from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_step import TransformersStep
 from kvsift.runtime.paged_decode import reason_against, rule_of
 from kvsift.runtime.plan import Plan
-from kvsift.runtime.sequence import DEFAULT_PAGE_SIZE
+from kvsift.runtime.sequence import DEFAULT_PAGE_SIZE, Placement
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
@@ -36,12 +36,15 @@ class FastPath:
         path: see ``LLM``.
         device: of the model.
         dense_below: see ``LLM``.
+        placement: see ``LLM``.
     """
 
-    def __init__(self, path: str, device: torch.device, dense_below: int | str) -> None:
+    def __init__(
+        self, path: str, device: torch.device, dense_below: int | str, placement: Placement = "device"
+    ) -> None:
         if path not in PATHS:
             raise unknown("path", str(path), PATHS)
-        self._path, self._device, self._dense_below = path, device, dense_below
+        self._path, self._device, self._dense_below, self._placement = path, device, dense_below, placement
         self._step: Step | None = None
         self._prefill: DecoderPrefill | None = None
         self._model_reason: str | None = None  # against any step of the model; "" if there is none
@@ -57,6 +60,8 @@ class FastPath:
     @property
     def wanted(self) -> bool:
         """Whether steps are captured if plan and model allow it."""
+        if self._placement != "device":
+            return self._path == "captured"  # which refuses
         return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
 
     def reason_against(self, plan: Plan, model: Any) -> str | None:
@@ -67,8 +72,10 @@ class FastPath:
         """
         if self._path == "composed":
             return "asked for"
-        if self._device.type != "cuda" and self._path != "eager":
-            reason: str | None = "no NVIDIA GPU"
+        if self._placement != "device":
+            reason: str | None = "its keys and values are in host memory"
+        elif self._device.type != "cuda" and self._path != "eager":
+            reason = "no NVIDIA GPU"
         elif self._device.type == "cuda" and not HAVE_TRITON:
             reason = "Triton is not installed"
         else:
@@ -80,9 +87,11 @@ class FastPath:
             log.warning("decoding goes the composed path: %s", reason)
         return reason
 
-    def prefill(self, model: Any) -> DecoderPrefill | None:
-        """The fused forward pass of prompt chunks; None where chunks go through transformers."""
-        if not self.wanted or (self._device.type == "cuda" and not HAVE_TRITON):
+    def fused(self, model: Any) -> DecoderPrefill | None:
+        """The fused forward pass, for prompt chunks, and on a CPU for generated tokens; None where they go through
+        transformers."""
+        uncaptured = self._path == "auto"
+        if not (self.wanted or uncaptured) or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
             step = self._step_of(model)

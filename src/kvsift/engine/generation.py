@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvsift import native
 from kvsift.engine.counting import Row
 from kvsift.engine.decode_loop import DecodeLoop
 from kvsift.engine.memory import peak_bytes
@@ -16,6 +17,7 @@ from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import SparseCache
+from kvsift.native.takes import takes
 from kvsift.runtime.paged_decode import rule_of
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
@@ -60,6 +62,7 @@ class Generation:
         cache = llm.new_cache(llm.composed_plan(self._plan), len(request.ids) + request.max_new_tokens)
         transcript = Transcript(request, llm.tokenizer)
         llm.prefill(cache, request.ids[:-1], self._told)
+        cache.prepare()
         self._done += len(request.ids) - 1
         yield from decode_composed(llm, cache, transcript)
         self.answers.append(answer_of(llm, cache, transcript, self._started, len(request.ids), path=reason))
@@ -105,7 +108,7 @@ def first_token(
 
 @torch.inference_mode()
 def decode_composed(llm: LLM, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill") -> Iterator[str]:
-    """Feed what the cache lacks of a prompt, then generate through transformers."""
+    """Feed what the cache lacks of a prompt, then generate, a forward pass for each token."""
     request = transcript.request
     choose = request.sampling.chooser(llm.device)
     logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
@@ -116,8 +119,7 @@ def decode_composed(llm: LLM, cache: SparseCache, transcript: Transcript, phase:
             yield piece
         if transcript.done:
             return
-        step = torch.tensor([[token]], device=llm.device)
-        logits = llm.model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = llm.prefill(cache, [token], phase="decode")
 
 
 def decode_captured(
@@ -152,6 +154,21 @@ def answer_of(
         peak_memory_bytes=peak_bytes(llm.device),
         stats=(cache.stats if stats is None else stats).report(),
         path=llm.fast_path.name if loop is not None else f"composed: {path}",
+        host="" if loop is not None else _host(llm),
+        index=cache.describe(),
         dense_below=0 if loop is None else loop.dense_below,
         setup_s=0.0 if loop is None else loop.setup_s,
     )
+
+
+def _host(llm: LLM) -> str:
+    if llm.device.type == "cuda" and llm.placement == "device":
+        return ""
+    if not native.available():
+        return f"plain torch: {native.why_missing()}"
+    config = llm.directory.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sample = torch.empty(1, head_dim, dtype=llm.dtype)
+    if not takes(sample, sample[None]):
+        return f"plain torch: the compiled core does not take {llm.dtype} with head_dim {head_dim}"
+    return f"compiled core, {native.level()}, {torch.get_num_threads()} threads"

@@ -30,6 +30,7 @@ from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cach
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
 from kvsift.runtime.paged_decode import rule_of
 from kvsift.runtime.plan import Plan
+from kvsift.runtime.sequence import Placement, reason_against
 from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
@@ -61,6 +62,8 @@ class LLM:
             faster, on a GPU whose decode steps are captured.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never does; "eager" runs the steps that would be captured as they are, for tests.
+        placement: where KV lives: on the "device" of the model, or "split": in host memory, with only what every query
+            sees on the device; methods choose on the host, which attends what they chose meanwhile.
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.
@@ -77,6 +80,7 @@ class LLM:
         probe_every: int = 16,
         dense_below: int | str = "auto",
         path: str = "auto",
+        placement: Placement = "device",
     ) -> None:
         if chunk_size is not None and chunk_size < 1:
             raise InputError(f"chunk_size={chunk_size} must be 1 or more.")
@@ -92,7 +96,10 @@ class LLM:
         self.probe_every = probe_every
         self.tokenizer = self.directory.tokenizer()
         self.dense_below = dense_below
-        self.fast_path = FastPath(path, self.device, dense_below)
+        self.placement = placement
+        if (reason := reason_against(placement, self.plan)) is not None:
+            raise InputError(reason)
+        self.fast_path = FastPath(path, self.device, dense_below, placement)
         self._model: Any = None
 
     @property
@@ -134,7 +141,8 @@ class LLM:
         if self._model is None:
             if self.fast_path.wanted:  # rows are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
-            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size)
+            apart = self.placement == "split"
+            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, apart)
 
     def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:
         """Prefill a document once; ask as often as you like.
@@ -240,7 +248,9 @@ class LLM:
 
     def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = ()) -> SparseCache:
         """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one."""
-        return make_cache(self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows)
+        return make_cache(
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.placement
+        )
 
     @torch.inference_mode()
     def prefill(
@@ -251,7 +261,7 @@ class LLM:
         With phase "decode" each is answered as if it had been generated.
         """
         logits = None
-        fused = self.fast_path.prefill(self.model)
+        fused = self.fast_path.fused(self.model)
         with feeding(self.model, phase):
             for start in range(0, len(ids), self.chunk_size):
                 chunk = torch.tensor([ids[start : start + self.chunk_size]], device=self.device)

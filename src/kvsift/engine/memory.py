@@ -55,14 +55,24 @@ def predict_bytes(
 
 
 def require_memory(
-    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int
-) -> None:
-    """Refuse a run that cannot fit.
+    directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
+    kv_on_host: bool = False,
+) -> None:  # fmt: skip
+    """Refuse a run that cannot fit; ``kv_on_host`` puts all but a little of the KV in host memory.
 
     Raises:
         InputError: with what it would take, what there is, and what would help.
     """
-    need, have = predict_bytes(directory, device, dtype, num_tokens, chunk_size), available_bytes(device)
+    apart = kv_on_host and device.type != "cpu"
+    on_device = min(num_tokens, chunk_size) if apart else num_tokens
+    need, have = predict_bytes(directory, device, dtype, on_device, chunk_size), available_bytes(device)
+    if apart:
+        held, room = directory.kv_bytes_per_token(dtype) * num_tokens, available_bytes(torch.device("cpu"))
+        if room is not None and held > room:
+            raise InputError(
+                f"the KV of {num_tokens} tokens takes {held / GIB:.1f} GiB of host memory, and {room / GIB:.1f} GiB "
+                "can be had. Shorten the context."
+            )
     if have is None or need <= have:
         return
     kv = directory.kv_bytes_per_token(dtype) * num_tokens
@@ -70,7 +80,8 @@ def require_memory(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
         f"on disk, {kv / GIB:.1f} GiB of KV for {num_tokens} tokens in {str(dtype).removeprefix('torch.')}), and "
         f"{have / GIB:.1f} GiB can be had. Shorten the context, take a smaller model"
-        + (", or use --dtype bfloat16." if dtype == torch.float32 else ".")
+        + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
+        + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not kv_on_host else ".")
     )
 
 

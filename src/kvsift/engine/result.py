@@ -27,6 +27,9 @@ class Answer:
         peak_memory_bytes: the most memory so far.
         path: how tokens were decoded: "captured", or "composed: " and why.
         dense_below: in contexts shorter than this a captured step showed everything.
+        host: what attended on the host: the compiled core with its instruction set and threads, or torch and why; empty
+            where nothing did.
+        index: layer -> what the method's index is, for every row; empty for methods that have none.
         setup_s: seconds spent capturing steps and measuring the crossover; in no other time.
     """
 
@@ -42,6 +45,8 @@ class Answer:
     stats: dict[str, Any] = field(default_factory=dict)
     path: str = "composed"
     dense_below: int = 0
+    host: str = ""
+    index: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     setup_s: float = 0.0
 
     @property
@@ -67,6 +72,8 @@ class Answer:
             "kv_bytes": self.kv_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
             "path": self.path,
+            "host": self.host,
+            "index": self.index,
             "dense_below": self.dense_below,
         }
 

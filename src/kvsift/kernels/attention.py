@@ -1,8 +1,8 @@
 """Attention over dense keys of one batch, with the log-sum-exp that merging needs.
 
-``attention`` takes the fastest exact path there is (torch's fused kernels, which return the log-sum-exp through
-private operators); ``attention_reference`` is the specification, in float32, and the path for everything the fused
-kernels do not know: soft-capping, masks, weights.
+``attention`` takes the fastest exact path there is (the compiled core for one query on a CPU; torch's fused kernels,
+which return the log-sum-exp through private operators); ``attention_reference`` is the specification, in float32, and
+the path for everything the fused kernels do not know: soft-capping, masks, weights.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsift import native
+from kvsift.native.takes import takes
 from kvsift.types import Part
 
 # Scores of one tile of queries in the reference: 2^25 floats are 128 MiB, whatever the context length.
@@ -34,6 +36,9 @@ def attention(
     """
     if keys.shape[2] == 0:
         return nothing(queries)
+    if queries.shape[0] == queries.shape[2] == 1 and takes(queries[0, :, 0], keys[0]):
+        output, lse = native.attend_dense(queries[0, :, 0], keys[0], values[0], scale, softcap)
+        return Part(output[None, :, None], lse[None, :, None])
     if softcap is None and fused_runs(queries, keys, causal):
         return _fused(queries, keys, values, scale, causal)
     mask = None

@@ -18,6 +18,7 @@ from kvsift.kernels.skinny_product import (
     row_products,
 )
 from kvsift.kernels.triton_shim import jit, runs_on_triton, tl, triton
+from kvsift.native.product import product, takes_product
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -37,6 +38,8 @@ def gated_linear(
     Returns:
         [rows, inter] in the dtype of ``x``; both projections and the activation are rounded to it on the way.
     """
+    if takes_product(x, gate_up) and activation == "silu":
+        return product(x, gate_up, norm=norm, gated=True)
     skinny = is_skinny(x, gate_up)
     if norm is not None and not (skinny and fuses_norm(x)):
         x, norm = rms_norm(x, *norm, pdl=pdl), None

@@ -16,6 +16,7 @@ from kvsift.kernels.skinny_product import (
     row_products,
 )
 from kvsift.kernels.triton_shim import jit, tl, triton
+from kvsift.native.product import product, takes_product
 
 
 def linear(
@@ -40,6 +41,8 @@ def linear(
     Returns:
         [rows, out] in the dtype of ``x``.
     """
+    if takes_product(x, weight) and bias is None:
+        return product(x, weight, norm=norm, residual=residual)
     skinny = is_skinny(x, weight)
     if norm is not None and not (skinny and fuses_norm(x)):
         x, norm = rms_norm(x, *norm, pdl=pdl), None

@@ -27,6 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsift.native.extremes import page_extremes, takes_pages
+
 
 class SummaryKind(NamedTuple):
     """How a page is summarised and scored."""
@@ -59,6 +61,8 @@ def summarise(kind: str, keys: Tensor, valid: Tensor | None = None) -> Tensor:
     valid bool [num_pages, page_size] with at least one token per page, None if all are -> [num_kv_heads, num_pages,
     width].
     """
+    if kind == "minmax" and takes_pages(keys):
+        return page_extremes(keys, valid)
     return SUMMARIES[kind].rows(keys, None if valid is None else valid.unsqueeze(-1))
 
 

@@ -37,6 +37,9 @@ BUILT_IN: dict[str, Entry] = {
     "quest": Entry("kvsift.methods.quest:Quest", "pages by the upper bound of their min/max keys"),
     "quoka": Entry("kvsift.methods.quoka:QuoKA", "tokens by their cosine with the queries least like the mean"),
     "random": Entry("kvsift.methods.random:Random", "pages drawn at random; a floor"),
+    "retrieval_attention": Entry(
+        "kvsift.methods.retrieval_attention:RetrievalAttention", "tokens that an index of the keys finds for the query"
+    ),
     "sample_attention": Entry(
         "kvsift.methods.sample_attention:SampleAttention", "tokens that evenly spaced queries of the chunk attend to"
     ),

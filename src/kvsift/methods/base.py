@@ -42,6 +42,7 @@ class Method:
     estimates_mass: ClassVar[bool] = False  # True: scores read as logits, so Budget.mass means something
     no_mass: ClassVar[str] = "estimates no attention mass"  # why Budget.mass is refused otherwise
     summaries: ClassVar[tuple[str, ...]] = ()  # kinds of page summary to maintain; or a property
+    wants_queries: ClassVar[bool] = False  # True: learns from the queries of the prompt, not only from its keys
     source: ClassVar[str] = ""  # paper
     segment_size: ClassVar[int] = 256  # prefill queries that share a selection, cut at its multiples; or a property
 
@@ -66,6 +67,13 @@ class Method:
 
         ``queries`` is None when the method joins a cache that was filled before.
         """
+
+    def prepare(self, state: Any, shape: LayerShape, candidates: Candidates, reader: KVReader, limit: Limit) -> None:
+        """Build what ``select`` will need, now that the prompt is stored; a method must do without being asked."""
+
+    def describe(self, state: Any) -> dict[str, Any]:
+        """What a report should say about this sequence and layer, ready for JSON."""
+        return {}
 
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,

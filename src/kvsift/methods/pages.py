@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
+from kvsift import native
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.page_summary import SUMMARIES, page_scores
 from kvsift.methods.base import ScoringMethod, top_units
 from kvsift.methods.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
+from kvsift.native.takes import takes
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 
@@ -103,11 +105,20 @@ class SummaryMethod(PagedMethod):
         whole = whole_blocks(candidates, self.block_pages)
         keep = ceil(self.prefilter * limit.units / self.block_pages)
         if not self.prefilter or keep >= len(whole):
+            if self.score_by == "minmax" and limit.mass is None and queries.shape[1] == 1:
+                pages = self._best_pages(shape, queries, reader.summary(self.score_by, candidates.units), limit.units)
+                return Selection(pages + candidates.first, candidates.unit_size, full=True)
             return super().select(state, shape, queries, start, candidates, limit, reader)
         blocks = top_units(self._best(shape, queries, state.read(whole, reader)), keep) + whole.start
         pages = pages_in(blocks, candidates, self.block_pages)  # [num_heads, num_pages]
         places = top_units(self._best(shape, queries, reader.summary(self.score_by, pages)), limit.units)
         return Selection(pages.gather(1, places), candidates.unit_size)
+
+    def _best_pages(self, shape: LayerShape, queries: Tensor, rows: Tensor, k: int) -> Tensor:
+        """The k best of the pages that ``rows`` [num_kv_heads, count, width] describe, for one query per head."""
+        if takes(queries[:, 0], rows):
+            return native.choose_pages(queries[:, 0], rows, shape.scale, k, self.num_selections(shape))
+        return top_units(self._best(shape, queries, rows), k)
 
     def _best(self, shape: LayerShape, queries: Tensor, rows: Tensor) -> Tensor:
         """Largest score of each row among the queries that share a selection, [heads that select, count]."""

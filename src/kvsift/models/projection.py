@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvsift.kernels.gated_linear import gated_linear
 from kvsift.kernels.linear import linear
 from kvsift.kernels.rms_norm import rms_norm
+from kvsift.native.product import takes_product
 
 Norm = tuple[Tensor, float]  # weight [in], eps
 
@@ -54,7 +55,7 @@ class Projection:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight.T``, in place where the weights allow it; many rows."""
-        if self.weight is None or self.bias is not None:
+        if self.weight is None or self.bias is not None or takes_product(x, self.weight):
             return self(x, residual=residual)
         return residual.addmm_(x, self.weight.t())
 

@@ -20,6 +20,7 @@ from kvsift.methods.base import Phase
 from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseCache, SparseRun
 from kvsift.models.transformers_rope import rope_of
+from kvsift.runtime.sequence import Placement
 from kvsift.runtime.spec import parse_plan
 from kvsift.runtime.stats import RunStats
 
@@ -28,8 +29,9 @@ __all__ = ["PlanSpec", "SparseCache", "SparseRun", "feeding", "make_cache", "reg
 
 @contextmanager
 def sparse(
-    model: PreTrainedModel, plan: PlanSpec, *, strict: bool = False, probe_every: int = 16, reserve: int = 0
-) -> Iterator[SparseRun]:
+    model: PreTrainedModel, plan: PlanSpec, *, strict: bool = False, probe_every: int = 16, reserve: int = 0,
+    placement: Placement = "device",
+) -> Iterator[SparseRun]:  # fmt: skip
     """Run a transformers model under a plan: generate(), pipelines and plain forward calls alike.
 
     Args:
@@ -38,6 +40,7 @@ def sparse(
         strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
         reserve: tokens the context is expected to reach; saves copies.
+        placement: "device", or "split": KV in host memory, where decode chooses and attends what it chose.
 
     Yields:
         The run, with ``.stats`` and ``.report()``.
@@ -45,7 +48,7 @@ def sparse(
     Raises:
         InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rope=rope_of(model))
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rope=rope_of(model), placement=placement)
     adapter = Adapter.attach(model)
     if adapter.run is not None:
         raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
@@ -60,14 +63,15 @@ def sparse(
 
 
 def make_cache(
-    model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16, reserve: int = 0, rows: Sequence[int] = ()
-) -> SparseCache:
+    model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16, reserve: int = 0, rows: Sequence[int] = (),
+    placement: Placement = "device",
+) -> SparseCache:  # fmt: skip
     """A cache that runs ``model`` under a plan wherever it is passed as ``past_key_values``.
 
     The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. With ``rows``,
     lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, rope_of(model))
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, rope_of(model), placement)
     Adapter.attach(model).stays = True
     return SparseCache(model.config, run)
 

@@ -68,6 +68,17 @@ class SparseCache(DynamicCache):
         found = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
         return [attention for attention in found if attention is not None] if len(found) == len(self.layers) else []
 
+    def prepare(self) -> None:
+        """Let decode build what it needs over what is cached."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.prepare()
+
+    def describe(self) -> dict[int, list[dict[str, Any]]]:
+        """What the method of decode says, for every layer and row."""
+        found = {layer.layer: layer.attention.describe() for layer in self.layers if getattr(layer, "attention", None)}
+        return {layer: rows for layer, rows in found.items() if any(rows)}
+
     def turn_to(self, row: int, stats: RunStats) -> None:
         """Feed one row of a ragged batch from now on, and count for it."""
         self.run.row, self.run.stats = row, stats

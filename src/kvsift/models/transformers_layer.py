@@ -21,7 +21,7 @@ from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.relay import Relay
-from kvsift.runtime.sequence import SparseAttention
+from kvsift.runtime.sequence import Placement, SparseAttention, reason_against
 from kvsift.runtime.stats import RunStats
 from kvsift.types import Chunk, LayerShape, Rope
 
@@ -40,16 +40,24 @@ class Run:
         rows: lengths that the rows of a ragged batch will not exceed; they are fed one at a time, ``row`` next.
             Empty: rows come together, as many as the first chunk has.
         rope: of the model, where it is known.
+        placement: see ``SparseAttention``.
+
+    Raises:
+        InputError: for a plan that cannot run with its KV there.
     """
 
     def __init__(
-        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (), rope: Rope | None = None
-    ) -> None:
+        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (), rope: Rope | None = None,
+        placement: Placement = "device",
+    ) -> None:  # fmt: skip
+        if (reason := reason_against(placement, plan)) is not None:
+            raise InputError(reason)
         self.plan = plan
         self.stats = stats
         self.reserve = reserve
         self.rows = tuple(rows)
         self.rope = rope
+        self.placement = placement
         self.row = 0
         self.relay = Relay()  # between the layers, within a forward pass
         self.decode_tokens = 0  # of the forward pass under way, at the end of each row
@@ -136,7 +144,9 @@ class SparseLayer(AttendingLayer):
         if self.attention is None:
             num_rows = len(self.run.rows) or batch
             run = self.run
-            self.attention = SparseAttention(shape, run.plan, num_rows, keys, run.stats, run.reserve, run.relay)
+            self.attention = SparseAttention(
+                shape, run.plan, num_rows, keys, run.stats, run.reserve, run.relay, run.placement
+            )
             if self.run.rows:
                 self.attention.store.reserve_rows(self.run.rows)
         new = self._new_valid(mask, batch, num_new)

@@ -27,6 +27,7 @@ class DeviceStore:
         like: a tensor with the device and dtype of the keys.
         summaries: kinds to maintain (``kernels.page_summary.SUMMARIES``).
         reserve: tokens a row is expected to reach; saves copies, limits nothing.
+        pinned: keep the pools in page-locked host memory, which another device can copy from on its own.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class DeviceStore:
         like: Tensor,
         summaries: Iterable[str] = (),
         reserve: int = 0,
+        pinned: bool = False,
     ) -> None:
         self.shape = shape
+        self.pinned = pinned
         self.page_size = page_size
         self.table = PageTable(num_rows)
         self.lengths = [0] * num_rows
@@ -61,9 +64,7 @@ class DeviceStore:
             return
         self.table.grow(row, -(-stop // self.page_size), -(-self.reserve // self.page_size))
         self._fit_pools()
-        slots = self._slots(row, start, stop)
-        self.keys.flatten(1, 2)[:, slots] = keys
-        self.values.flatten(1, 2)[:, slots] = values
+        self._write(self._slots(row, start, stop), keys, values)
         self.lengths[row] = stop
         self._summarise(row, start // self.page_size, self.summaries)
 
@@ -98,7 +99,7 @@ class DeviceStore:
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
         """Maintain these summaries and no others from now on; copies the store if the page size changes."""
         if page_size != self.page_size:
-            other = DeviceStore(self.shape, self.num_rows, page_size, self.keys, summaries, self.reserve)
+            other = self._empty_like(page_size, summaries)
             for row in range(self.num_rows):
                 other.append(row, self.row(row).keys(), self.row(row).values())
             self.__dict__.update(other.__dict__)
@@ -107,6 +108,13 @@ class DeviceStore:
         for kind in summaries:
             if kind not in self.summaries:
                 self._add_summary(kind)
+
+    def _empty_like(self, page_size: int, summaries: Iterable[str]) -> DeviceStore:
+        return DeviceStore(self.shape, self.num_rows, page_size, self.keys, summaries, self.reserve)
+
+    def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        self.keys.flatten(1, 2)[:, slots] = keys
+        self.values.flatten(1, 2)[:, slots] = values
 
     def _add_summary(self, kind: str) -> None:
         of = SUMMARIES[kind]
@@ -152,7 +160,7 @@ class DeviceStore:
         if need <= have:
             return
         target = max(need, 2 * have) if spare and have else need
-        self.keys, self.values = _grown(self.keys, target), _grown(self.values, target)
+        self.keys, self.values = (_grown(pool, target, self.pinned) for pool in (self.keys, self.values))
         self.summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
 
     def _slots(self, row: int, start: int, stop: int) -> slice | Tensor:
@@ -201,6 +209,11 @@ class RowReader:
     def length(self) -> int:
         return self._store.lengths[self._row]
 
+    @property
+    def is_view(self) -> bool:
+        """Whether the row's pages are consecutive, so that reading it copies nothing."""
+        return self._store.table.run_start(self._row) is not None
+
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
         return self._store.keys.flatten(1, 2)[:, self._slots(start, stop)]
@@ -236,6 +249,13 @@ class RowReader:
     def counted(self, remembered: Tensor) -> Tensor:
         """The tensor itself."""
         return remembered
+
+    def borrow(self, start: int, stop: int) -> Tensor:
+        """As ``keys``."""
+        return self.keys(start, stop)
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """Nobody counts here."""
 
     def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
         """Keys and values of chosen tokens, copied out of the pools.
@@ -279,7 +299,7 @@ class RowReader:
         return heads.unsqueeze(1)
 
 
-def _grown(pool: Tensor, num_pages: int) -> Tensor:
-    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:])
+def _grown(pool: Tensor, num_pages: int, pinned: bool = False) -> Tensor:
+    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:], pin_memory=pinned)
     grown[:, : pool.shape[1]] = pool
     return grown

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsift.kernels.attention import attention, attention_reference
 from kvsift.kernels.merge import merge
+from kvsift.kernels.unit_attention import reads_in_place, unit_attention
 from kvsift.placement.device import RowReader
 from kvsift.types import LayerShape, Part, Selection
 
@@ -27,6 +28,47 @@ def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
     """Every query over everything up to itself."""
     keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
     return _past_and_own(shape, segment, keys, values)  # [1, num_kv_heads, stop, head_dim]
+
+
+def attend_sparse(
+    shape: LayerShape, segment: Segment, reader: RowReader, spans: Sequence[tuple[int, int]],
+    selection: Selection | None, whole_units: bool,
+) -> tuple[Part, int | float | Tensor]:  # fmt: skip
+    """Always-visible spans and the selection, and how many tokens that is, summed over queries.
+
+    ``spans`` as for ``attend_spans``; ``whole_units``: every token of a listed unit is there.
+    """
+    num_queries = segment.stop - segment.start
+    if selection is None:
+        return attend_spans(shape, segment, reader, spans)
+    plain = selection.log_weight is selection.extra is None
+    if plain and num_queries == 1 and reader.is_view and reads_in_place(segment.queries, reader.keys()):
+        return _attend_in_place(shape, segment, reader, spans[0], selection, whole_units)
+    chosen = gather(shape, reader, selection)
+    together = plain and selection.full and whole_units
+    part, visible = attend_spans(shape, segment, reader, spans, chosen if together else None)
+    if together:
+        return part, visible + chosen[0].shape[1] * num_queries
+    apart, seen = attend_selection(shape, segment, selection, chosen)
+    return merge(part, apart), visible + seen * num_queries
+
+
+def _attend_in_place(
+    shape: LayerShape, segment: Segment, reader: RowReader, span: tuple[int, int], selection: Selection,
+    whole_units: bool,
+) -> tuple[Part, float | Tensor]:  # fmt: skip
+    """The one query of a segment over spans and units where they lie."""
+    (sinks_stop, window_start), units, size = span, selection.units, selection.unit_size
+    window_start = min(window_start, segment.stop)
+    part = unit_attention(
+        segment.queries, reader.keys(), reader.values(), units, size,
+        [(0, sinks_stop), (window_start, segment.stop)], shape.scale, shape.softcap,
+    )  # fmt: skip
+    always = sinks_stop + segment.stop - window_start
+    if selection.full and whole_units:
+        return part, always + units.shape[1] * size
+    there = (segment.stop - units * size).clamp(0, size).masked_fill(units < 0, 0)
+    return part, always + there.sum(1).double().mean()
 
 
 def attend_spans(

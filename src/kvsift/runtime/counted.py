@@ -31,6 +31,14 @@ class CountedReader:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
         return self.counted(self._reader.keys(start, stop))
 
+    def borrow(self, start: int, stop: int) -> Tensor:
+        """The same, to be read in part: ``count_bytes`` says how much of it was."""
+        return self._reader.keys(start, stop)
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """So many bytes were read to choose, of what was borrowed."""
+        self.bytes_read += num_bytes
+
     def summary(self, kind: str, units: slice | Tensor) -> Tensor:
         """[num_heads, number of units, width]"""
         return self.counted(self._reader.summary(kind, units))

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby, pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kvsift.kernels.merge import merge, with_sink_logit
+from kvsift.errors import InputError, unknown
+from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.methods.base import Asked, Phase
 from kvsift.placement.device import DeviceStore, RowReader
-from kvsift.runtime.attend import Segment, attend_dense, attend_selection, attend_spans, gather, past_lse
+from kvsift.placement.split import SplitStore
+from kvsift.runtime.attend import Segment, attend_dense, attend_sparse, past_lse
 from kvsift.runtime.counted import CountedReader
 from kvsift.runtime.plan import PHASES, Plan, Rule
 from kvsift.runtime.probe import probe
 from kvsift.runtime.relay import Relay
 from kvsift.runtime.segments import attend_segments, is_plain
+from kvsift.runtime.split import attend_dense_split, attend_sparse_split
 from kvsift.runtime.stats import RunStats, Tally
 from kvsift.types import Chunk, LayerShape, Limit, Part, Selection
 
 DEFAULT_PAGE_SIZE = 16
+Placement = Literal["device", "split"]
+PLACEMENTS: tuple[Placement, ...] = ("device", "split")
+
+
+def reason_against(placement: str, plan: Plan) -> str | None:
+    """Why a plan cannot run with its KV there; None if it can.
+
+    Raises:
+        InputError: if there is no such placement.
+    """
+    if placement not in PLACEMENTS:
+        raise unknown("placement", str(placement), PLACEMENTS)
+    if placement == "split" and plan.prefill is not None and not plan.prefill.method.unbounded:
+        return (
+            f"prefill={plan.prefill} needs its KV on the device: with placement=split prefill is dense. Leave the "
+            "prefill rule out, or the placement."
+        )
+    return None
 
 
 class SparseAttention:
@@ -39,16 +60,20 @@ class SparseAttention:
         stats: where to count.
         reserve: tokens a row is expected to reach.
         relay: of all layers of the model, for methods that pass something up; without one this layer is alone.
+        placement: where KV lives: on the "device" of the model, or "split", in host memory, where methods then choose.
     """
 
     def __init__(
         self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0,
-        relay: Relay | None = None,
+        relay: Relay | None = None, placement: Placement = "device",
     ) -> None:  # fmt: skip
+        if (reason := reason_against(placement, plan)) is not None:
+            raise InputError(reason)
         self.shape = shape
         self.stats = stats
         self.relay = Relay() if relay is None else relay
-        self.store = DeviceStore(shape, num_rows, plan.page_size or DEFAULT_PAGE_SIZE, like, plan.summaries, reserve)
+        store = DeviceStore if placement == "device" else SplitStore
+        self.store = store(shape, num_rows, plan.page_size or DEFAULT_PAGE_SIZE, like, plan.summaries, reserve)
         self.plan = plan
         self.joins: bool | None = None  # segments of a prefill chunk are answered together; None: on a GPU
         self._states = self._new_states(plan, num_rows)
@@ -87,15 +112,34 @@ class SparseAttention:
                 output[row, :, tokens] = part.output[0]
         return torch.zeros_like(chunk.queries) if output is None else output
 
+    def prepare(self) -> None:
+        """Let the method of decode build what it needs over what is stored."""
+        rule = self.plan.decode
+        if rule is None:
+            return
+        for row, length in enumerate(self.store.lengths):
+            if length and not rule.is_dense(self.shape.layer, length, length + 1):
+                candidates = rule.budget.candidates(length, rule.method.unit_size)
+                limit = Limit(min(rule.budget.units(length, rule.method.unit_size), candidates.count))
+                place = row, self.shape.layer, ("decode", length, length)
+                reader = CountedReader(self.store.row(row), self.relay, place)
+                rule.method.prepare(self._states["decode"][row], self.shape, candidates, reader, limit)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What the method of decode says about every row."""
+        rule = self.plan.decode
+        return [] if rule is None else [rule.method.describe(state) for state in self._states["decode"]]
+
     def replan(self, plan: Plan) -> None:
-        """Go on with another plan over what is stored. Methods that remember start from the stored keys."""
+        """Go on with another plan over what is stored. Methods of new rules start from the stored keys."""
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
+        kept = {phase: states for phase, states in self._states.items() if plan.rule(phase) == self.plan.rule(phase)}
         self.plan = plan
-        self._states = self._new_states(plan, self.store.num_rows)
+        self._states = self._new_states(plan, self.store.num_rows) | kept
         for row in range(self.store.num_rows):
             if self.store.lengths[row]:
                 reader = self.store.row(row)
-                self._observe(row, None, reader.keys(), reader.values(), 0)
+                self._observe(row, None, reader.keys(), reader.values(), 0, self._states.keys() - kept.keys())
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``."""
@@ -126,33 +170,38 @@ class SparseAttention:
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
         rule, tally = self.plan.rule(phase), self.stats.tally(self.shape.layer, phase)
         if rule is None:
-            return self._dense(segment, self.store.row(row), tally)
-        parts, reader = [], self.store.row(row)
+            return self._dense(segment, row, tally)
+        parts = []
         for dense, run in groupby(_pieces(rule, self.shape.layer, segment, phase), lambda piece: piece[1]):
             pieces = [piece for piece, _ in run]
             if dense:
-                parts += [self._dense(piece, reader, tally) for piece in pieces]
+                parts += [self._dense(piece, row, tally) for piece in pieces]
             elif phase == "prefill" and self._joins(rule, queries):
                 their = segment.queries[0, :, pieces[0].start - start : pieces[-1].stop - start]
-                parts += self._sparse_joined(row, rule, their, pieces, reader, tally)
+                parts += self._sparse_joined(row, rule, their, pieces, self.store.row(row), tally)
             else:
-                parts += [self._sparse(row, rule, piece, reader, tally, phase) for piece in pieces]
+                parts += [self._sparse(row, rule, piece, tally, phase) for piece in pieces]
         if len(parts) == 1:
             return parts[0]
         return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
-    def _observe(self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int) -> None:
+    def _observe(
+        self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int,
+        phases: Collection[Phase] = PHASES,
+    ) -> None:  # fmt: skip
         for phase, states in self._states.items():
             rule = self.plan.rule(phase)
-            if rule is not None:
+            if rule is not None and phase in phases:
                 rule.method.observe(states[row], self.shape, queries, keys, values, start)
 
-    def _dense(self, segment: Segment, reader: RowReader, tally: Tally) -> Part:
+    def _dense(self, segment: Segment, row: int, tally: Tally) -> Part:
         self._count(tally, segment)
         context = _context_tokens(segment)
         tally.visible_tokens = tally.visible_tokens + context  # never in place: inference tensors would refuse it
         tally.kv_bytes_read += self._kv_bytes(segment.stop)
-        return attend_dense(self.shape, segment, reader)
+        if isinstance(self.store, SplitStore):
+            return attend_dense_split(self.shape, segment, self.store, row)
+        return attend_dense(self.shape, segment, self.store.row(row))
 
     def _joins(self, rule: Rule, queries: Tensor) -> bool:
         """Whether segments of a chunk are chosen and attended together."""
@@ -180,7 +229,7 @@ class SparseAttention:
         tally.select_s += perf_counter() - started
         if not all(map(is_plain, selections)):
             each = zip(segments, selections)
-            return [self._sparse(row, rule, piece, reader, tally, "prefill", chosen) for piece, chosen in each]
+            return [self._sparse(row, rule, piece, tally, "prefill", chosen) for piece, chosen in each]
         spans = [budget.always(segment.start, method.unit_size) for segment in segments]
         part, seen = attend_segments(self.shape, queries, segments, spans, selections, reader.paged())
         for segment, (sinks_stop, window_start), selection, of_list in zip(segments, spans, selections, seen):
@@ -190,37 +239,34 @@ class SparseAttention:
             tally.sparse_queries += count
             tally.visible_tokens = tally.visible_tokens + own + of_list * count
             tally.kv_bytes_read += self._kv_bytes(sinks_stop + segment.stop - window_start)
-            lists = max(self.shape.num_kv_heads, selection.units.shape[0]) / self.shape.num_kv_heads
-            tally.kv_bytes_read += int(self._kv_bytes(selection.units.shape[1] * selection.unit_size) * lists)
+            tally.kv_bytes_read += self._listed_bytes(selection)
         return [part]
 
     def _sparse(
-        self, row: int, rule: Rule, segment: Segment, reader: RowReader, tally: Tally, phase: Phase,
-        selection: Selection | None = None,
-    ) -> Part:  # fmt: skip
+        self, row: int, rule: Rule, segment: Segment, tally: Tally, phase: Phase, selection: Selection | None = None
+    ) -> Part:
         method, budget = rule.method, rule.budget
         queries = range(segment.start, segment.stop if method.slides else segment.start + 1)
         spans = [budget.always(start, method.unit_size, fill=not method.selects) for start in queries]
         sinks_stop, window_start = spans[0]
+        whole = budget.window > 0  # else the unit being filled competes, of which not every token is there
+
+        def select(asking: Segment) -> Selection | None:
+            if not method.selects:
+                return None
+            return selection or self._select(row, rule, asking, spans[0], self.store.row(row), tally, phase)
+
+        if isinstance(self.store, SplitStore):
+            part, chosen, visible = attend_sparse_split(self.shape, segment, self.store, row, spans[0], select, whole)
+        else:
+            chosen = select(segment)
+            part, visible = attend_sparse(self.shape, segment, self.store.row(row), spans, chosen, whole)
         self._count(tally, segment)
         tally.sparse_queries += segment.stop - segment.start
-        tally.kv_bytes_read += self._kv_bytes(sinks_stop + max(segment.stop - window_start, 0))
-        chosen, together = None, False
-        if method.selects:
-            selection = selection or self._select(row, rule, segment, spans[0], reader, tally, phase)
-            chosen = gather(self.shape, reader, selection)
-            tally.kv_bytes_read += 2 * chosen[0].numel() * chosen[0].element_size()
-            # without a window the unit being filled competes, of which not every token is there
-            together = selection.full and budget.window > 0 and selection.log_weight is selection.extra is None
-        part, visible = attend_spans(self.shape, segment, reader, spans, chosen if together else None)
         tally.visible_tokens = tally.visible_tokens + visible
-        if selection is not None and chosen is not None:
-            seen: float | Tensor = chosen[0].shape[1]
-            if not together:
-                apart, seen = attend_selection(self.shape, segment, selection, chosen)
-                part = merge(part, apart)
-            tally.visible_tokens = tally.visible_tokens + seen * (segment.stop - segment.start)
-        self._probe(segment, reader, (sinks_stop, window_start), selection, tally, phase)
+        tally.kv_bytes_read += self._kv_bytes(sinks_stop + max(segment.stop - window_start, 0))
+        tally.kv_bytes_read += 0 if chosen is None else self._listed_bytes(chosen)
+        self._probe(segment, row, spans[0], chosen, tally, phase)
         return part
 
     def _select(
@@ -242,14 +288,15 @@ class SparseAttention:
         return selection
 
     def _probe(
-        self, segment: Segment, reader: RowReader, spans: tuple[int, int], selection: Selection | None,
-        tally: Tally, phase: Phase,
+        self, segment: Segment, row: int, spans: tuple[int, int], selection: Selection | None, tally: Tally,
+        phase: Phase,
     ) -> None:  # fmt: skip
         every = self.stats.probe_every
         if phase != "decode" or every == 0 or (tally.sparse_queries - 1) % every != 0:
             return
         started = perf_counter()
-        recall, recovery = probe(self.shape, segment.queries[0], reader.keys(), spans, selection)
+        keys = self.store.row(row).keys()
+        recall, recovery = probe(self.shape, segment.queries[0].to(keys.device), keys, spans, selection)
         tally.probes, tally.recall, tally.recovery = tally.probes + 1, tally.recall + recall, tally.recovery + recovery
         self.stats.probe_s += perf_counter() - started
 
@@ -257,6 +304,10 @@ class SparseAttention:
         tally.queries += segment.stop - segment.start
         tally.context_tokens += _context_tokens(segment)
         tally.kv_bytes_dense += self._kv_bytes(segment.stop)
+
+    def _listed_bytes(self, selection: Selection) -> int:
+        num_heads, count = max(self.shape.num_kv_heads, selection.units.shape[0]), selection.units.shape[1]
+        return self._kv_bytes(count * selection.unit_size) * num_heads // self.shape.num_kv_heads
 
     def _kv_bytes(self, num_tokens: int) -> int:
         per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.store.keys.element_size()

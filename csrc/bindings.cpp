@@ -1,0 +1,12 @@
+// The module kvsift.native._core. Tensors come as addresses and shapes that Python has checked.
+#include <nanobind/nanobind.h>
+
+void bind_attention(nanobind::module_& m);
+void bind_graph(nanobind::module_& m);
+void bind_product(nanobind::module_& m);
+
+NB_MODULE(_core, m) {
+  bind_attention(m);
+  bind_graph(m);
+  bind_product(m);
+}

@@ -1,0 +1,36 @@
+// Numbers of a tensor, bf16 or float32, one at a time: what is rounded here is rounded as torch rounds it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvsift {
+
+inline float from_bf16(std::uint16_t half) {
+  const std::uint32_t bits = std::uint32_t(half) << 16;
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
+}
+
+inline std::uint16_t to_bf16(float number) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &number, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return std::uint16_t(bits >> 16 | 0x40);  // NaN stays NaN
+  return std::uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, ties to even
+}
+
+inline float load(const float* at) { return *at; }
+inline float load(const std::uint16_t* at) { return from_bf16(*at); }
+inline void store(float* at, float number) { *at = number; }
+inline void store(std::uint16_t* at, float number) { *at = to_bf16(number); }
+
+// As it would be after a trip through a tensor of type T.
+template <class T>
+float rounded(float number) {
+  T there;
+  store(&there, number);
+  return load(&there);
+}
+
+}  // namespace kvsift

@@ -1,0 +1,115 @@
+"""What the indexes that come from faiss share: one faiss index per KV head, and a scan of the rows after it.
+
+They are baselines. faiss keeps float32 copies of the keys, and knows nothing of the queries that will come.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from time import perf_counter
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.indexes.base import SearchCount, best, check_search, merged
+from kvsift.indexes.flat import exact_search
+
+
+def load_faiss() -> Any:
+    """The module faiss.
+
+    Raises:
+        InputError: if it is not installed.
+    """
+    try:
+        return import_module("faiss")
+    except ImportError as error:
+        raise InputError(
+            f"IVF and HNSW come from faiss, which is not installed ({error}). Install it: "
+            "pip install 'kvsift[index]' (or pip install faiss-cpu)."
+        ) from error
+
+
+class FaissIndex:
+    """One faiss index per KV head, by inner product. Rows added later are scanned exactly.
+
+    Subclasses say how one is trained (``_train``), how wide a search is (``_parameters``), and where faiss counts.
+    """
+
+    kind: ClassVar[str]
+    counter: ClassVar[str]  # of faiss.cvar
+
+    def __init__(self) -> None:
+        self._faiss = load_faiss()
+        self._heads: list[Any] = []
+        self._rows = self._built = self._bytes = 0  # rows that still hold; rows that faiss knows
+        self._build_seconds = 0.0
+        self._count = SearchCount()
+
+    def _train(self, rows: Any) -> Any:
+        """A faiss index over float32 rows [n, head_dim] of one KV head."""
+        raise NotImplementedError
+
+    def _parameters(self, k: int, selector: Any) -> Any:
+        """faiss search parameters."""
+        raise NotImplementedError
+
+    def _build(self, keys: Tensor) -> None:
+        started = perf_counter()
+        self._rows = self._built = keys.shape[1]
+        if self._rows:
+            # a head per thread, and no threads within: faiss inserts in any order otherwise, and results would vary
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                self._heads = list(pool.map(self._one_head, keys))
+        self._bytes = sum(self._faiss.serialize_index(head).nbytes for head in self._heads)
+        self._build_seconds = perf_counter() - started
+
+    def _one_head(self, rows: Tensor) -> Any:
+        self._faiss.omp_set_num_threads(1)  # of this thread
+        return self._train(rows.float().contiguous().numpy())
+
+    def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        check_search(queries, keys, k)
+        rows = min(self._rows, keys.shape[1])
+        tail = keys[:, rows:]
+        if rows == 0:
+            self._count.add(tail.shape[1], tail.numel() * tail.element_size())
+            return exact_search(queries, keys, k)
+        counted = getattr(self._faiss.cvar, self.counter)
+        counted.reset()
+        selector = self._faiss.IDSelectorRange(0, rows) if rows < self._built else None  # parameters do not own it
+        parameters = self._parameters(k, selector)
+        grouped = queries.float().unflatten(0, (keys.shape[0], -1)).numpy()
+        each = [head.search(of, k, params=parameters) for head, of in zip(self._heads, grouped)]
+        scores, ids = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*each))
+        num_bytes = 4 * counted.ndis * queries.shape[1] + tail.numel() * tail.element_size()  # it keeps float32
+        self._count.add(counted.ndis / queries.shape[0] + tail.shape[1], num_bytes)
+        found = best(ids, scores, k)
+        return merged(found, exact_search(queries, tail, k), rows, k) if tail.shape[1] else found
+
+    def extend(self, keys: Tensor) -> None:
+        """New rows are left to be scanned."""
+
+    def crop(self, length: int) -> None:
+        self._rows = min(self._rows, length)
+
+    def _copy_to(self, copy: FaissIndex) -> None:
+        copy._heads, copy._built, copy._bytes = self._heads, self._built, self._bytes  # never changed once built
+        copy._rows, copy._build_seconds = self._rows, self._build_seconds
+
+    @property
+    def bytes_read(self) -> int:
+        return self._count.bytes_read
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "rows": self._rows,
+            "bytes": self._bytes,
+            "build_seconds": self._build_seconds,
+            "searches": self._count.searches,
+            "scanned": self._count.mean,
+        }

@@ -1,0 +1,132 @@
+"""Exact search: every key is scored, each KV head's keys read once for its whole group of queries."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kvsift import native
+from kvsift.errors import InputError
+from kvsift.indexes.base import SearchCount, best, check_search, merged
+from kvsift.native.shapes import check_rows
+
+CodeKind = Literal["int8"]
+OVERFETCH = 1.5
+
+
+def core_takes(keys: Tensor) -> bool:
+    """Whether the compiled core is here and searches keys of this form, [num_kv_heads, n, head_dim]."""
+    if not native.available():
+        return False
+    try:
+        check_rows("keys", keys)
+    except InputError:
+        return False
+    return True
+
+
+def exact_search(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best keys of each query head (``Index.search``), through the compiled core or, where it cannot, torch."""
+    return native.scan(queries, keys, k) if core_takes(keys) else scan_in_torch(queries, keys, k)
+
+
+def scan_in_torch(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The same in float32 products and topk."""
+    grouped = queries.float().unflatten(0, (keys.shape[0], -1))
+    scores = torch.stack([torch.mm(of, rows.float().T) for of, rows in zip(grouped, keys)]).flatten(0, 1)
+    count = min(k, keys.shape[1])
+    if count == 0:
+        return best(scores.new_empty(scores.shape[0], 0, dtype=torch.int64), scores, k)
+    values, ids = scores.topk(count, dim=-1)
+    least = values[:, -1:]
+    # topk takes any of the keys that tie for the last places: only then is a stable sort needed
+    if torch.equal((scores == least).sum(-1), (values == least).sum(-1)):
+        return best(ids, values, k)
+    ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+    return best(ids, scores.gather(1, ids), k)
+
+
+class FlatIndex:
+    """A scan of all keys. With ``codes="int8"`` candidates come from 8-bit codes, one and a half times as many as
+    asked for, and are scored again from the keys.
+
+    Rows without codes are scanned exactly, and so is everything that the compiled core has no codes for: other types
+    than bf16 and float32, and heads whose size is no multiple of 8 or above 256.
+    """
+
+    def __init__(self, codes: CodeKind | None = None) -> None:
+        self.codes = codes
+        self._coded: native.Codes | None = None  # of the first rows
+        self._shared = False  # with a fork: neither may change them
+        self._rows = 0
+        self._build_seconds = 0.0
+        self._count = SearchCount()
+
+    @classmethod
+    def build(cls, keys: Tensor, *, codes: CodeKind | None = None) -> FlatIndex:
+        """Over keys [num_kv_heads, n, head_dim].
+
+        Raises:
+            InputError: if codes are asked for that the compiled core would have to make, and it is missing.
+        """
+        if codes is not None and not native.available():
+            raise InputError(f"a scan of {codes} codes needs the compiled core: {native.why_missing()}")
+        index = cls(codes)
+        index.extend(keys)
+        return index
+
+    def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        check_search(queries, keys, k)
+        rows = 0 if self._coded is None else self._coded.length
+        coded = keys[:, :rows].numel() + int(OVERFETCH * k) * queries.numel() * keys.element_size() if rows else 0
+        self._count.add(keys.shape[1], coded + keys[:, rows:].numel() * keys.element_size())
+        if self._coded is None or rows == 0:
+            return exact_search(queries, keys, k)
+        found = native.scan_codes(queries, self._coded, keys[:, :rows], k, OVERFETCH)
+        if rows == keys.shape[1]:
+            return found
+        return merged(found, exact_search(queries, keys[:, rows:], k), rows, k)
+
+    def extend(self, keys: Tensor) -> None:
+        started = perf_counter()
+        self._rows = keys.shape[1]
+        if self.codes is not None and core_takes(keys):
+            if self._coded is None:
+                self._coded = native.Codes.of(keys)
+            else:
+                self._own_codes().extend(keys)
+        self._build_seconds += perf_counter() - started
+
+    def crop(self, length: int) -> None:
+        self._rows = min(self._rows, length)
+        if self._coded is not None and length < self._coded.length:
+            self._own_codes().crop(length)
+
+    def fork(self) -> FlatIndex:
+        copy = FlatIndex(self.codes)
+        copy._coded, copy._rows, copy._build_seconds = self._coded, self._rows, self._build_seconds
+        copy._shared = self._shared = self._coded is not None
+        return copy
+
+    def _own_codes(self) -> native.Codes:
+        assert self._coded is not None
+        if self._shared:
+            self._coded, self._shared = self._coded.fork(), False
+        return self._coded
+
+    @property
+    def bytes_read(self) -> int:
+        return self._count.bytes_read
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "kind": "flat" if self._coded is None else f"flat_{self.codes}",
+            "rows": self._rows,
+            "bytes": 0 if self._coded is None else self._coded.nbytes,
+            "build_seconds": self._build_seconds,
+            "searches": self._count.searches,
+            "scanned": self._count.mean,
+        }

@@ -1,0 +1,80 @@
+"""Exact nearest keys of many queries: products in blocks, then a top-k in two steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+
+BLOCK_BYTES = 32 << 20  # of scores at a time: they stay in the last cache of the processors measured
+STRIP = 64  # neighbouring keys that are ranked by their best
+
+
+def knn(queries: Tensor, keys: Tensor, k: int, causal_stop: Tensor | None = None) -> Tensor:
+    """Ids of the keys with the largest inner products.
+
+    Products have the precision of ``keys``: bf16 keys give scores rounded to bf16. Equal scores are ordered by id.
+
+    Args:
+        queries: [num_query_heads, t, d]; query head h reads KV head h // group_size.
+        keys: [num_kv_heads, n, d], same device as the queries.
+        k: ids per query.
+        causal_stop: int64 [t]: query i sees ids below causal_stop[i]; all of them by default.
+
+    Returns:
+        int32 [num_query_heads, t, k], best first, -1 at the end where a query sees fewer than k keys.
+
+    Raises:
+        InputError: if the heads do not divide, the head sizes differ, or k < 1.
+    """
+    num_query_heads, t, d = queries.shape
+    num_kv_heads, n, key_dim = keys.shape
+    if d != key_dim or not num_kv_heads or num_query_heads % num_kv_heads or k < 1:
+        raise InputError(
+            f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, k = {k}: heads must have one size, query heads "
+            "must be a multiple of KV heads, and k at least 1."
+        )
+    found = torch.full((num_query_heads, t, k), -1, dtype=torch.int32, device=keys.device)
+    if not n:
+        return found
+    rows = max(1, BLOCK_BYTES // (n * keys.element_size()))
+    for head in range(num_query_heads):
+        transposed = keys[head * num_kv_heads // num_query_heads].T
+        for start in range(0, t, rows):
+            block = slice(start, min(start + rows, t))
+            scores = queries[head, block].to(keys.dtype) @ transposed
+            if causal_stop is not None:
+                ids = torch.arange(n, device=keys.device)
+                scores.masked_fill_(ids >= causal_stop[block, None].to(keys.device), -torch.inf)
+            best = _top(scores, min(k, n))
+            found[head, block, : best.shape[1]] = best
+    return found
+
+
+def _top(scores: Tensor, k: int) -> Tensor:
+    """int32 [rows, k] of scores [rows, n], -1 where the score is -inf. The k best keys lie in the k best strips."""
+    rows, n = scores.shape
+    if n > 4 * k * STRIP:
+        num_strips = n // STRIP
+        strips = _top_ordered(scores[:, : num_strips * STRIP].view(rows, num_strips, STRIP).amax(2), k)[1]
+        ids = (strips[:, :, None] * STRIP + torch.arange(STRIP, device=scores.device)).flatten(1)
+        rest = torch.arange(num_strips * STRIP, n, device=scores.device).expand(rows, -1)
+        ids = torch.cat((ids, rest), 1).sort(1).values
+        values, places = _top_ordered(scores.gather(1, ids), k)
+        best = ids.gather(1, places)
+    else:
+        values, best = _top_ordered(scores, k)
+    return best.masked_fill(values == -torch.inf, -1).int()
+
+
+def _top_ordered(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values [rows, k] and places of the k largest, largest first, of equal ones the first."""
+    # one integer holds both: a float's bits, made to order as integers do, above the place counted from the end
+    bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0: -0.0 equals 0.0
+    bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    n = scores.shape[1]
+    order = (bits << 32) | (n - 1 - torch.arange(n, device=scores.device))
+    best = order.topk(k, 1).values
+    places = n - 1 - (best & 0xFFFFFFFF)
+    return scores.gather(1, places), places

@@ -1,0 +1,87 @@
+"""Attention of one token over keys and values on the host: dense, or over chosen units and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.native.loader import core, num_threads
+from kvsift.native.shapes import check_pair, check_queries, shape_of
+
+
+def attend_dense(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    *,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over all keys -> (output [num_query_heads, head_dim] in the queries' dtype, lse float32).
+
+    queries [num_query_heads, head_dim]; keys, values [num_kv_heads, n, head_dim]; lse [num_query_heads]. logit =
+    scale * q.k, and softcap * tanh(logit / softcap) if there is a softcap. n = 0 gives output 0 and lse -inf. With bf16
+    queries the softmax weights may be rounded to bf16, as the output is; lse is not.
+    """
+    check_pair(keys, values)
+    check_queries(queries, keys.shape[0], keys.shape[2])
+    q, output, lse = _prepared(queries)
+    core().attend_dense(
+        shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0),
+        keys.dtype == torch.bfloat16, scale, _cap(softcap), queries.dtype == torch.bfloat16, num_threads(threads),
+        output.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    return output.to(queries.dtype), lse
+
+
+def attend_units(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    units: Tensor,
+    unit_size: int,
+    spans: Sequence[tuple[int, int]],
+    scale: float,
+    softcap: float | None = None,
+    *,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens of units and of spans -> as ``attend_dense``.
+
+    units int64 [num_lists, capacity], num_lists 1, num_kv_heads or num_query_heads, -1 where there is none; unit u is
+    the tokens [u * unit_size, (u + 1) * unit_size), those beyond the keys are not there. spans (start, stop) of tokens
+    that all heads see; a token that is in both, or twice, counts twice.
+    """
+    check_pair(keys, values)
+    check_queries(queries, keys.shape[0], keys.shape[2])
+    if units.dim() != 2 or units.shape[0] not in (1, keys.shape[0], queries.shape[0]) or units.dtype != torch.int64:
+        raise InputError(
+            f"units are {list(units.shape)} {units.dtype}; they must be int64 [num_lists, capacity] with 1, "
+            f"{keys.shape[0]} or {queries.shape[0]} lists."
+        )
+    if unit_size < 1:
+        raise InputError(f"unit_size={unit_size} must be at least 1.")
+    ids = units.contiguous()
+    q, output, lse = _prepared(queries)
+    core().attend_units(
+        shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0),
+        keys.dtype == torch.bfloat16, ids.data_ptr(), ids.shape[0], ids.shape[1], unit_size,
+        [(int(start), int(stop)) for start, stop in spans], scale, _cap(softcap), queries.dtype == torch.bfloat16,
+        num_threads(threads), output.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    return output.to(queries.dtype), lse
+
+
+def _prepared(queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q = queries.float().contiguous()
+    return q, torch.empty_like(q), q.new_empty(q.shape[0])
+
+
+def _cap(softcap: float | None) -> float:
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"softcap={softcap} must be positive, or None for no cap.")
+    return softcap or 0.0

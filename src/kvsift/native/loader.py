@@ -1,0 +1,80 @@
+"""Whether the compiled core is here, and which instruction set it uses.
+
+The core has its kernels once per instruction set, and starts with the best that the processor has. The environment
+variable ``KVSIFT_ISA`` names another to start with; ``use_level`` changes it later, for the whole process.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+
+import torch  # first: its OpenMP runtime is then the one that the core uses too
+
+from kvsift.errors import InputError, unknown
+
+_core: ModuleType | None = None
+_failure = ""
+try:
+    _core = import_module("kvsift.native._core")
+except ImportError as failure:
+    _failure = str(failure)
+
+
+def available() -> bool:
+    """Whether the compiled core can be used."""
+    return _core is not None
+
+
+def why_missing() -> str:
+    """What is missing and what to do; empty where the core is available."""
+    if _core is not None:
+        return ""
+    return (
+        f"the compiled core of kvsift is missing ({_failure}). Install a C++ compiler and the headers of Python "
+        "(Debian: apt-get install g++ python3-dev), then install kvsift again: pip install ."
+    )
+
+
+def core() -> ModuleType:
+    """The compiled module; raises InputError where it is missing."""
+    if _core is None:
+        raise InputError(why_missing())
+    return _core
+
+
+def levels() -> list[str]:
+    """Instruction sets that both this build and this processor have, the plainest first."""
+    return list(core().levels())
+
+
+def level() -> str:
+    """The instruction set in use: "generic", "avx2", "avx512" or "avx512_bf16"."""
+    return str(core().level())
+
+
+def use_level(name: str) -> None:
+    """Use an instruction set from now on, in the whole process; raises InputError unless it is in ``levels()``."""
+    if name not in levels():
+        raise unknown("instruction set", name, levels())
+    core().use_level(name)
+
+
+def num_threads(threads: int | None) -> int:
+    """Threads of a call: those given, else torch's."""
+    if threads is not None and threads < 1:
+        raise InputError(f"threads={threads} must be at least 1, or None for torch.get_num_threads().")
+    return torch.get_num_threads() if threads is None else threads
+
+
+def _start() -> None:
+    name = os.environ.get("KVSIFT_ISA", "")
+    if name:
+        if name not in levels():
+            raise unknown("instruction set in KVSIFT_ISA", name, levels())
+        core().use_level(name)
+
+
+if _core is not None:
+    _start()

@@ -1,0 +1,34 @@
+"""How fast this machine reads memory, and larger pages for tensors that are read as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.native.loader import core, num_threads
+
+
+def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
+    """Bytes per second, in units of 1e9, of reading ``size`` bytes once from memory, the best of three.
+
+    ``size`` should exceed the last cache by far; the buffer is on huge pages where the system grants them.
+    """
+    if size < 1:
+        raise InputError(f"size={size} must be at least one byte.")
+    buffer = torch.empty(size, dtype=torch.uint8)
+    advise_huge(buffer)
+    buffer.fill_(1)
+    seconds = min(core().read_seconds(buffer.data_ptr(), size, num_threads(threads)) for _ in range(3))
+    return size / seconds / 1e9
+
+
+def advise_huge(tensor: Tensor) -> int:
+    """Ask the system for huge pages under a CPU tensor -> bytes it was asked for, 0 where it has no such pages.
+
+    It works best before the tensor is first written. Memory of the tensor's whole storage is meant.
+    """
+    if tensor.device.type != "cpu":
+        raise InputError(f"the tensor is on {tensor.device}; pages of the host lie under CPU tensors only.")
+    storage = tensor.untyped_storage()
+    return int(core().advise_huge(storage.data_ptr(), storage.nbytes()))

@@ -1,0 +1,59 @@
+"""What a step of a decoder computes beside its attention: norms, a few rows times weight matrices, rotation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.native.loader import available, core, num_threads
+from kvsift.native.shapes import ROW_DTYPES
+
+MOST_ROWS = 4  # of x: they share each reading of the weights
+
+
+def takes_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether the compiled core is here and multiplies x [rows, in] with weight [out, in]."""
+    return (
+        x.device.type == weight.device.type == "cpu"
+        and 0 < x.shape[0] <= MOST_ROWS
+        and x.dtype == weight.dtype
+        and weight.dtype in ROW_DTYPES
+        and x.shape[1] % 8 == 0
+        and weight.is_contiguous()
+        and available()
+    )
+
+
+def product(
+    x: Tensor, weight: Tensor, *, norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None,
+    gated: bool = False, threads: int | None = None,
+) -> Tensor:  # fmt: skip
+    """``residual + rms_norm(x) @ weight.T``; every step is summed in float32 and rounded to the dtype of x.
+
+    Args:
+        x: [rows, in].
+        weight: [out, in].
+        norm: weight [in] and eps of an RMS norm of x.
+        residual: [rows, out].
+        gated: instead, silu of the first half of the products times the second half, [rows, out / 2].
+        threads: torch's by default.
+    """
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    width = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = x.new_empty(x.shape[0], width)
+    core().multiply(
+        x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], weight.data_ptr(), weight.shape[0], x.shape[1],
+        0 if norm is None else norm[0].data_ptr(), 0.0 if norm is None else norm[1],
+        0 if residual is None else residual.data_ptr(), gated, num_threads(threads), out.data_ptr(),
+    )  # fmt: skip
+    return out
+
+
+def rotate(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> None:
+    """Turn the heads [num_heads, head_dim] of one token in place, normalised first if they have a norm [head_dim]; cos,
+    sin [head_dim] in the dtype of the heads."""
+    core().rotate(
+        heads.dtype == torch.bfloat16, heads.data_ptr(), *heads.shape, cos.data_ptr(), sin.data_ptr(),
+        0 if norm is None else norm.data_ptr(), eps,
+    )  # fmt: skip

@@ -1,0 +1,62 @@
+"""Exact search that scores every key, those of a KV head once for all queries of its group."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.native.codes import Codes
+from kvsift.native.loader import core, num_threads
+from kvsift.native.shapes import check_finite, check_queries, check_rows, shape_of
+
+
+def scan(queries: Tensor, keys: Tensor, k: int, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
+    """The k keys of the largest q.k of each query head -> (ids int64, scores float32), both [num_query_heads, k].
+
+    queries [num_query_heads, head_dim]; keys [num_kv_heads, n, head_dim]. Best first, ties to the lower id; where n < k
+    rows end with id -1 and score -inf. Scores are not scaled. A key that holds NaN scores -inf.
+    """
+    q, ids, scores = _prepared(queries, keys, k)
+    if k > 0:
+        core().scan(
+            shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), keys.dtype == torch.bfloat16, k,
+            num_threads(threads), ids.data_ptr(), scores.data_ptr(),
+        )  # fmt: skip
+    return ids, scores
+
+
+def scan_codes(
+    queries: Tensor, codes: Codes, keys: Tensor, k: int, overfetch: float = 1.5, *, threads: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """As ``scan``, but only the best ``overfetch`` * k keys by their 8-bit codes are scored, by the keys themselves.
+
+    Scores are exact; a key that its code ranks below the candidates is missed. codes are those of all the keys.
+    """
+    q, ids, scores = _prepared(queries, keys, k)
+    if codes.length != keys.shape[1] or codes.scale.shape != (keys.shape[0], keys.shape[2]):
+        raise InputError(
+            f"codes are of {codes.length} keys of {list(codes.scale.shape)} channels, keys are {list(keys.shape)}; "
+            "call codes.extend(keys) after keys were added, codes.crop(length) after they were removed."
+        )
+    if not overfetch >= 1:
+        raise InputError(f"overfetch={overfetch} must be at least 1.")
+    if k > 0:
+        core().scan_codes(
+            shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), keys.dtype == torch.bfloat16,
+            codes.blocks.data_ptr(), codes.blocks.stride(0), codes.scale.data_ptr(), k, math.ceil(overfetch * k),
+            num_threads(threads), ids.data_ptr(), scores.data_ptr(),
+        )  # fmt: skip
+    return ids, scores
+
+
+def _prepared(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    check_rows("keys", keys)
+    check_queries(queries, keys.shape[0], keys.shape[2])
+    check_finite(queries)
+    if k < 0:
+        raise InputError(f"k={k} must not be negative.")
+    q = queries.float().contiguous()
+    return q, torch.empty(q.shape[0], k, dtype=torch.int64), q.new_empty(q.shape[0], k)

@@ -1,0 +1,102 @@
+"""The compiled functions in plain torch: what they compute, in float32, for tests and where speed does not matter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvsift.native.codes import Codes
+
+
+def attend_dense(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Twin of native.attend_dense."""
+    visible = torch.ones(queries.shape[0], keys.shape[1], dtype=torch.int64)
+    return _attend(queries, keys, values, visible, scale, softcap)
+
+
+def attend_units(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    units: Tensor,
+    unit_size: int,
+    spans: Sequence[tuple[int, int]],
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Twin of native.attend_units."""
+    n = keys.shape[1]
+    visible = torch.zeros(units.shape[0], n, dtype=torch.int64)  # how often a list sees a token
+    for row, ids in zip(visible, units):
+        for unit in ids[ids >= 0].tolist():
+            row[unit * unit_size : (unit + 1) * unit_size] += 1
+    for start, stop in spans:
+        visible[:, max(start, 0) : max(stop, 0)] += 1
+    return _attend(
+        queries, keys, values, visible.repeat_interleave(queries.shape[0] // units.shape[0], 0), scale, softcap
+    )
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """visible int64 [num_query_heads, n]: how often a token counts."""
+    logits = _products(queries, keys) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + visible.float().log()  # -inf where it does not count
+    lse = logits.logsumexp(-1) if keys.shape[1] else logits.new_full((queries.shape[0],), -torch.inf)
+    weights = (logits - lse.unsqueeze(-1)).exp().masked_fill(visible == 0, 0.0)
+    output = weights.unflatten(0, (keys.shape[0], -1)) @ values.float()  # [num_kv_heads, group_size, head_dim]
+    return output.flatten(0, 1).to(queries.dtype), lse
+
+
+def page_scores(queries: Tensor, rows: Tensor, scale: float) -> Tensor:
+    """Twin of native.page_scores."""
+    q = queries.float() * scale
+    return _products(torch.cat([q.clamp_min(0), q.clamp_max(0)], -1), rows)
+
+
+def choose_pages(queries: Tensor, rows: Tensor, scale: float, k: int, num_selections: int) -> Tensor:
+    """Twin of native.choose_pages."""
+    best = page_scores(queries, rows, scale).unflatten(0, (num_selections, -1)).amax(1)
+    return best.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+
+
+def scan(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Twin of native.scan."""
+    return _best(_products(queries, keys), k)
+
+
+def scan_codes(queries: Tensor, codes: Codes, keys: Tensor, k: int, overfetch: float = 1.5) -> tuple[Tensor, Tensor]:
+    """Twin of native.scan_codes; its queries are not rounded to codes of their own, so candidates may differ."""
+    rows = (
+        codes.blocks.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2)[:, : keys.shape[1]]
+    )  # [num_kv_heads, n, head_dim]
+    decoded = codes.centre.unsqueeze(1) + codes.scale.unsqueeze(1) * (rows.float() - 128)
+    candidates, _ = _best(_products(queries, decoded), math.ceil(overfetch * k))
+    exact = _products(queries, keys)
+    chosen = torch.zeros_like(exact, dtype=torch.bool)
+    for row, ids in zip(chosen, candidates):
+        row[ids[ids >= 0]] = True
+    return _best(exact.masked_fill(~chosen, -torch.inf), k)
+
+
+def _products(queries: Tensor, keys: Tensor) -> Tensor:
+    """q.k, float32 [num_query_heads, n]."""
+    return (queries.float().unflatten(0, (keys.shape[0], -1)) @ keys.float().mT).flatten(0, 1)
+
+
+def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """(ids, scores) of the k largest, ties to the lower id, -1 and -inf where there are fewer."""
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    ids = order.new_full((scores.shape[0], k), -1)
+    best = values.new_full((scores.shape[0], k), -torch.inf)
+    ids[:, : order.shape[1]] = order[:, :k]
+    best[:, : order.shape[1]] = values[:, :k]
+    return ids, best

@@ -1,0 +1,103 @@
+"""kvsift bench dump, index and host: one feeds the next, and what makes no sense is refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.watched import Refused, Run
+
+from kvsift.benchmarks.qk_dump import Dump
+
+SMALL = ("--heads", "2/1", "--head-dim", 32, "--samples", 80, "--repeats", 1, "--threads", 1)
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bandwidths are not what is tested."""
+    monkeypatch.setattr("kvsift.benchmarks.host_timing.READ_BYTES", 8 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("dump", "--output", "no/a.safetensors"), "the directory no does not exist."),
+        (("dump", "--output", "a", "--question", "Who?"), "give it with --context"),
+        (("dump", "--output", "a", "--context", "{text}"), "needs at least one --question"),
+        (("dump", "--output", "a", "--layers", "x"), "give all, or numbers from 0 on"),
+        (("dump", "--output", "a", "--layers", "9"), "layer 9 is not there"),
+        (("dump", "--output", "a", "--length", "1K,2K"), "give one number of tokens"),
+        (("dump", "--output", "a", "--task", "needl"), "did you mean 'needle'?"),
+        (("dump", "--output", "a", "--length", "10"), "cannot be made"),
+        (
+            ("dump", "--output", "a", "--context", "{text}", "--question", "Who?", "--length", "2K"),
+            "the text has 900 tokens only",
+        ),
+        (("index", "--data", "X"), "unknown data set 'X'"),
+        (("index", "--data", "P"), "kvsift bench dump --output FILE makes one"),
+        (("index", "--data", "P", "--dump", "no.safetensors"), "the dump no.safetensors does not exist."),
+        (("index", "--indexes", "hns"), "did you mean 'hnsw'?"),
+        (("index", "--heads", "32"), "--heads 32: give query heads/KV heads"),
+        (("index", "--heads", "32/5"), "must be a multiple of the KV heads"),
+        (("index", "--head-dim", "100"), "must be a multiple of 8"),
+        (("index", "--k", "x"), "'x' is no number"),
+        (("index", "--target", "2"), "a recall of 2 cannot be aimed at"),
+        (("host", "--contexts", "1K"), "less than twice the budget"),
+        (("host", "--tokens", "0"), "--tokens 0: give whole numbers"),
+        (("host", "--index", "tree"), "unknown index 'tree'"),
+        (("host", "--output", "no/a.json"), "the directory no does not exist."),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    refused: Refused, model: Path, text: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    given = tuple(str(each).replace("{text}", str(text)) for each in arguments)
+    of_model = ("--model", model) if given[0] == "dump" else ()
+    assert says in refused("bench", *given, *of_model)
+
+
+def test_a_dump_of_a_text_is_searched(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
+    asked = ("--question", "How many sacks?", "--question", "Which mill?")
+    made = run(
+        "bench", "dump", "--model", model, "--context", text, *asked, "--length", 800, "--layers", "1,2",
+        "--max-new-tokens", 2, "--output", "text.safetensors",
+    )  # fmt: skip
+    assert made.code == 0, made.err
+    assert made.out.startswith("text.safetensors: 800 tokens of ")
+    dump = Dump(tmp_path / "text.safetensors")
+    assert (dump.length, dump.layers) == (800, [1, 2])
+    assert dump.about["questions"] == ["How many sacks?", "Which mill?"]
+    found = run(
+        "bench", "index", "--data", "P", "--dump", "text.safetensors", "--k", "5", "--indexes", "flat",
+        "--tokens", 4, "--repeats", 1, "--output", "result.json",
+    )  # fmt: skip
+    assert found.code == 0, found.err
+    assert "P text layer 1, 160 keys" in found.out
+    assert "medians" in found.out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [point["case"] for point in result["points"]] == ["P text layer 1", "P text layer 2"]
+    assert all(point["indexes"][0]["recall"] == 1 for point in result["points"])
+    assert result["recipe"]["ks"] == [5]
+
+
+def test_a_generated_document_is_dumped(run: Run, model: Path, tmp_path: Path) -> None:
+    made = run("bench", "dump", "--model", model, "--length", "1K", "--questions", 2, "--output", "kv.safetensors")
+    assert made.code == 0, made.err
+    assert Dump(tmp_path / "kv.safetensors").length == 1024
+    assert "key_value, seed 0" in made.out
+
+
+def test_index_and_host_end_with_one_document(run: Run) -> None:
+    of_index = run(
+        "bench", "index", *SMALL, "--data", "T", "--contexts", 256, "--k", 4, "--indexes", "flat", "--tokens", 2,
+        "--json",
+    ).document  # fmt: skip
+    assert [point["keys"] for point in of_index["points"]] == [256]
+    assert of_index["threads"] == 1
+    of_host = run(
+        "bench", "host", *SMALL, "--contexts", 256, "--budget", 32, "--tokens", 9, "--top", 4, "--index", "flat",
+        "--json",
+    ).document  # fmt: skip
+    assert [point["context"] for point in of_host["points"]] == [256]
+    assert {"commit", "versions", "machine", "recipe"} <= set(of_host)

@@ -1,0 +1,57 @@
+"""Exact nearest keys: as a full sort finds them, whatever the blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.indexes import knn as module
+from kvsift.indexes.knn import knn
+
+
+def draw(num_query_heads: int, num_kv_heads: int, t: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Whole numbers: their products are exact, and many of them are equal."""
+    generator = torch.Generator().manual_seed(n)
+    queries, keys = (
+        torch.randint(-2, 3, shape, generator=generator).to(dtype)
+        for shape in ((num_query_heads, t, 8), (num_kv_heads, n, 8))
+    )
+    return queries, keys
+
+
+def sorted_ids(queries: Tensor, keys: Tensor, k: int, stops: Tensor | None) -> Tensor:
+    group_size = queries.shape[0] // keys.shape[0]
+    scores = queries.float() @ keys.float().repeat_interleave(group_size, 0).transpose(1, 2)
+    if stops is not None:
+        scores.masked_fill_(torch.arange(keys.shape[1]) >= stops[:, None], -torch.inf)
+    order = scores.sort(dim=-1, descending=True, stable=True)
+    ids = order.indices.masked_fill(order.values == -torch.inf, -1)[..., :k]
+    return torch.nn.functional.pad(ids, (0, k - ids.shape[-1]), value=-1).int()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("n", [1, 5, 700, 3000, 3007])  # from 2560 on strips are ranked first; 3007 leaves a rest
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_nearest_keys_in_order_equal_ones_by_id(
+    dtype: torch.dtype, n: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BLOCK_BYTES", 7 * n * dtype.itemsize)  # blocks of 7 queries
+    queries, keys = draw(4, 2, 20, n, dtype)
+    stops = torch.arange(20) * (n + 30) // 20 if causal else None
+    found = knn(queries, keys, 10, stops)
+    assert found.dtype == torch.int32
+    assert torch.equal(found, sorted_ids(queries, keys, 10, stops))
+
+
+def test_no_keys_no_neighbours() -> None:
+    queries, keys = draw(2, 1, 3, 0, torch.float32)
+    assert torch.equal(knn(queries, keys, 4), torch.full((2, 3, 4), -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("heads", "k"), [((3, 2), 5), ((2, 2), 0)])
+def test_what_does_not_fit_is_refused(heads: tuple[int, int], k: int) -> None:
+    queries, keys = draw(*heads, 3, 10, torch.float32)
+    with pytest.raises(InputError, match="multiple of KV heads"):
+        knn(queries, keys, k)

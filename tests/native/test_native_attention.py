@@ -1,0 +1,152 @@
+"""Attention of the compiled core against its twins."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsift import native
+from kvsift.errors import InputError
+from kvsift.native import twins
+
+SHAPES = [  # num_kv_heads, group_size, head_dim, tokens
+    (2, 4, 128, 1000), (8, 4, 64, 17), (1, 1, 96, 3), (2, 5, 80, 1), (1, 8, 256, 130), (2, 2, 72, 64),
+    (1, 4, 128, 5000), (3, 3, 8, 65), (2, 4, 128, 0),
+]  # fmt: skip
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def qkv(shape: tuple[int, int, int, int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    heads, group, dim, n = shape
+    torch.manual_seed(seed)
+    spare = torch.randn(2, heads, n + 5, dim).to(dtype)  # heads lie further apart than their tokens need
+    return torch.randn(heads * group, dim).to(dtype), spare[0, :, :n], spare[1, :, 2 : n + 2]
+
+
+def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype) -> None:
+    output, lse = found
+    assert output.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert torch.equal(lse.isinf(), expected[1].isinf())
+    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-4)
+    # weights and the output in bf16: two roundings of 2^-9 each, of values of about 1
+    torch.testing.assert_close(
+        output.float(), expected[0].float(), rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-5
+    )
+    assert not output[lse.isinf()].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_dense_attention_is_that_of_the_twin(
+    level: str, shape: tuple[int, int, int, int], softcap: float | None, dtype: torch.dtype
+) -> None:
+    queries, keys, values = qkv(shape, dtype)
+    scale = shape[2] ** -0.5
+    expected = twins.attend_dense(queries.float(), keys, values, scale, softcap)
+    check(native.attend_dense(queries, keys, values, scale, softcap), expected, dtype)
+
+
+def test_bf16_error_is_at_most_twice_that_of_torch_in_bf16(level: str) -> None:
+    queries, keys, values = qkv((2, 4, 128, 3000), torch.bfloat16)
+    exact, _ = twins.attend_dense(queries.float(), keys, values, 0.09)
+    grouped = queries.unflatten(0, (2, -1))
+    plain = torch.nn.functional.scaled_dot_product_attention(grouped, keys, values, scale=0.09).flatten(0, 1)
+    found, _ = native.attend_dense(queries, keys, values, 0.09)
+    assert (found.float() - exact).norm() <= 2 * (plain.float() - exact).norm()
+
+
+def test_float32_queries_keep_their_precision_over_bf16_keys(level: str) -> None:
+    _, keys, values = qkv((2, 4, 128, 500), torch.bfloat16)
+    queries = torch.randn(8, 128)
+    expected = twins.attend_dense(queries, keys, values, 0.1)
+    check(native.attend_dense(queries, keys, values, 0.1), expected, torch.float32)
+
+
+def random_units(rng: random.Random, lists: int, num_units: int, first: int) -> Tensor:
+    capacity = rng.choice([0, 1, 7, num_units + 2])
+    units = torch.full((lists, capacity), -1)
+    for row in units:
+        choice = list(range(first, num_units + 1))  # the last may be beyond the keys
+        chosen = sorted(rng.sample(choice, min(len(choice), rng.randint(0, capacity))))
+        row[: len(chosen)] = torch.tensor(chosen, dtype=torch.int64)
+    return units
+
+
+def test_units_and_spans_are_those_of_the_twin(level: str) -> None:
+    rng = random.Random(3)
+    for trial in range(60):
+        shape = (
+            rng.choice([1, 2]),
+            rng.choice([1, 2, 4, 5]),
+            rng.choice([16, 64, 80, 128]),
+            rng.choice([0, 1, 40, 333, 2500]),
+        )
+        dtype = rng.choice(DTYPES)
+        queries, keys, values = qkv(shape, dtype, trial)
+        unit_size = rng.choice([1, 3, 16])
+        num_units = shape[3] // unit_size
+        start = rng.choice([0, 0, min(2, num_units)])  # units in spans are left out
+        spans = [(0, start * unit_size), (shape[3], shape[3] + 9)] if start else []
+        units = random_units(rng, rng.choice([1, shape[0], shape[0] * shape[1]]), num_units, start)
+        softcap = rng.choice([None, 5.0])
+        expected = twins.attend_units(queries.float(), keys, values, units, unit_size, spans, 0.1, softcap)
+        check(native.attend_units(queries, keys, values, units, unit_size, spans, 0.1, softcap), expected, dtype)
+
+
+def test_nothing_to_see_is_output_zero_and_lse_minus_infinity(level: str) -> None:
+    queries, keys, values = qkv((2, 2, 64, 50), torch.bfloat16)
+    output, lse = native.attend_units(queries, keys, values, torch.full((4, 3), -1), 16, [], 0.1)
+    assert not output.any()
+    assert torch.equal(lse, torch.full((4,), -torch.inf))
+
+
+def test_a_head_that_sees_only_minus_infinity_is_no_number_nowhere(level: str) -> None:
+    queries = torch.ones(1, 64)
+    keys = torch.full((1, 200, 64), -torch.inf)
+    output, lse = native.attend_dense(queries, keys, torch.ones(1, 200, 64), 0.1)
+    assert not output.any()
+    assert lse.item() == -torch.inf
+
+
+def test_parts_merge_to_the_whole(level: str) -> None:
+    queries, keys, values = qkv((2, 4, 128, 900), torch.float32)
+    a, a_lse = native.attend_dense(queries, keys[:, :333], values[:, :333], 0.1)
+    b, b_lse = native.attend_dense(queries, keys[:, 333:], values[:, 333:], 0.1)
+    whole, lse = native.attend_dense(queries, keys, values, 0.1)
+    torch.testing.assert_close(torch.logaddexp(a_lse, b_lse), lse)
+    merged = a * (a_lse - lse).exp().unsqueeze(1) + b * (b_lse - lse).exp().unsqueeze(1)
+    torch.testing.assert_close(merged, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_answer_does_not_depend_on_the_number_of_threads(level: str) -> None:
+    queries, keys, values = qkv((2, 4, 128, 5000), torch.bfloat16)
+    units = torch.randperm(312)[:200].sort().values.unsqueeze(0)
+    for call in (
+        lambda threads: native.attend_dense(queries, keys, values, 0.1, threads=threads),
+        lambda threads: native.attend_units(queries, keys, values, units, 16, [(4992, 5000)], 0.1, threads=threads),
+    ):
+        one, two = call(1), call(2)
+        assert torch.equal(one[0], two[0])
+        assert torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda q, k, v: (q, k[..., :100], v[..., :100]), "multiple of 8"),
+        (lambda q, k, v: (q, k.half(), v.half()), "bfloat16 or float32"),
+        (lambda q, k, v: (q, k, v[:, :3]), "same shape"),
+        (lambda q, k, v: (q, k.transpose(0, 1), v.transpose(0, 1)), "contiguous"),
+        (lambda q, k, v: (q[:3], k, v), "multiple of the 2 KV heads"),
+        (lambda q, k, v: (q, torch.zeros(2, 4, 512), torch.zeros(2, 4, 512)), "at most 256"),
+    ],
+)
+def test_what_the_core_cannot_read_is_refused(core: None, change, words: str) -> None:  # type: ignore[no-untyped-def]
+    queries, keys, values = qkv((2, 2, 128, 20), torch.float32)
+    with pytest.raises(InputError, match=words):
+        native.attend_dense(*change(queries, keys, values), 0.1)

@@ -1,0 +1,63 @@
+"""Which instruction set is used, and what is said without the core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvsift import native
+from kvsift.errors import InputError
+
+
+def in_a_process(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
+    )
+    return (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def test_the_best_level_is_in_use_and_any_can_be_chosen(core: None) -> None:
+    assert native.levels()[0] == "generic"
+    before = native.level()
+    for name in native.levels():
+        native.use_level(name)
+        assert native.level() == name
+    native.use_level(before)
+    with pytest.raises(InputError, match="did you mean 'generic'"):
+        native.use_level("generc")
+
+
+def test_the_environment_names_the_first_level(core: None) -> None:
+    code = "import kvsift.native as n; print(n.level())"
+    assert in_a_process(code, KVSIFT_ISA="generic") == "generic"
+    assert in_a_process(code, KVSIFT_ISA="") == native.levels()[-1]
+    assert "Known: " in in_a_process(code, KVSIFT_ISA="sse9")
+
+
+def test_without_the_core_it_says_what_to_do() -> None:
+    code = (
+        "import sys; sys.modules['kvsift.native._core'] = None\n"
+        "import torch, kvsift.native as n\n"
+        "assert not n.available()\n"
+        "try:\n    n.scan(torch.ones(1, 8), torch.ones(1, 2, 8), 1)\n"
+        "except n.loader.InputError as error:\n    print(error)"
+    )
+    said = in_a_process(code)
+    assert "C++ compiler" in said
+    assert "pip install" in said
+
+
+def test_memory_is_read_at_some_speed(core: None) -> None:
+    assert 0.01 < native.bandwidth(1 << 24, threads=1) < 10_000
+    assert native.advise_huge(torch.empty(1 << 22)) in range(1 << 24 | 1)
+    with pytest.raises(InputError, match="at least one byte"):
+        native.bandwidth(0)
+
+
+def test_threads_must_be_some(core: None) -> None:
+    with pytest.raises(InputError, match="threads=0"):
+        native.bandwidth(1 << 20, threads=0)
