@@ -15,6 +15,7 @@ from kvsift.cli import (  # noqa: F401, each adds itself to bench
     bench_host,
     bench_index,
     bench_prefill,
+    bench_split,
 )
 from kvsift.cli.ask import ask
 from kvsift.cli.bench import bench

@@ -120,6 +120,14 @@ class GraphIndex:
         seconds = {"knn_seconds": knn_seconds, "build_seconds": time.perf_counter() - start}
         return cls(neighbours, entries, unseen, [BEAM if beam is None else beam] * num_kv_heads, seconds)
 
+    @classmethod
+    def random(cls, keys: Tensor, *, degree: int, beam: int, seed: int = 0) -> GraphIndex:
+        """Links drawn at random, to time a walk: it finds little."""
+        generator, n = torch.Generator().manual_seed(seed), keys.shape[1]
+        neighbours = torch.randint(0, n, (len(keys), n, degree), generator=generator, dtype=torch.int32)
+        entries = torch.randint(0, n, (len(keys), NUM_ENTRIES), generator=generator, dtype=torch.int32)
+        return cls(neighbours, entries, [0] * len(keys), [beam] * len(keys), {"knn_seconds": 0.0, "build_seconds": 0.0})
+
     def search(self, queries: Tensor, keys: Tensor, k: int, *, beam: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """The keys with the largest inner products, as far as the walk finds them.
 

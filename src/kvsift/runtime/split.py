@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from kvsift.kernels.attention import attention
 from kvsift.kernels.merge import merge
@@ -51,14 +52,14 @@ def attend_sparse_split(
         keys, values = (torch.cat(each, 1).unsqueeze(0) for each in zip(*near))
         part = attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
     at_host = Segment(segment.queries.cpu(), segment.start, segment.stop)
-    selection = select(at_host)
     always = sinks_stop + segment.stop - window_start
-    if selection is None:
-        assert part is not None
-        return part, None, always
-    reader = store.row(row)
-    nowhere = [(0, segment.stop)]  # no sinks, and a window that begins behind the query
-    chosen, visible = attend_sparse(shape, at_host, reader, nowhere, selection, whole_units)
+    with record_function("kvsift host attention"):
+        selection = select(at_host)
+        if selection is None:
+            assert part is not None
+            return part, None, always
+        nowhere = [(0, segment.stop)]  # no sinks, and a window that begins behind the query
+        chosen, visible = attend_sparse(shape, at_host, store.row(row), nowhere, selection, whole_units)
     chosen = on_device(chosen, store)
     return chosen if part is None else merge(part, chosen), selection, always + visible
 

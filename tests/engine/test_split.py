@@ -1,0 +1,82 @@
+"""KV in host memory: the same answers, and a device that holds no more than what is always visible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine.tiny_directory import text_of, write_model
+
+from kvsift import LLM, InputError, native
+from kvsift.placement.split import SLACK_TOKENS, SplitStore
+
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+)
+DEVICES = ["cpu", GPU]
+QUEST = "quest:budget=256:window=32:dense_layers=0"
+PLANS = [QUEST, "dense", "retrieval_attention:index=flat:budget=120:sinks=16:window=32:dense_layers=0"]
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("wide"), **SIZES)
+
+
+def llm(directory: Path, device: str, placement: str, **options: object) -> LLM:
+    path = "composed" if placement == "device" else "auto"
+    return LLM(directory, QUEST, device=device, dtype="float32", placement=placement, path=path, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_answers_are_those_of_kv_on_the_device(plan: str, device: str, directory: Path) -> None:
+    texts = [text_of(1500), text_of(601)]
+    if device == "cuda" and plan.startswith("retrieval"):  # an index needs its keys in host memory
+        beside = llm(directory, "cpu", "device")
+    else:
+        beside = llm(directory, device, "device")
+    apart = llm(directory, device, "split", chunk_size=512)
+    for text in texts:
+        one, other = (model.generate(text, plan=plan, max_new_tokens=40) for model in (beside, apart))
+        assert one.token_ids == other.token_ids
+        assert one.decode("visible_tokens") == other.decode("visible_tokens")
+        assert other.path == "composed: its keys and values are in host memory"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_document_is_asked_again_and_again(device: str, directory: Path) -> None:
+    beside, apart = (llm(directory, device, placement).read(text_of(1200)) for placement in ("device", "split"))
+    for question in ("How many sacks?", "Which of the mills grinds the least corn in a day?", "How many sacks?"):
+        one, other = (document.ask(question, max_new_tokens=20) for document in (beside, apart))
+        assert one.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_device_holds_sinks_window_and_some_slack(device: str, directory: Path) -> None:
+    model = llm(directory, device, "split")
+    document = model.read(text_of(1500))
+    document.ask("How many sacks?", max_new_tokens=40)
+    for attention in document._cache.attentions[1:]:  # type: ignore[union-attr]
+        store = attention.store
+        assert isinstance(store, SplitStore)
+        assert store.keys.device.type == "cpu"
+        per_token = 2 * store.shape.num_kv_heads * store.shape.head_dim * 4
+        assert 0 < store.num_device_bytes <= (16 + 32 + 16 + SLACK_TOKENS) * per_token
+
+
+def test_sparse_prefill_is_refused(directory: Path) -> None:
+    with pytest.raises(InputError, match="with placement=split prefill is dense"):
+        LLM(directory, "prefill=quoka:budget=512", placement="split")
+    with pytest.raises(InputError, match="unknown placement 'disk'"):
+        LLM(directory, QUEST, placement="disk")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="in host memory"):
+        LLM(directory, QUEST, placement="split", path="captured").generate("Once")
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
+def test_an_answer_says_what_attended_on_the_host(directory: Path) -> None:
+    answer = llm(directory, "cpu", "split").generate(text_of(600), max_new_tokens=4)
+    assert native.level() in answer.host
