@@ -20,6 +20,11 @@ PLANS = [QUEST, "dense", "retrieval_attention:index=flat:budget=120:sinks=16:win
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> None:
+    """Where a test says so."""
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("wide"), **SIZES)
@@ -56,7 +61,7 @@ def test_a_document_is_asked_again_and_again(device: str, directory: Path) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_device_holds_sinks_window_and_some_slack(device: str, directory: Path) -> None:
-    model = llm(directory, device, "split")
+    model = llm(directory, device, "split", chunk_size=512)
     document = model.read(text_of(1500))
     document.ask("How many sacks?", max_new_tokens=40)
     for attention in document._cache.attentions[1:]:  # type: ignore[union-attr]

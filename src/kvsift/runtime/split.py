@@ -45,13 +45,14 @@ def attend_sparse_split(
     Returns:
         The part on the device, the selection, and how many tokens were visible.
     """
+    wait_for_queries = _on_the_way(segment.queries)  # before the device has anything else to do
     sinks_stop, window_start = spans[0], min(spans[1], segment.stop)
     near = [store.near(row, *span) for span in ((0, sinks_stop), (window_start, segment.stop)) if span[0] < span[1]]
     part = None
     if near:
         keys, values = (torch.cat(each, 1).unsqueeze(0) for each in zip(*near))
         part = attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
-    at_host = Segment(segment.queries.cpu(), segment.start, segment.stop)
+    at_host = Segment(wait_for_queries(), segment.start, segment.stop)
     always = sinks_stop + segment.stop - window_start
     with record_function("kvsift host attention"):
         selection = select(at_host)
@@ -62,6 +63,22 @@ def attend_sparse_split(
         chosen, visible = attend_sparse(shape, at_host, store.row(row), nowhere, selection, whole_units)
     chosen = on_device(chosen, store)
     return chosen if part is None else merge(part, chosen), selection, always + visible
+
+
+def _on_the_way(queries: Tensor) -> Callable[[], Tensor]:
+    """Start to copy queries to the host; what is returned waits for them alone, not for what the device does next."""
+    if not queries.is_cuda:
+        return lambda: queries
+    there = torch.empty(queries.shape, dtype=queries.dtype, pin_memory=True)
+    there.copy_(queries.contiguous(), non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(queries.device))
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return there
+
+    return wait
 
 
 def on_device(part: Part, store: SplitStore) -> Part:
