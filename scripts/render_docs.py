@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import host_docs
 import speed_docs
 
 from kvsift.cli.methods import budget_knobs, method_rows
@@ -63,7 +64,9 @@ def prefilled(name: str) -> Callable[[], str]:
         result = _result(name)
         left = sorted({each["task"] for each in result["left_out"]} - {s["task"] for s in result["samples"]})
         missing = f" Not asked for lack of time: {', '.join(left)}." if left else ""
-        return f"{prefill_table(result)}\n\nExact match, budget {result['recipe']['budgets'][0]}, {_made(name)}{missing}"
+        return (
+            f"{prefill_table(result)}\n\nExact match, budget {result['recipe']['budgets'][0]}, {_made(name)}{missing}"
+        )
 
     return render
 
@@ -109,6 +112,7 @@ BLOCKS = {
         "prefill-question-256": prefilled("prefill-question-256-32k.json"),
     },
     "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
+    "docs/host.md": host_docs.BLOCKS,
     "docs/adding-a-method.md": {"example": example},
 }
 

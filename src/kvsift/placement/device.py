@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.segment_attention import Rows
 from kvsift.placement.pages import PageTable
+from kvsift.placement.pinned import pin
 from kvsift.types import LayerShape
 
 
@@ -300,6 +301,8 @@ class RowReader:
 
 
 def _grown(pool: Tensor, num_pages: int, pinned: bool = False) -> Tensor:
-    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:], pin_memory=pinned)
+    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:])
+    if pinned:
+        pin(grown)
     grown[:, : pool.shape[1]] = pool
     return grown

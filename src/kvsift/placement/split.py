@@ -75,6 +75,11 @@ class SplitStore(DeviceStore):
         if self.summaries:
             self._settle()
 
+    def _fit_pools(self, spare: bool = True) -> None:
+        if self.table.num_pages > self.keys.shape[1]:  # what is there will be copied
+            self._settle()
+        super()._fit_pools(spare)
+
     def _settle(self) -> None:
         """Wait for what is on its way to the host."""
         if self._arriving is not None:
@@ -137,11 +142,13 @@ class SplitStore(DeviceStore):
 
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
+        self._settle()  # its last page may be copied
         super().crop(row, length)
         self._near = {place: near for place, near in self._near.items() if place[0] != row or near.stop <= length}
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``."""
+        self._settle()
         super().fork(sources)
         self._near.clear()
 

@@ -1,0 +1,40 @@
+"""What docs/host.md shows of measurements, as the benchmarks themselves print them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from speed_docs import made, shown
+
+from kvsift.benchmarks import host_report, index_report
+
+HOST, SPLIT = "host-cpu.json", "split-h200.json"
+INDEX = ("index-s-cpu.json", "index-p-cpu.json")
+
+
+def points(text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
+    """Every point of a result."""
+    return lambda result: "\n\n".join(text(point).strip() for point in result["points"])
+
+
+def split_table(result: dict[str, Any]) -> str:
+    """Milliseconds per token by context and index."""
+    lines = ["| context | index | ms per token | of it, host attention | KV on the device |", "|---|---|---|---|---|"]
+    for point in result["points"]:
+        for each in point["variants"]:
+            start = f"| {point['context']:,} | {each['name']} |"
+            if "reason" in each:
+                lines.append(f"{start} {each['reason']} | | |")
+                continue
+            milliseconds, gib = 1e3 * median(each["samples_s"]), each["kv_bytes_on_device"] / (1 << 30)
+            lines.append(f"{start} {milliseconds:.1f} | {1e3 * each['host_s']:.1f} | {gib:.2f} GiB |")
+    return "\n".join(lines)
+
+
+BLOCKS = {
+    "host": shown(HOST, points(host_report.point_text), made(HOST)),
+    "split": shown(SPLIT, split_table, made(SPLIT)),
+    **{f"index-{name.split('-')[1]}": shown(name, points(index_report.point_text), made(name)) for name in INDEX},
+}
