@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from speed_docs import made, shown
+from speed_docs import measured_on, shown
 
 from kvsift.benchmarks import host_report, index_report
 
@@ -34,7 +34,9 @@ def split_table(result: dict[str, Any]) -> str:
 
 
 BLOCKS = {
-    "host": shown(HOST, points(host_report.point_text), made(HOST)),
-    "split": shown(SPLIT, split_table, made(SPLIT)),
-    **{f"index-{name.split('-')[1]}": shown(name, points(index_report.point_text), made(name)) for name in INDEX},
+    "host": shown(HOST, points(host_report.point_text), measured_on(HOST)),
+    "split": shown(SPLIT, split_table, measured_on(SPLIT)),
+    **{
+        f"index-{name.split('-')[1]}": shown(name, points(index_report.point_text), measured_on(name)) for name in INDEX
+    },
 }

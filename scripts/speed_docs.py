@@ -98,7 +98,7 @@ def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
     def render(result: dict[str, Any]) -> str:
         commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
         power = f", {result['gpu']['power.limit']}" if "power.limit" in result.get("gpu", {}) else ""
-        samples = result["recipe"]["repeats"]
+        samples = result["recipe"].get("repeats") or result["recipe"]["tokens"]
         return (
             f"`results/{name}`: {result['machine']}{power}, torch {result['versions']['torch']}, commit {commit}; "
             f"{f'medians of {samples} samples' if samples > 1 else 'one sample after a warm-up'}."

@@ -1,0 +1,59 @@
+// The graph without Python, for the sanitizers: built, searched in full and in part, cropped, from empty and odd lists.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "graph.hpp"
+#include "parallel.hpp"
+
+using namespace kvsift;
+
+namespace {
+
+void require(bool holds, const char* what) {
+  if (holds) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+void check(int num_keys, int dim, int degree, int num_lists, int length, int threads, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> keys(std::size_t(num_keys) * dim), query(dim);
+  for (float& number : keys) number = normal(random);
+  std::vector<std::int32_t> lists(std::size_t(num_lists) * length);
+  for (auto& id : lists) id = std::int32_t(random() % (num_keys + 1)) - 1;  // -1: a list that ends early
+  std::vector<std::uint32_t> neighbours(std::size_t(num_keys) * degree), entries(16);
+  graph::BuiltGraph built{neighbours.data(), entries.data(), 0};
+  graph::build({lists.data(), num_lists, length}, {num_keys, degree, 1024, 16}, threads, built);
+  std::vector<graph::Searcher> searchers(threads);
+  parallel_for(8, threads, [&](std::int64_t task, int thread) {
+    std::vector<float> asked(dim);
+    std::mt19937 own(seed + unsigned(task));
+    std::normal_distribution<float> drawn;  // it remembers a number
+    for (float& number : asked) number = drawn(own);
+    graph::Searcher& searcher = searchers[thread];
+    searcher.bind({keys.data(), num_keys, dim, false}, graph::score_rows("generic"));
+    const std::int64_t rows = task % 2 ? num_keys : num_keys / 2;  // cropped, what follows is scanned
+    const graph::Graph graph{neighbours.data(), rows, degree, entries.data(), 16};
+    const int k = 1 + int(task) * 3;
+    searcher.walk(graph, asked.data(), num_keys, k);
+    const auto& best = searcher.scan(asked.data(), rows, k);
+    for (std::size_t i = 1; i < best.size(); ++i) require(best[i - 1] >= best[i], "results are in order");
+    for (const auto each : best) require(graph::id_of(each) < std::uint32_t(num_keys), "ids are rows");
+  });
+  require(graph::unreachable({neighbours.data(), num_keys, degree, entries.data(), 16}) <= num_keys, "a count");
+}
+
+}  // namespace
+
+int main() {
+  for (unsigned seed = 0; seed < 4; ++seed)
+    for (int threads : {1, 3}) {
+      check(1, 8, 4, 1, 1, threads, seed);
+      check(50, 12, 6, 20, 7, threads, seed);  // 12: rows that the blocked kernels do not take
+      check(700, 64, 16, 100, 30, threads, seed);
+    }
+  std::puts("graph: all right");
+}

@@ -1,0 +1,84 @@
+"""Norms, products, rotation and page extremes of the compiled core, against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsift import native
+from kvsift.kernels.gated_linear import gated_linear_reference
+from kvsift.kernels.linear import linear_reference
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.rotary import _rotate_reference
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
+
+if native.available():
+    from kvsift.native.extremes import page_extremes
+    from kvsift.native.product import product, rotate
+
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((tensor.double() - exact.double()).norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sizes", [(512, 96), (40, 7), (1280, 512)], ids=str)
+@pytest.mark.parametrize("how", ["plain", "norm", "residual", "both", "gated"])
+def test_products_are_as_near_to_float64_as_torchs(
+    dtype: torch.dtype, rows: int, sizes: tuple[int, int], how: str, level: str
+) -> None:
+    num_in, num_out = sizes[0], sizes[1] * (2 if how == "gated" else 1)
+    x, weight = draw(rows, num_in, dtype=dtype), draw(num_out, num_in, dtype=dtype, seed=1)
+    norm = (draw(num_in, dtype=dtype, seed=2), 1e-6) if how in ("norm", "both", "gated") else None
+    residual = draw(rows, num_out, dtype=dtype, seed=3) if how in ("residual", "both") else None
+    found = product(x, weight, norm=norm, residual=residual, gated=how == "gated")
+
+    def reference(to: torch.dtype) -> torch.Tensor:
+        wide = None if norm is None else (norm[0].to(to), norm[1])
+        if how == "gated":
+            return gated_linear_reference(x.to(to), weight.to(to), norm=wide)
+        return linear_reference(
+            x.to(to), weight.to(to), norm=wide, residual=None if residual is None else residual.to(to)
+        )
+
+    exact = reference(torch.float32 if dtype == torch.bfloat16 else torch.float64)
+    floor = 4 * torch.finfo(torch.float32).eps * float(exact.norm())
+    assert found.dtype == dtype
+    assert distance(found, exact) <= 2 * max(distance(reference(dtype), exact), floor)
+
+
+def test_products_do_not_depend_on_the_number_of_threads() -> None:
+    x, weight = draw(1, 512, dtype=torch.bfloat16), draw(4096, 512, dtype=torch.bfloat16, seed=1)
+    assert torch.equal(product(x, weight, threads=1), product(x, weight, threads=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_is_the_references(dtype: torch.dtype, normed: bool) -> None:
+    heads, angles = draw(1, 8, 80, dtype=dtype), torch.rand(1, 40).repeat(1, 2) * 6
+    cos, sin, norm = angles.cos().to(dtype), angles.sin().to(dtype), draw(80, dtype=dtype, seed=1) if normed else None
+    expected = heads.clone()
+    _rotate_reference(expected, cos, sin, 6, 1, norm, norm, 1e-6)
+    rotate(heads[0, :7], cos[0], sin[0], norm, 1e-6)
+    if normed or dtype == torch.float32:  # sums of squares in another order, contracted products
+        torch.testing.assert_close(heads, expected, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    else:
+        assert torch.equal(heads, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_extremes_are_torchs_bit_for_bit(dtype: torch.dtype) -> None:
+    keys = draw(3, 6, 16, 24, dtype=dtype)[:, 2:5]  # a view whose heads lie apart
+    keys[1, 1, 5, 7] = torch.nan
+    valid = torch.arange(16).unsqueeze(0) < torch.tensor([[16], [9], [1]])
+    for mask in (None, valid):
+        expected = SUMMARIES["minmax"].rows(keys, None if mask is None else mask.unsqueeze(-1))
+        torch.testing.assert_close(page_extremes(keys, mask), expected, rtol=0, atol=0, equal_nan=True)
