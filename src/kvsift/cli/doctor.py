@@ -42,6 +42,7 @@ def _version(package: str) -> str:
 def _machine(name: str) -> dict[str, Any]:
     import torch
 
+    from kvsift import native
     from kvsift.engine.memory import GIB, available_bytes
     from kvsift.kernels.attention import fused_runs
     from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
@@ -61,6 +62,7 @@ def _machine(name: str) -> dict[str, Any]:
             "fast bfloat16": cpu_has_fast_bf16() if device.type == "cpu" else True,
         },
         "path": {
+            "decode on the host": native.why_missing() or f"compiled core, {native.level()}",
             "dense attention": "torch's fused kernel" if fused else "plain torch, in float32",
             "soft-capped attention": "plain torch, in float32",
             "page scores": "one torch matrix product per layer",

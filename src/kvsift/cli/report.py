@@ -154,9 +154,11 @@ def _decoded_by(path: str) -> str:
 
 
 def _index(layers: dict[int, list[dict[str, Any]]]) -> str:
-    """Kinds of index, and in how many KV heads each."""
-    kinds = Counter(kind for rows in layers.values() for row in rows for kind in row.get("kinds", ()))
-    return ", ".join(f"{kind} in {count} KV heads" for kind, count in kinds.items()) or "-"
+    """Kinds of index, and how many layers, or of a choice by head KV heads, have each."""
+    built = [part for rows in layers.values() for row in rows for part in row.get("indexes", ())]
+    by_head = any("heads" in part for part in built)
+    kinds = Counter(kind for part in built for kind in part.get("heads", [part["kind"]]))
+    return ", ".join(f"{kind} in {count} {'KV heads' if by_head else 'layers'}" for kind, count in kinds.items()) or "-"
 
 
 def _percent(share: float | None) -> str:
