@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -61,3 +62,9 @@ def test_memory_is_read_at_some_speed(core: None) -> None:
 def test_threads_must_be_some(core: None) -> None:
     with pytest.raises(InputError, match="threads=0"):
         native.bandwidth(1 << 20, threads=0)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
+def test_the_core_is_there_where_it_can_be_built() -> None:
+    # every other test of the core skips where it is missing: a build that broke would go unseen
+    assert native.available(), native.why_missing()

@@ -5,6 +5,7 @@ They are baselines. faiss keeps float32 copies of the keys, and knows nothing of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from time import perf_counter
@@ -33,7 +34,7 @@ def load_faiss() -> Any:
         ) from error
 
 
-class FaissIndex:
+class FaissIndex(ABC):
     """One faiss index per KV head, by inner product. Rows added later are scanned exactly.
 
     Subclasses say how one is trained (``_train``), how wide a search is (``_parameters``), and where faiss counts.
@@ -49,13 +50,13 @@ class FaissIndex:
         self._build_seconds = 0.0
         self._count = SearchCount()
 
+    @abstractmethod
     def _train(self, rows: Any) -> Any:
         """A faiss index over float32 rows [n, head_dim] of one KV head."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _parameters(self, k: int, selector: Any) -> Any:
         """faiss search parameters."""
-        raise NotImplementedError
 
     def _build(self, keys: Tensor) -> None:
         started = perf_counter()
@@ -90,7 +91,7 @@ class FaissIndex:
         found = best(ids, scores, k)
         return merged(found, exact_search(queries, tail, k), rows, k) if tail.shape[1] else found
 
-    def extend(self, keys: Tensor) -> None:
+    def extend(self, keys: Tensor) -> None:  # noqa: B027, a default
         """New rows are left to be scanned."""
 
     def crop(self, length: int) -> None:
