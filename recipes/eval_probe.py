@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from kvsift.engine.prompt import answer_text, exact_match, question_text
-from kvsift.eval.tasks import TASKS, Question, make_sample, variables
+from kvsift.eval.tasks import FAMILIES, Question, make_sample, variables
 from kvsift.eval.text import document
 
 # Written by hand, in wordings that are not among the templates of the facts task.
@@ -163,7 +163,7 @@ def main(recipe: Path, directory: Path, out: Path) -> None:
     for length in evaluation["lengths"]:
         began = time.monotonic()
         found: dict[str, dict[str, Any]] = {}
-        for task in TASKS:
+        for task in FAMILIES["own"]:
             score, by_hops = evaluate_task(judge, task, length, evaluation)
             found[task] = {"correct": score.correct, "questions": score.questions}
             if task == "variables":

@@ -21,13 +21,13 @@ from probe_tokenizer import WordEncoder
 from tokenizers import Tokenizer
 
 from kvsift.engine.prompt import answer_text, question_text
-from kvsift.eval.tasks import TASKS, facts
+from kvsift.eval.tasks import FAMILIES, TASKS, facts
 from kvsift.eval.tasks.layout import lay_out
 from kvsift.eval.tasks.sample import Ask, Draft
 from kvsift.eval.tasks.words import DEFAULT, Lexicon
 from kvsift.eval.text import paragraphs
 
-KINDS = (*TASKS, "mixed")
+KINDS = (*FAMILIES["own"], "mixed")
 PROSE = len(KINDS)  # the kind of a supervised token that is no answer
 BOS, EOS = 0, 1
 
@@ -109,7 +109,7 @@ class Rows:
 
     def _mixed(self, count: int) -> Draft:
         """Several tasks in one context; the order of needles inside each is kept."""
-        kinds = self.rng.sample([kind for kind in TASKS if kind != "key_value"], 3)
+        kinds = self.rng.sample([kind for kind in FAMILIES["own"] if kind != "key_value"], 3)
         drafts = [self._single(kind, max(1, count // 3)) for kind in kinds]
         turns = [i for i, draft in enumerate(drafts) for _ in draft.needles]
         self.rng.shuffle(turns)

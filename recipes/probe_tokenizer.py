@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvsift.eval.tasks import TASKS, make_sample
+from kvsift.eval.tasks import FAMILIES, make_sample
 from kvsift.eval.tasks.facts import facts
 from kvsift.eval.text import paragraphs
 
@@ -87,7 +87,7 @@ def _corpus() -> Iterator[str]:
         yield "\n".join(
             f"{f.statement}\n\nQuestion: {f.question}\nAnswer: {f.answer}\n" for f in islice(facts(rng), 20)
         )
-    for task in TASKS:
+    for task in FAMILIES["own"]:
         for seed in range(10):
             yield make_sample(task, 8192, -1 - seed, lambda text: list(text.encode())).context
 

@@ -7,10 +7,11 @@ from itertools import islice
 import pytest
 
 from kvsift.engine.prompt import answer_text, exact_match, parse_answer, prompt, question_text
-from kvsift.eval.tasks import TASKS, Sample, make_sample, variables
+from kvsift.eval.tasks import FAMILIES, Sample, make_sample, variables
 from kvsift.eval.tasks.facts import facts
 from kvsift.eval.text import document, paragraphs
 
+OWN = FAMILIES["own"]
 BOS = 256  # beside the 256 bytes
 
 
@@ -28,7 +29,7 @@ def sample(task: str, length: int, seed: int = 0, num_questions: int = 8) -> Sam
     return make_sample(task, length, seed, encode, num_questions, prefix=(BOS,))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN)
 @pytest.mark.parametrize("length", [512, 513, 4096, 32768])  # short, odd, usual, long
 def test_context_has_exactly_the_length(task: str, length: int) -> None:
     made = sample(task, length)
@@ -36,13 +37,13 @@ def test_context_has_exactly_the_length(task: str, length: int) -> None:
     assert made.context_ids == (BOS, *encode(made.context))
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN)
 @pytest.mark.parametrize("length", [512, 2048])
 def test_length_is_exact_when_tokens_are_words(task: str, length: int) -> None:
     assert len(make_sample(task, length, 1, encode_words).context_ids) == length
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN)
 def test_same_seed_gives_the_same_sample(task: str) -> None:
     assert sample(task, 2048, seed=3) == sample(task, 2048, seed=3)
     assert sample(task, 2048, seed=3) != sample(task, 2048, seed=4)
@@ -77,7 +78,7 @@ def test_variables_lead_to_their_number(seed: int) -> None:
     assert all(question.answer in made.context for question in made.questions)
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", OWN)
 @pytest.mark.parametrize("seed", range(10))
 def test_questions_are_unique(task: str, seed: int) -> None:
     texts = [question.text for question in sample(task, 32768, seed, num_questions=24).questions]
@@ -85,7 +86,7 @@ def test_questions_are_unique(task: str, seed: int) -> None:
     assert len(texts) == (1 if task == "passkey" else 24)
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "passkey"])
+@pytest.mark.parametrize("task", [task for task in OWN if task != "passkey"])
 def test_depths_cover_the_context(task: str) -> None:
     depths = sorted(question.depth for question in sample(task, 32768, num_questions=16).questions)
     assert depths[0] < 0.45  # of multi-value: its answer is known at the last of its needles
@@ -99,7 +100,7 @@ def test_short_contexts_ask_fewer_questions() -> None:
 def test_samples_are_made_quickly() -> None:
     paragraphs()  # read once per process
     start = time.monotonic()
-    for task in TASKS:
+    for task in OWN:
         sample(task, 32768)
     assert time.monotonic() - start < 5
 

@@ -27,31 +27,36 @@ def lay_out(
     needles = [encode(needle) for needle in draft.needles]
     fill = draft.filler
     tokenise = encode_stock if draft.is_stock else encode
-    ids: list[int] = list(prefix)
-    pieces: list[str] = []
+    ids: list[int] = [*prefix, *encode(draft.intro)] if draft.intro else list(prefix)
+    pieces: list[str] = [draft.intro] if draft.intro else []
+    first = len(pieces)  # where the text begins: that piece needs no separator
     needle_starts: list[int] = []
     room = length - sum(map(len, needles))  # the latest start of the next needle that lets all of them fit
-    if room < len(prefix):
-        raise ValueError(f"{len(needles)} needles of {length - room} tokens do not fit a context of {length}; ask less")
+    if room < len(ids):
+        start = f" after an introduction of {len(ids)}" if draft.intro else ""
+        raise ValueError(
+            f"{len(needles)} needles of {length - room} tokens do not fit a context of {length}{start}; ask less"
+        )
     tail_start = len(ids)
     targets = _depths(rng, len(needles))
+    base = len(ids) if draft.intro else 0  # needles are spread over what comes after it
     index = 0
     while index < len(needles) or len(ids) < length:
-        is_due = index < len(needles) and len(ids) >= targets[index] * length
+        is_due = index < len(needles) and len(ids) >= base + targets[index] * (length - base)
         if not is_due:
             text = next(fill)
-            piece = tokenise(text) if pieces else encode(text.lstrip())
+            piece = tokenise(text) if len(pieces) > first else encode(text.lstrip())
             is_due = index < len(needles) and len(ids) + len(piece) > room
         if is_due:
             text, piece = draft.needles[index], needles[index]
-            if not pieces:
+            if len(pieces) == first:
                 text = text.lstrip()
                 piece = encode(text)
             needle_starts.append(len(ids))
             room += len(needles[index])
             index += 1
         tail_start = len(ids)
-        pieces.append(text if pieces else text.lstrip())
+        pieces.append(text if len(pieces) > first else text.lstrip())
         ids.extend(piece)
     return Layout(pieces, ids, tail_start, needle_starts)
 

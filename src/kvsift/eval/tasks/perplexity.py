@@ -1,0 +1,55 @@
+"""Perplexity over long prose: how well the text that follows a context is predicted, token by token.
+
+There is no question: ``Sample.targets`` are the tokens that go on where the context ends. The score of a context is
+exp(mean negative log-likelihood of its targets), lower is better. The built-in prose is CPython's documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from kvsift.errors import InputError
+from kvsift.eval.tasks.layout import cut_tail, lay_out
+from kvsift.eval.tasks.sample import Draft, Request, Sample, Task
+from kvsift.eval.text import prose
+
+NUM_TARGETS = 256
+NAME = "perplexity"
+
+
+def write(request: Request) -> Sample:
+    return continued(NAME, request, prose(request.rng))
+
+
+def continued(task: str, request: Request, pieces: Iterator[str]) -> Sample:
+    """A context from the pieces of a text, and the tokens that follow it.
+
+    Raises:
+        InputError: if the text is too short.
+    """
+    encode = request.encode
+    try:
+        layout = lay_out(Draft([], [], pieces, False), request.length, encode, encode, request.rng, request.prefix)
+        context, ids = cut_tail(layout, request.length, encode)
+        rest = "".join(layout.pieces)[len(context) :]
+        targets: list[int] = []
+        for piece in chain([rest] if rest else [], pieces):
+            targets += encode(piece)
+            if len(targets) >= NUM_TARGETS:
+                return Sample(task, context, tuple(ids), (), tuple(targets[:NUM_TARGETS]))
+    except StopIteration:  # the pieces ran out before the context was full
+        pass
+    raise InputError(f"the text has less than {request.length + NUM_TARGETS} tokens; ask for a shorter context.")
+
+
+TASKS = (
+    Task(
+        NAME,
+        f"how well {NUM_TARGETS} tokens that follow the context are predicted",
+        write=write,
+        max_questions=1,
+        family=NAME,
+        kind="perplexity",
+    ),
+)
