@@ -7,7 +7,7 @@ COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8
 
-.PHONY: demo test test-gpu lint docs clean
+.PHONY: demo test test-gpu lint docs tables clean
 
 demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
 	$(BIN)/kvsift demo
@@ -27,6 +27,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+TABLES := quest-table1 quest-table1-long retrieval-tables quoka-table critiprefill-ablation
+tables: $(VENV)/installed  ## the shapes of the papers' tables on the embedded model; goes on where it was stopped
+	$(BIN)/kvsift eval $(TABLES:%=recipes/%.toml)
 
 docs: $(VENV)/installed-dev  ## render the generated tables and charts into README and docs
 	$(BIN)/python scripts/render_docs.py

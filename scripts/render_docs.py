@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -12,20 +11,25 @@ from typing import Any
 import host_docs
 import speed_docs
 
-from kvsift.cli.methods import budget_knobs, method_rows
-from kvsift.eval.report import budget_table, interval, prefill_table, quality_table, recall_table
+from kvsift.cli.methods import budget_knobs, method_rows, state_note
+from kvsift.eval.intervals import wilson
+from kvsift.eval.reading import load_result
+from kvsift.eval.tables import budget_table, prefill_table, quality_table, recall_table
 
 ROOT = Path(__file__).parent.parent
 
 
 def method_table() -> str:
     """The catalogue as Markdown."""
-    lines = ["| method | chooses | phases | knobs | source |", "|---|---|---|---|---|"]
+    heads = ("method", "chooses", "phases", "unit", "keeps", "state", "knobs", "source")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in method_rows():
         knobs = ", ".join(f"`{key}={value}`" for key, value in row["knobs"].items())
-        lines.append(f"| `{row['name']}` | {row['summary']} | {', '.join(row['phases'])} | {knobs} | {row['source']} |")
+        phases, state = ", ".join(row["phases"]), f"{row['state_bytes_per_token']:,.0f} B"
+        about = (f"`{row['name']}`", row["summary"], phases, row["granularity"], row["keeps"], state)
+        lines.append(f"| {' | '.join((*about, knobs, row['source']))} |")
     common = ", ".join(f"`{key}={value}`" for key, value in budget_knobs().items())
-    return "\n".join(lines) + f"\n\nEvery method but `dense` also takes {common}."
+    return "\n".join(lines) + f"\n\n{state_note()} Every method but `dense` also takes {common}."
 
 
 RESULT = "selection-32k.json"
@@ -40,8 +44,8 @@ def quality() -> str:
 def facts() -> str:
     """Dense exact match on the facts task with enough questions to judge it."""
     name = "dense-facts-32k.json"
-    scores = [sample["correct"] for sample in _result(name)["samples"] if sample["plan"] == "dense"]
-    low, high = interval(sum(scores), len(scores))
+    scores = [sample["score"] == 1 for sample in _result(name)["samples"] if sample["plan"] == "dense"]
+    low, high = wilson(sum(scores), len(scores))
     return f"{sum(scores)} of {len(scores)} (95 % interval {low:.2f} to {high:.2f}; `results/{name}`),"
 
 
@@ -77,15 +81,14 @@ def headline() -> str:
 
 
 def _result(name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((ROOT / "results" / name).read_text())
-    return result
+    return load_result(ROOT / "results" / name)
 
 
 def _made(name: str) -> str:
     result = _result(name)
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
-        f"at {result['recipe']['length']:,} tokens on the embedded model; "
+        f"at {result['recipe']['lengths'][0]:,} tokens on the embedded model; "
         f"`results/{name}`: {result['machine']}, {versions}, commit {_short(result['commit'])}."
     )
 

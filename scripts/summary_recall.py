@@ -21,10 +21,11 @@ from torch import Tensor
 
 from kvsift.engine.llm import LLM, Document
 from kvsift.engine.prompt import question_text
-from kvsift.eval.quality import MAX_NEW_TOKENS, provenance
-from kvsift.eval.recipe import Recipe
-from kvsift.eval.tasks import make_sample
+from kvsift.engine.provenance import versions_and_machine
+from kvsift.eval.contexts import Contexts
+from kvsift.eval.recipe import Job, Recipe
 from kvsift.methods.pages import PagedMethod
+from kvsift.models.transformers_load import choose_device
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.counted import CountedReader
 from kvsift.runtime.plan import Plan, Rule
@@ -109,21 +110,15 @@ def _overlap(units: Tensor, others: Tensor) -> float:
     return float((units.unsqueeze(2) == others.unsqueeze(1)).any(2).float().mean())
 
 
-def samples_of(recipe: Recipe, task: str, seed: int) -> list[dict[str, Any]]:
+def samples_of(recipe: Recipe, job: Job) -> list[dict[str, Any]]:
     """Means over the steps and layers of each question of one context; bytes are the median, because the first step
     of a question merges blocks, which a decode that goes on does once in 256 tokens."""
     llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, probe_every=0)
-
-    def encode(text: str) -> list[int]:
-        ids: list[int] = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
-
-    bos = llm.tokenizer.bos_token_id
-    prefix = [] if bos is None else [bos]
-    sample = make_sample(task, recipe.length, seed, encode, recipe.questions_per_context, prefix)
+    contexts = Contexts(recipe, llm.tokenizer)
+    sample = contexts.sample(job)
     ids = list(sample.context_ids)
-    document = Document(llm, ids, lambda question: ids + encode(question_text(question)), llm.plan)
-    rows = tuple(recipe.rows())
+    document = Document(llm, ids, lambda question: ids + contexts.encode(question_text(question)), llm.plan)
+    rows = tuple((row.plan, row.budget) for row in recipe.rows)
     always = parse_plan(rows[0][0]).decode
     assert always is not None
     # the smallest budget there is: asked wherever any of the plans would be
@@ -132,12 +127,12 @@ def samples_of(recipe: Recipe, task: str, seed: int) -> list[dict[str, Any]]:
     for index, question in enumerate(sample.questions):
         seen: list[Seen] = []
         plan = Plan(decode=Rule(Compare(rows=rows, report=seen.append), budget))
-        document.ask(question.text, plan=plan, max_new_tokens=MAX_NEW_TOKENS, question_phase="decode")
+        document.ask(question.text, plan=plan, max_new_tokens=question.max_new_tokens, question_phase="decode")
         for name, size in rows:
             own = [each for each in seen if each.plan == name]
             means = {key: round(fmean(getattr(s, key) for s in own), 5) for key in ("recall", "recovery", "overlap")}
             results.append(
-                {"task": task, "seed": seed, "question": index, "plan": name, "budget": size, "steps": len(own)}
+                {"task": job.task, "seed": job.seed, "question": index, "plan": name, "budget": size, "steps": len(own)}
                 | means
                 | {"bytes_read": median(each.bytes_read for each in own)}
             )
@@ -147,10 +142,10 @@ def samples_of(recipe: Recipe, task: str, seed: int) -> list[dict[str, Any]]:
 def main() -> None:
     recipe, out = Recipe.load(Path(sys.argv[1])), Path(sys.argv[2])
     samples = []
-    for task, seed in recipe.jobs():
-        samples += samples_of(recipe, task, seed)
-        print(f"{task} {seed} done", file=sys.stderr)
-    head = {"kind": "recall", "recipe": asdict(recipe), **provenance(recipe)}
+    for job in recipe.jobs:
+        samples += samples_of(recipe, job)
+        print(f"{job.task} {job.seed} done", file=sys.stderr)
+    head = {"kind": "recall", "recipe": asdict(recipe), **versions_and_machine(choose_device(recipe.device))}
     lines = ",\n".join(json.dumps(sample) for sample in samples)
     out.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "samples": [\n{lines}\n]}}\n')
 

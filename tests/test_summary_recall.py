@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvsift.eval.report import recall_table
+from kvsift.eval.reading import upgraded
+from kvsift.eval.tables import recall_table
 
 ROOT = Path(__file__).parents[1]
 RECIPE = """
@@ -19,6 +20,7 @@ length = 700
 questions_per_task = 1
 questions_per_context = 1
 device = "cpu"
+references = false
 plans = [
   "quest:budget={budget}",
   "quest:score_by=minmax_fp8:budget={budget}",
@@ -57,14 +59,15 @@ def test_cheaper_summaries_read_less_and_a_larger_budget_misses_less(result: dic
 
 
 def test_the_table_holds_means_over_questions_and_bytes_as_shares() -> None:
-    plans = ["quest:budget={budget}", "quest:prefilter=2:budget={budget}"]
+    plans = ["quest:budget={budget}:window=16", "quest:prefilter=2:budget={budget}:window=16"]
     numbers = {"recall": 0.5, "recovery": 0.75, "overlap": 1.0}
     samples = [
         {"plan": plan.replace("{budget}", "64"), "budget": 64, **numbers, "recall": recall, "bytes_read": bytes_read}
         for plan, bytes_read in zip(plans, (400, 100))
         for recall in (0.5, 1.0)
     ]
-    table = recall_table({"recipe": {"plans": plans, "budgets": [64], "settings": ""}, "samples": samples})
+    recipe = {"plans": plans, "budgets": [64], "settings": ""}
+    table = recall_table(upgraded({"kind": "recall", "recipe": recipe, "samples": samples}))
     tables = table.split("\n\n")
     assert len(tables) == 4
     assert tables[0] == "| ten heaviest tokens seen | 64 |\n|---|---|\n| quest | 0.750 |\n| quest:prefilter=2 | 0.750 |"

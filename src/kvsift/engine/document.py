@@ -87,11 +87,12 @@ class Document:
         return ids
 
     def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
-        """The cache of the document under a plan; read again only if the plan prefills differently."""
+        """The cache of the document under a plan; read again only if the plan prefills differently, or the last answer
+        has dropped a part of it for good (evict=true)."""
         self._llm.load()
         fast = self._llm.fast_path.reason_against(plan, self._llm.model) is None
         plan = plan if fast else self._llm.composed_plan(plan)
-        if self._cache is not None and _read_alike(self._cache.run.plan, plan):
+        if self._cache is not None and self._cache.can_rewind and _read_alike(self._cache.run.plan, plan):
             self._cache.rewind()
             self._cache.replan(plan)
             return self._cache
@@ -136,13 +137,30 @@ class Document:
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
         ids = self.check(question, max_new_tokens)
-        plan = self._plan if plan is None else parse_plan(plan)
-        cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
         stop = None if self._llm.tokenizer.chat_template else STOP
-        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
-        answer = self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
+        answer = self.go_on(
+            ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, on_text=on_text,
+            question_phase=question_phase,
+        )  # fmt: skip
         answer.text = answer.text.strip()
         return answer
+
+    def go_on(
+        self,
+        ids: list[int],
+        *,
+        plan: PlanSpec = None,
+        max_new_tokens: int = 64,
+        sampling: Sampling | None = None,
+        stop: str | None = None,
+        on_text: Callable[[str], None] | None = None,
+        question_phase: Phase = "prefill",
+    ) -> Answer:
+        """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is left as it is."""
+        plan = self._plan if plan is None else parse_plan(plan)
+        cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
+        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
+        return self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
 
     def _answer(
         self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None

@@ -1,0 +1,110 @@
+"""Blocks of docs/papers.md: tables of the papers' shape from results of ``kvsift eval``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvsift.eval.intervals import wilson
+from kvsift.eval.reading import load_result
+
+RESULTS = Path(__file__).parent.parent / "results"
+Sample = dict[str, Any]
+
+
+def grid(names: Iterable[str], column: Callable[[Sample], str], last: str | None = None) -> Callable[[], str]:
+    """A row per plan, a column per value of ``column``, means in percent; where a recipe has several budgets and they
+    are no column, "smaller / larger". ``last`` heads a column with the mean of all others."""
+
+    def render() -> str:
+        results = [load_result(RESULTS / name) for name in names]
+        budgets = results[0]["recipe"]["budgets"]
+        joined = column is not by_budget and len(budgets) > 1
+        plans = {row["plan"]: row["name"] for result in results for row in result["rows"]}
+        cells: dict[tuple[str, str, int | None], list[float]] = defaultdict(list)
+        for result in results:
+            for sample in result["samples"]:
+                budget = sample["budget"] if joined else None
+                where = column(sample) if sample["budget"] is not None or column is not by_budget else ""
+                cells[plans[sample["plan"]], where, budget].append(100 * sample["score"])
+        heads = list(dict.fromkeys(where for _, where, _ in cells if where))
+        if column is by_budget:
+            heads.sort(key=int)
+        lines = [
+            f"| | {' | '.join([*heads, *([last] if last else [])])} |",
+            "|---" * (len(heads) + 1 + bool(last)) + "|",
+        ]
+        for name in dict.fromkeys(plans.values()):
+            shown = [_cell(cells, name, head, budgets if joined else [None]) for head in heads]
+            if last:
+                shown.append(_mean(cells, name, heads, budgets if joined else [None]))
+            lines.append(f"| {name} | {' | '.join(shown)} |")
+        return "\n".join([*lines, "", _made(results)])
+
+    return render
+
+
+def by_budget(sample: Sample) -> str:
+    return str(sample["budget"])
+
+
+def by_task(sample: Sample) -> str:
+    return str(sample["task"])
+
+
+def by_length(sample: Sample) -> str:
+    return f"{sample['length'] / 1024:.0f}K"
+
+
+def by_task_and_length(sample: Sample) -> str:
+    return f"{by_task(sample)} {by_length(sample)}"
+
+
+def _cell(cells: dict[Any, list[float]], name: str, head: str, budgets: list[int | None]) -> str:
+    found = [
+        cells.get((name, head, budget)) or cells.get((name, head, None)) or cells.get((name, "", None))
+        for budget in budgets
+    ]
+    shown = [f"{fmean(scores):.0f}" if scores else "-" for scores in found]
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+
+def _mean(cells: dict[Any, list[float]], name: str, heads: list[str], budgets: list[int | None]) -> str:
+    shown = []
+    for budget in budgets:
+        found = [cells.get((name, head, budget)) or cells.get((name, head, None)) for head in heads]
+        shown.append(f"{fmean(fmean(scores) for scores in found if scores):.1f}" if any(found) else "-")
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+
+def _made(results: list[dict[str, Any]]) -> str:
+    """Where it comes from, and how sure a cell is."""
+    paths, of_cell = [], []
+    for result in results:
+        paths.append(f"`results/{Path(result['path']).name}`" if "path" in result else "")
+        counts: dict[Any, int] = defaultdict(int)
+        for sample in result["samples"]:
+            counts[sample["plan"], sample["task"], sample["length"]] += 1
+        of_cell.append(max(counts.values(), default=0))
+        left = result["left_out"]
+        if left:
+            paths[-1] += f" ({len(left)} contexts left out for lack of time)"
+    low, high = wilson(round(max(of_cell) / 2), max(of_cell))
+    first = results[0]
+    return (
+        f"{' and '.join(paths)}: {max(of_cell)} questions per plan, task and length; at one half, the 95 % interval of "
+        f"such a cell is {100 * low:.0f} to {100 * high:.0f}. {first['machine']}, commit {first['commit'][:10]}."
+    )
+
+
+BLOCKS = {
+    "quest-10k": grid(["quest-table1"], by_budget),
+    "quest-64k": grid(["quest-table1-long"], by_budget),
+    "retrieval-tasks": grid(["retrieval-tables", "retrieval-tables-index"], by_task, "mean"),
+    "retrieval-lengths": grid(["retrieval-tables", "retrieval-tables-index"], by_length, "mean"),
+    "quoka": grid(["quoka-table"], by_length, "mean"),
+    "critiprefill": grid(["critiprefill-ablation"], by_task_and_length, "mean"),
+}

@@ -1,0 +1,36 @@
+"""kvsift report: results as one page that opens offline, or as folders that others read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsift.cli import options as o
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval, or older result files.")],
+    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file that needs no other.")] = Path(
+        "report.html"
+    ),
+    kvpress: Annotated[
+        Path | None, typer.Option("--kvpress", help="Write kvpress's result folders here instead of a page.")
+    ] = None,
+) -> None:
+    """Show results: quality against visible tokens, depths, layers, speed, and what made them."""
+    from kvsift.eval.reading import load_result
+
+    loaded = [(path.stem, load_result(path)) for path in results]
+    if kvpress is not None:
+        from kvsift.eval.kvpress import write_folders
+
+        for folder in write_folders(loaded, kvpress):
+            print(folder)
+        return
+    o.require_writable(out, "--out")
+    from kvsift.eval.page import page
+
+    o.write_whole(out, page(loaded))
+    print(out)

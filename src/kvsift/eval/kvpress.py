@@ -1,0 +1,138 @@
+"""Results in kvpress's folder layout, so that its plots and leaderboard read them.
+
+    <dataset>__<data_dir>__<model>__<press>__<compression ratio>[__query_aware]/
+        predictions.csv   a line per question: all but the context
+        metrics.json      task -> metric -> score, as RULER's: 0 to 100
+        config.yaml       the keys of its evaluation
+
+The dataset is the family of the tasks, ``data_dir`` their length, the press a plan's row. The compression ratio is the
+share of the context that a query was *not* shown: most plans evict nothing, so it is counted, not configured.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from kvsift.errors import InputError
+from kvsift.eval.durable import reason, write_atomically
+from kvsift.eval.tasks import TASKS
+
+COLUMNS = "task", "question", "answer", "predicted_answer", "length", "depth", "compression_ratio"
+SETUPS_THAT_KNOW_THE_QUESTION = "whole_prompt", "sparse_prefill"
+
+
+def write_folders(results: Iterable[tuple[str, dict[str, Any]]], out: Path) -> list[Path]:
+    """A folder per data set, length, model and row; older ones of the same name are replaced, file by file.
+
+    Raises:
+        InputError: if nothing can be written there.
+    """
+    written: list[Path] = []
+    try:
+        for _, result in results:
+            for group in _groups(result).values():
+                folder = _not_in(written, out / _folder_name(result, group))
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(folder / "predictions.csv", _predictions(group))
+                write_atomically(folder / "metrics.json", json.dumps(_metrics(group), indent=4))
+                write_atomically(folder / "config.yaml", _config(result, group))
+                written.append(folder)
+    except OSError as error:
+        raise InputError(f"--kvpress {out}: {reason(error)}.") from None
+    return written
+
+
+def _not_in(written: Sequence[Path], folder: Path) -> Path:
+    """The folder, or a numbered one in it where ratios round to the same, as kvpress does."""
+    numbered = (folder / str(index) for index in range(1, len(written) + 1))
+    return next(each for each in (folder, *numbered) if each not in written)
+
+
+def _groups(result: dict[str, Any]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Samples by data set, length and plan."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
+    for sample in result["samples"]:
+        if "answer" in sample:
+            groups[_dataset(sample["task"]), sample["length"] or 0, sample["plan"]].append(sample)
+    return groups
+
+
+def _dataset(task: str) -> str:
+    family = TASKS[task].family if task in TASKS else task
+    return "kvsift" if family == "own" else family
+
+
+def _name(plan: str, result: dict[str, Any]) -> str:
+    row = next(row for row in result["rows"] if row["plan"] == plan)
+    if row["phase"] is None:
+        return "no_press"
+    return row["name"].replace(":", "-").replace("=", "-").replace(",", "-")
+
+
+def _ratio(samples: Sequence[dict[str, Any]]) -> float:
+    return round(1 - fmean(sample["density"] or 1.0 for sample in samples), 4)
+
+
+def _knows_question(result: dict[str, Any]) -> bool:
+    return result["recipe"]["setup"] in SETUPS_THAT_KNOW_THE_QUESTION
+
+
+def _model(result: dict[str, Any]) -> str:
+    return result["recipe"].get("model") or "kvsift/embedded"
+
+
+def _folder_name(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
+    first = group[0]
+    parts = [_dataset(first["task"]), str(first["length"] or ""), _model(result).replace("/", "--")]
+    parts += [_name(first["plan"], result), f"{_ratio(group):.2f}"]
+    parts += ["query_aware"] if _knows_question(result) else []
+    return "__".join(filter(None, parts))
+
+
+def _predictions(group: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    ratio = _ratio(group)
+    for sample in group:
+        references = sample.get("references") or [sample["expected"]]
+        asked = sample.get("asked", "")
+        row = [sample["task"], asked, references, sample["answer"], sample["length"], sample["depth"], ratio]
+        writer.writerow(row)
+    return text.getvalue()
+
+
+def _metrics(group: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    scores: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for sample in group:
+        scorer = sample.get("scorer", "exact")
+        scores[sample["task"]]["string_match" if scorer.startswith("string_match") else scorer].append(sample["score"])
+    return {task: {name: round(100 * fmean(each), 2) for name, each in own.items()} for task, own in scores.items()}
+
+
+def _config(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
+    """YAML of one level, whose values are JSON, which is YAML too."""
+    first, recipe = group[0], result["recipe"]
+    config = {
+        "dataset": _dataset(first["task"]),
+        "data_dir": str(first["length"] or ""),
+        "model": _model(result),
+        "device": recipe.get("device"),
+        "press_name": _name(first["plan"], result),
+        "compression_ratio": _ratio(group),
+        "fraction": 1.0,
+        "max_new_tokens": None,
+        "max_context_length": None,
+        "query_aware": _knows_question(result),
+        "model_kwargs": {},
+        "press_init_command": f"kvsift {first['plan']}",
+        "seed": recipe.get("seed", 0),
+    }
+    return "".join(f"{key}: {json.dumps(value)}\n" for key, value in config.items())

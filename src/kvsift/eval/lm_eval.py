@@ -1,0 +1,145 @@
+"""A model for lm-eval (EleutherAI's harness), which is not a dependency: install it, then
+
+    import lm_eval, kvsift.eval.lm_eval                       # registers "kvsift"
+    lm_eval.simple_evaluate(model="kvsift", model_args="pretrained=./Qwen3-4B,plan=quest:budget=1024", tasks=[...])
+
+Contexts are read under the plan's prefill rule, once for all continuations that share them; continuations are decoded
+token by token under its decode rule, so that what is scored is what would have been generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from kvsift.engine.llm import DEFAULT_PLAN, LLM, Document
+from kvsift.engine.sampling import Sampling
+from kvsift.errors import InputError
+from kvsift.runtime.spec import parse_plan
+
+MAX_NEW_TOKENS = 256
+
+
+@register_model("kvsift")
+class KVSiftLM(TemplateLM):
+    """``LLM`` under a plan.
+
+    Args:
+        pretrained: a model directory; the embedded model without it.
+        plan: as on the command line; commas between phases are written ``;`` in ``model_args``.
+        device, dtype: as in ``LLM``.
+        batch_size, max_batch_size: lm-eval names them; contexts are read one at a time.
+    """
+
+    def __init__(
+        self, pretrained: str | None = None, plan: str = DEFAULT_PLAN, device: str | None = "auto", dtype: str = "auto",
+        batch_size: object = 1, max_batch_size: object = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.llm = LLM(pretrained, str(plan).replace(";", ","), device=device or "auto", dtype=dtype, probe_every=0)
+        self.tokenizer = self.llm.tokenizer
+        self._document: tuple[tuple[int, ...], Document] | None = None
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a text."""
+        return int(self.tokenizer.eos_token_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else int(bos)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the model has positions for."""
+        return self.llm.directory.max_positions or 2048
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Part of the name of lm-eval's cache of requests."""
+        return self.llm.directory.path.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Tokens of a text, with bos where the tokenizer adds it and the text has none yet."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
+        ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Turns as the model's own text.
+
+        Raises:
+            InputError: if the model has no chat template.
+        """
+        if not self.tokenizer.chat_template:
+            raise InputError(f"{self.tokenizer_name} has no chat template; leave out --apply_chat_template.")
+        text: str = self.tokenizer.apply_chat_template(
+            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )  # fmt: skip
+        return text
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        return [self._score(context, continuation) for _, context, continuation in requests]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Of whole texts, in windows that do not overlap where they are longer than the model."""
+        totals = []
+        for (text,) in [request.args for request in requests]:
+            tokens = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1)
+            totals.append(sum((self._score(*make_disjoint_window(window))[0] for window in windows), 0.0))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts until one of the request's stops."""
+        return [self._generate(context, options) for context, options in (request.args for request in requests)]
+
+    def _generate(self, context: str, options: dict[str, Any]) -> str:
+        stops = options.get("until") or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
+        draws = options.get("do_sample", float(options.get("temperature") or 0.0) > 0)
+        temperature = float(options.get("temperature") or 1.0) if draws else 0.0
+        answer = self.llm.generate(
+            context or self.tokenizer.decode([self.prefix_token_id]),
+            max_new_tokens=int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_NEW_TOKENS))),
+            sampling=Sampling(temperature=temperature, top_p=float(options.get("top_p", 1.0))),
+            stop=stops,
+        )
+        return answer.text
+
+    @torch.inference_mode()
+    def _score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
+        """Log-likelihood of a continuation, and whether it is the likeliest one token by token."""
+        kept = max(self.max_length - len(continuation), 1)
+        context = list(context)[-kept:]
+        self.llm.load()
+        cache = self._read(tuple(context[:-1]), len(continuation))
+        token, total, greedy = context[-1], 0.0, True
+        for target in continuation:
+            logits = self.llm.prefill(cache, [token], phase="decode")[0, -1].float()
+            total += float(logits.log_softmax(-1)[target])
+            greedy = greedy and int(logits.argmax()) == target
+            token = target
+        return total, greedy
+
+    def _read(self, ids: tuple[int, ...], more: int) -> Any:
+        """A cache that holds a context: the last one again if it is the same."""
+        plan = parse_plan(self.llm.plan)
+        if not ids:
+            return self.llm.new_cache(self.llm.composed_plan(plan), more + 1)
+        if self._document is None or self._document[0] != ids:
+            self._document = None  # its memory is free before the next one's is taken
+            self._document = ids, Document(self.llm, list(ids), lambda text: list(ids), plan)
+        return self._document[1].prefill(plan, more + 1)

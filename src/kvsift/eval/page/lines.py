@@ -1,0 +1,154 @@
+"""Line charts as SVG: series with intervals, references across, on a linear or a logarithmic axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, floor, log2
+from typing import NamedTuple
+
+from kvsift.eval.page.html import COLOURS, escaped
+
+WIDTH, HEIGHT = 380, 250
+LEFT, RIGHT, TOP, BOTTOM = 38, 10, 10, 40
+DASHES = "", "7 3", "9 3 2 3"
+DASH_OF_REFERENCES = "2 3"
+
+
+Place = Callable[[float], float]
+
+
+class Point(NamedTuple):
+    """One value with its interval; the same as the value where there is none."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line. ``style`` counts through colours, then dashes; those of references are dotted."""
+
+    name: str
+    points: Sequence[Point]
+    style: int
+    is_reference: bool = False
+
+    @property
+    def colour(self) -> str:
+        return f"var(--c{self.style % len(COLOURS)})"
+
+    @property
+    def dash(self) -> str:
+        return DASH_OF_REFERENCES if self.is_reference else DASHES[self.style // len(COLOURS) % len(DASHES)]
+
+
+class Level(NamedTuple):
+    """A value that holds everywhere."""
+
+    name: str
+    y: float
+
+
+def line_chart(
+    title: str, x_title: str, y_title: str, series: Sequence[Series], levels: Sequence[Level] = (),
+    logarithmic: bool = False,
+) -> str:  # fmt: skip
+    """An SVG whose y axis goes from 0 to 1; its description lists every number."""
+    xs = [point.x for each in series for point in each.points] or [1.0]
+    place = log2 if logarithmic else float
+    low, high = place(min(xs)), place(max(xs))
+    margin = (high - low) * 0.06 or 0.5
+    low, high = low - margin, high + margin
+
+    def at_x(x: float) -> float:
+        return LEFT + (place(x) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
+
+    def at_y(y: float) -> float:
+        return TOP + (1 - y) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [_frame(x_title, y_title, at_y)]
+    parts += [_tick(at_x(x), f"{x:,.0f}") for x in _ticks(xs, logarithmic)]
+    for each in series:
+        parts.append(_series(each, at_x, at_y))
+    for level in levels:
+        parts.append(_level(level, at_y(level.y)))
+    said = "; ".join(
+        f"{each.name}: " + ", ".join(f"{p.y:.2f} at {p.x:,.0f} ({p.low:.2f} to {p.high:.2f})" for p in each.points)
+        for each in series
+    )
+    said += "".join(f"; {level.name}: {level.y:.2f}" for level in levels)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"><title>{escaped(title)}</title><desc>{escaped(said)}</desc>'
+        + "".join(parts)
+        + "</svg>"
+    )
+
+
+def legend(series: Sequence[Series]) -> str:
+    """Names beside their lines; once for charts that share them."""
+    listed = "".join(
+        f'<li><svg viewBox="0 0 34 12" aria-hidden="true"><line x1="1" x2="33" y1="6" y2="6" stroke="{each.colour}" '
+        f'stroke-width="2.5" stroke-dasharray="{each.dash}"/><circle cx="17" cy="6" r="3" fill="{each.colour}"/></svg>'
+        f"{escaped(each.name)}</li>"
+        for each in series
+    )
+    return f"<ul class=legend>{listed}</ul>"
+
+
+def _frame(x_title: str, y_title: str, at_y: Place) -> str:
+    lines = "".join(
+        f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at_y(y):.1f}" y2="{at_y(y):.1f}"/>'
+        f'<text x="{LEFT - 5}" y="{at_y(y) + 4:.1f}" text-anchor="end">{y:g}</text>'
+        for y in (0, 0.25, 0.5, 0.75, 1)
+    )
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    return (
+        f'{lines}<text x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escaped(x_title)}</text>'
+        f'<text transform="translate(10 {HEIGHT / 2 - 16:.0f}) rotate(-90)" text-anchor="middle">'
+        f"{escaped(y_title)}</text>"
+    )
+
+
+def _level(level: Level, y: float) -> str:
+    below = level.y > 0.9  # there is no room above
+    return (
+        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--soft)" '
+        f'stroke-dasharray="{DASH_OF_REFERENCES}"/><text class="level" x="{LEFT + 4}" '
+        f'y="{y + 12 if below else y - 4:.1f}">{escaped(level.name)}</text>'
+    )
+
+
+def _tick(x: float, text: str) -> str:
+    y = HEIGHT - BOTTOM
+    return (
+        f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}"/>'
+        f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">{text}</text>'
+    )
+
+
+def _series(each: Series, at_x: Place, at_y: Place) -> str:
+    path = " ".join(f"{at_x(p.x):.1f},{at_y(p.y):.1f}" for p in sorted(each.points))
+    line = (f'<polyline points="{path}" fill="none" stroke="{each.colour}" stroke-width="2" '
+            f'stroke-dasharray="{each.dash}"/>')  # fmt: skip
+    marks = "".join(
+        f"<g><title>{escaped(each.name)}: {p.y:.2f} ({p.low:.2f} to {p.high:.2f}) at {p.x:,.0f}</title>"
+        f'<line x1="{at_x(p.x):.1f}" x2="{at_x(p.x):.1f}" y1="{at_y(p.low):.1f}" y2="{at_y(p.high):.1f}" '
+        f'stroke="{each.colour}" stroke-opacity=".45" stroke-width="1.5"/>'
+        f'<circle cx="{at_x(p.x):.1f}" cy="{at_y(p.y):.1f}" r="3.2" fill="{each.colour}"/></g>'
+        for p in each.points
+    )
+    return line + marks
+
+
+def _ticks(xs: Sequence[float], logarithmic: bool) -> list[float]:
+    """At most seven round places between the smallest and the largest."""
+    low, high = min(xs), max(xs)
+    if logarithmic:
+        powers = range(floor(log2(low) + 0.5), ceil(log2(high) - 0.5) + 1)
+        step = -(-len(powers) // 7)
+        return [2.0**power for power in powers][::step]
+    step = max(1, -(-int(high - low + 1) // 7))
+    return [float(x) for x in range(int(low), int(high) + 1, step)]

@@ -1,0 +1,116 @@
+"""Rows of a result: every plan at every budget, and the floor and the ceiling beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvsift.methods import catalogue, method_class
+from kvsift.methods.base import Phase
+from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.spec import parse_plan
+
+CEILINGS = "dense", "oracle_tokens", "oracle_pages"
+FLOORS = "streaming_llm", "random"
+REFERENCES = "dense", "oracle_tokens", "streaming_llm", "random"  # what no result is without
+BUDGET = "{budget}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan at one budget.
+
+    Attributes:
+        plan: as ``parse_plan`` takes it, the budget filled in.
+        budget: the column; None for a plan without a budget, which belongs to every column.
+        name: of the row in tables, the same at every budget.
+        role: "plan", or "ceiling" and "floor" for what plans are held against.
+        phase: the phase that the budget limits; None if it limits none.
+    """
+
+    plan: str
+    budget: int | None
+    name: str
+    role: str
+    phase: Phase | None
+
+
+def rows_of(plans: Sequence[str], budgets: Sequence[int], settings: str, references: bool) -> tuple[Row, ...]:
+    """The rows of a recipe: its plans, then the references that it lacks, at every budget.
+
+    Raises:
+        InputError: if a plan cannot be read.
+    """
+    rows = [row for plan, name in zip(plans, row_names(plans)) for row in _at_budgets(plan, name, budgets, settings)]
+    return (*rows, *(_missing(rows, budgets) if references else ()))
+
+
+def row_names(plans: Sequence[str]) -> list[str]:
+    """Plans without budget, sinks and window, unless only those tell them apart."""
+    shown = [
+        ":".join(piece for piece in plan.split(":") if piece.split("=")[0] not in ("budget", "sinks", "window"))
+        for plan in plans
+    ]
+    return shown if len(set(shown)) == len(shown) else list(plans)
+
+
+def _at_budgets(plan: str, name: str, budgets: Sequence[int], settings: str) -> Iterator[Row]:
+    if BUDGET not in plan:
+        yield _row(plan, None, name)
+        return
+    rest = _settings_for(plan, settings)
+    for budget in budgets:
+        yield _row(plan.replace(BUDGET, str(budget)) + rest, budget, name)
+
+
+def _settings_for(plan: str, settings: str) -> str:
+    """The common settings that a plan does not choose for itself; no window where it is all that sinks leave."""
+    own = {piece.partition("=")[0] for piece in plan.rpartition(",")[2].split(":")[1:]}
+    method = plan.rpartition(",")[2].split(":")[0].rpartition("=")[2]
+    if method in catalogue() and not method_class(method).selects:
+        own.add("window")
+    pieces = (piece for piece in settings.split(":") if piece and piece.partition("=")[0] not in own)
+    return "".join(f":{piece}" for piece in pieces)
+
+
+def _row(plan: str, budget: int | None, name: str) -> Row:
+    parsed = parse_plan(plan)
+    methods = _methods(parsed)
+    role = "ceiling" if not methods or methods & {*CEILINGS} else "floor" if methods & {*FLOORS} else "plan"
+    limited = parsed.prefill is not None and (parsed.decode is None or parsed.prefill.budget.tokens == budget)
+    phase: Phase | None = None if not methods else "prefill" if limited else "decode"
+    return Row(plan, budget, name, role, phase)
+
+
+def _methods(plan: Plan) -> set[str]:
+    """Names of the methods of a plan that leave anything out."""
+    return {str(rule).partition(":")[0] for rule in plan.rules if not rule.method.unbounded}
+
+
+def _missing(rows: Sequence[Row], budgets: Sequence[int]) -> Iterator[Row]:
+    """Rows of references that no plan has, with sinks, window and dense layers of the first plan that has a budget."""
+    present = {name for row in rows for name in _methods(parse_plan(row.plan)) or {"dense"}}
+    limited = [row for row in rows if row.budget is not None and row.phase is not None]
+    model = next((row for row in limited if _rule(row).method.selects), next(iter(limited), None))
+    for name in REFERENCES:
+        if name in present:
+            continue
+        if name == "dense":
+            yield _row("dense", None, "dense")
+        elif model is not None:
+            for budget in budgets:
+                yield _row(f"{model.phase}={name}:budget={budget}{_limits(name, _rule(model))}", budget, name)
+
+
+def _rule(row: Row) -> Rule:
+    rule = parse_plan(row.plan).rule(row.phase or "decode")
+    assert rule is not None
+    return rule
+
+
+def _limits(name: str, like: Rule) -> str:
+    """What a reference shows in any case, as the rule does, and pages of its size where they are drawn."""
+    limits, method = like.budget, like.method
+    settings = f":sinks={limits.sinks}:dense_layers={'+'.join(map(str, limits.dense_layers)) or 'none'}"
+    settings += f":window={limits.window}" if method.selects and name != "streaming_llm" else ""
+    return settings + (f":page_size={method.unit_size}" if name == "random" else "")

@@ -1,0 +1,152 @@
+"""Results as Markdown tables. Numbers are rendered, never typed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import exp
+from typing import Any
+
+
+def quality_table(result: dict[str, Any]) -> str:
+    """A Markdown table per task and length: a row per plan, a column per budget, mean scores with counts."""
+    names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
+    cells: dict[tuple[str, Any, str, int | None], list[float]] = defaultdict(list)
+    for sample in result["samples"]:
+        cells[sample["task"], sample["length"], names[sample["plan"]], sample["budget"]].append(sample["score"])
+    lengths = list(dict.fromkeys(sample["length"] for sample in result["samples"])) or [None]
+    tables = []
+    for task in _tasks(result):
+        for length in sorted(lengths, key=lambda length: length or 0):
+            own = {key[2:]: scores for key, scores in cells.items() if key[:2] == (task, length)}
+            num_questions = max((len(scores) for scores in own.values()), default=0)
+            where = f" at {length:,}" if len(lengths) > 1 and length else ""
+            head = f"| {task}{where} ({num_questions} questions) | " + " | ".join(map(str, budgets)) + " |"
+            lines = [head, "|---" * (len(budgets) + 1) + "|"]
+            for plan in plans:
+                scores = [own.get((plan, None)) or own.get((plan, budget)) for budget in budgets]
+                lines.append(f"| {plan} | " + " | ".join(_cell(score) for score in scores) + " |")
+            tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
+    """A Markdown table per task and length of a summary: scores with their 95 % intervals and the tokens that were
+    counted; then chance, and what to be careful about."""
+    parts = []
+    groups: dict[tuple[str, Any], dict[tuple[str, int | None], dict[str, Any]]] = defaultdict(dict)
+    for cell in tables["cells"]:
+        groups[cell["task"], cell["length"]][cell["name"], cell["budget"]] = cell
+    levels = {(each["task"], each["length"]): each["score"] for each in tables["chance"]}
+    for (task, length), cells in groups.items():
+        where = f" at {length:,}" if length else ""
+        most = max(cell["num_samples"] for cell in cells.values())
+        lines = [f"| {task}{where}, {most} samples | " + " | ".join(map(str, budgets)) + " |"]
+        lines.append("|---" * (len(budgets) + 1) + "|")
+        for name in dict.fromkeys(name for name, _ in cells):
+            found = [cells.get((name, None)) or cells.get((name, budget)) for budget in budgets]
+            lines.append(f"| {name} | " + " | ".join(_interval_cell(cell) for cell in found) + " |")
+        if (task, length) in levels:
+            lines.append(f"| chance |{f' {levels[task, length]:.2f} |' * len(budgets)}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def budget_table(result: dict[str, Any], budget: int) -> str:
+    """One Markdown table for one budget: a row per plan, a column per task, measured visible tokens and recovery."""
+    names, asked = _names(result), _tasks(result)
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in result["samples"]:
+        if sample["budget"] in (None, budget):
+            rows[names[sample["plan"]]].append(sample)
+    head = f"| budget {budget} | {' | '.join(asked)} | visible tokens | attention recovered |"
+    lines = [head, "|---" * (len(asked) + 3) + "|"]
+    for plan in _plans(result):
+        samples = rows[plan]
+        tasks = [_cell([s["score"] for s in samples if s["task"] == task]) for task in asked]
+        visible = _mean(s["sparse_layer_visible_tokens"] or s["visible_tokens"] for s in samples)
+        recovery = _mean(s["recovery"] for s in samples if s["recovery"] is not None)
+        recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
+        lines.append(f"| {plan} | {' | '.join(tasks)} | {visible:,.0f} | {recovered} |")
+    return "\n".join(lines)
+
+
+def prefill_table(result: dict[str, Any]) -> str:
+    """One Markdown table of plans that sift in prefill: a row per plan, a column per task that was asked, and how many
+    tokens a prompt token saw in the layers that were not dense."""
+    asked = {sample["task"] for sample in result["samples"]}
+    tasks = [task for task in _tasks(result) if task in asked]
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for sample in result["samples"]:
+        rows[sample["plan"]].append(sample)
+    lines = [f"| plan | {' | '.join(tasks)} | all | visible tokens in prefill |", "|---" * (len(tasks) + 3) + "|"]
+    for row in result["rows"]:
+        samples = rows[row["plan"]]
+        cells = [_cell([s["score"] for s in samples if s["task"] == task]) for task in tasks]
+        cells.append(_cell([s["score"] for s in samples]))
+        visible = _mean(s["prefill_visible_tokens"] for s in samples if s["prefill_visible_tokens"])
+        name = row["plan"].replace(f":budget={row['budget']}", "").replace(":dense_layers=none", "")
+        lines.append(f"| `{name}` | {' | '.join(cells)} | {'all' if visible is None else f'{visible:,.0f}'} |")
+    return "\n".join(lines)
+
+
+RECALL_MEASURES = {
+    "recall": "ten heaviest tokens seen",
+    "recovery": "attention recovered",
+    "overlap": "pages that {first} selects too",
+    "bytes_read": "bytes read to select, of those of {first}",
+}
+
+
+def recall_table(result: dict[str, Any]) -> str:
+    """A Markdown table per measure of a recall result: a row per plan, a column per budget, means over questions."""
+    names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
+    cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+    for sample in result["samples"]:
+        for measure in RECALL_MEASURES:
+            cells[measure, names[sample["plan"]], sample["budget"]].append(sample[measure])
+    means = {key: sum(values) / len(values) for key, values in cells.items()}
+    tables = []
+    for measure, title in RECALL_MEASURES.items():
+        lines = [f"| {title.format(first=plans[0])} | {' | '.join(map(str, budgets))} |"]
+        lines.append("|---" * (len(budgets) + 1) + "|")
+        for plan in plans:
+            whole = {b: means[measure, plans[0], b] if measure == "bytes_read" else 1.0 for b in budgets}
+            shares = [f"{means[measure, plan, budget] / whole[budget]:.3f}" for budget in budgets]
+            lines.append(f"| {plan} | {' | '.join(shares)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return sum(found) / len(found) if found else None
+
+
+def _cell(scores: Sequence[float] | None) -> str:
+    if not scores:
+        return "-"
+    mean = f"{sum(scores) / len(scores):.2f}"
+    return f"{mean} ({sum(scores):.0f}/{len(scores)})" if set(scores) <= {0, 1} else f"{mean} ({len(scores)})"
+
+
+def _interval_cell(cell: dict[str, Any] | None) -> str:
+    if cell is None:
+        return "-"
+    counted = "" if cell["counted_tokens"] is None else f", {cell['counted_tokens']:,.0f} tokens"
+    perplexity = f", perplexity {exp(cell['nll']):.2f}" if "nll" in cell else ""
+    return f"{cell['score']:.2f} ({cell['low']:.2f} to {cell['high']:.2f}{counted}{perplexity})"
+
+
+def _tasks(result: dict[str, Any]) -> list[str]:
+    return [*result["recipe"]["tasks"], *(file["name"] for file in result["recipe"].get("files", ()))]
+
+
+def _names(result: dict[str, Any]) -> dict[str, str]:
+    """Plan of a sample -> name of its row."""
+    return {row["plan"]: row["name"] for row in result["rows"]}
+
+
+def _plans(result: dict[str, Any]) -> list[str]:
+    """Names of rows, in the recipe's order."""
+    return list(dict.fromkeys(row["name"] for row in result["rows"]))

@@ -1,0 +1,185 @@
+"""kvsift eval and report: tables on stdout, a results directory, a page; refusals that touch nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+from cli.watched import Refused, Run, files_in
+
+RECIPE = """
+tasks = ["passkey"]
+length = 500
+questions_per_task = 3
+questions_per_context = 1
+plans = ["dense", "quest:budget={budget}"]
+budgets = [64]
+settings = ":window=16"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{RECIPE}model = '{model}'\n")
+    return path
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What runs are asked from now on; they answer in no time."""
+    asked: list[tuple[Any, ...]] = []
+    cell = {"task": "passkey", "length": 500, "name": "dense", "budget": None, "num_samples": 3, "score": 1.0}
+    cell |= {"low": 0.44, "high": 1.0, "counted_tokens": 510.0}
+    made = {"cells": [cell], "chance": [], "warnings": ["unequal."], "contexts": [1, 2, 3], "left_out": [3]}
+
+    def run(recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any) -> dict[str, Any]:
+        asked.append((recipe, text, out, workers, stop_at))
+        told(1.0, 3)
+        return made
+
+    monkeypatch.setattr("kvsift.eval.runner.run", run)
+    return asked
+
+
+def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, tables: list[Any]) -> None:
+    outcome = run("eval", recipe, "--out", "out", "--workers", 2, "--device", "cpu")
+    assert outcome.code == 0
+    assert outcome.out == (
+        "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
+        "out/mine; 1 of 3 contexts are not finished, the same command goes on. See it with kvsift report out/mine\n"
+    )
+    assert outcome.err == "kvsift: WARNING: unequal.\n"
+    ((asked, text, out, workers, stop_at),) = tables
+    assert (asked.device, text, out, workers, stop_at) == ("cpu", recipe.read_text(), Path("out/mine"), 2, None)
+
+
+def test_json_prints_the_tables_and_nothing_else(run: Run, recipe: Path, tables: list[Any]) -> None:
+    outcome = run("eval", recipe, "--json")
+    ((found),) = outcome.document
+    assert (found["recipe"], found["results"], found["left_out"]) == ("mine", "results/mine", [3])
+    assert outcome.err == ""
+
+
+def test_several_recipes_share_the_time_and_have_a_directory_each(
+    run: Run, recipe: Path, tables: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "other.toml").write_text(recipe.read_text())
+    before = time.monotonic()
+    assert run("eval", recipe, "other.toml", "--max-seconds", 60).code == 0
+    assert [out for _, _, out, _, _ in tables] == [Path("results/mine"), Path("results/other")]
+    first, second = (stop_at for *_, stop_at in tables)
+    assert first == second
+    assert before + 60 <= first <= time.monotonic() + 60
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("budgets", "bugdets"), "unknown key of the recipe mine.toml 'bugdets'; did you mean 'budgets'?"),
+        (("length = 500\n", ""), "the recipe mine.toml is not complete; it lacks lengths."),
+        (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'?"),
+        (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
+        (("[64]", "[16]"), "budget=16 leaves nothing to select"),
+        ((RECIPE, "tasks = "), "mine.toml cannot be read: "),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(
+    refused: Refused, recipe: Path, change: tuple[str, str], says: str
+) -> None:
+    recipe.write_text(recipe.read_text().replace(*change))
+    assert says in refused("eval", recipe)
+
+
+def test_recipes_are_all_read_before_the_first_runs(refused: Refused, recipe: Path, tables: list[Any]) -> None:
+    assert refused("eval", recipe, "no.toml").startswith("the recipe no.toml cannot be read: ")
+    assert refused("eval", recipe, recipe).startswith("two of the recipes have the same name")
+    assert tables == []
+
+
+def test_a_recipe_for_no_model_is_refused(refused: Refused, recipe: Path) -> None:
+    recipe.write_text(RECIPE + "model = 'nowhere'\n")
+    assert refused("eval", recipe).startswith("nowhere is not a directory.")
+
+
+def test_a_place_where_no_directory_can_be_is_refused_before_anything_runs(
+    refused: Refused, recipe: Path, tables: list[Any]
+) -> None:
+    said = refused("eval", recipe, "--out", recipe)
+    assert said == f"--out {recipe}: no directory can be made there."
+    assert tables == []
+
+
+def test_an_interrupted_run_keeps_its_samples_and_leaves_no_workers(
+    run: Run, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = iter(range(10))
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        if next(updates) == 1:  # the first sample; before it stands where the run began
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("rich.progress.Progress.update", interrupt)
+    outcome = run("eval", recipe, "--out", "out")
+    assert (outcome.code, outcome.out) == (130, "")
+    assert "Traceback" not in outcome.err
+    assert active_children() == []
+    assert len((tmp_path / "out" / "mine" / "samples.jsonl").read_text().splitlines()) == 1
+    page = run("report", "out/mine")
+    assert (page.code, page.out) == (0, "report.html\n")
+    assert "3 contexts are not finished" in (tmp_path / "report.html").read_text()
+    changed = recipe.read_text().replace("[64]", "[128]")
+    recipe.write_text(changed)
+    before = files_in(tmp_path / "out")
+    again = run("eval", recipe, "--out", "out")
+    assert again.code == 2
+    assert "out/mine holds results of another recipe: budgets is [128] now and was [64]" in again.err
+    assert files_in(tmp_path / "out") == before
+
+
+def test_a_context_that_fails_ends_the_run_in_one_line(run: Run, recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("length = 500", "length = 5000"))
+    outcome = run("eval", recipe)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: the prompt has ")
+    assert outcome.err.count("\n") == 1
+    assert active_children() == []
+
+
+def older(folder: Path) -> Path:
+    """A result of the command that came before this one."""
+    sample = {"task": "passkey", "seed": 0, "question": 0, "plan": "dense", "budget": None, "correct": True}
+    sample |= {"depth": 0.5, "expected": "1", "answer": "1", "density": 1.0, "visible_tokens": 500.0}
+    recipe = {"tasks": ["passkey"], "length": 500, "plans": ["dense"], "budgets": [64], "settings": ""}
+    made = {"kind": "quality", "recipe": recipe, "commit": "0", "versions": {}, "machine": "m", "samples": [sample]}
+    path = folder / "older.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+def test_a_report_of_an_older_result(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", older(tmp_path), "--out", "page.html")
+    assert (outcome.code, outcome.out) == (0, "page.html\n")
+    assert "passkey, 500 tokens" in (tmp_path / "page.html").read_text()
+
+
+def test_kvpress_folders_instead_of_a_page(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", older(tmp_path), "--kvpress", "folders")
+    assert outcome.out == "folders/kvsift__500__kvsift--embedded__no_press__0.00\n"
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_is_no_result_has_no_report(refused: Refused, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def page(*args: object) -> NoReturn:
+        raise AssertionError("a page was made")
+
+    monkeypatch.setattr("kvsift.eval.page.page", page)
+    assert "cannot be read" in refused("report", recipe)
+    assert "is no results directory" in refused("report", ".")
+    assert refused("report", older(recipe.parent), "--out", "no/page.html").startswith(
+        "--out no/page.html: the directory"
+    )

@@ -1,0 +1,44 @@
+"""95 % intervals: Wilson's where scores are 0 or 1, else from resampling."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvsift.eval.intervals import bootstrap, interval, wilson
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),  # Newcombe, Statistics in Medicine 17 (1998), table I
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+    ],
+)
+def test_shares_have_wilsons_interval(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=5.1e-5)
+    assert interval([1.0] * successes + [0.0] * (trials - successes)) == wilson(successes, trials)
+
+
+def test_more_questions_narrow_the_interval_around_the_share() -> None:
+    widths = []
+    for trials in (8, 24, 96, 1000):
+        low, high = wilson(trials * 3 // 4, trials)
+        assert low < 0.75 < high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_other_scores_are_resampled_the_same_way_every_time() -> None:
+    scores = [0.0, 0.25, 0.5, 0.75, 1.0] * 20
+    low, high = interval(scores)
+    assert (low, high) == bootstrap(scores)
+    # the mean of 100 draws with standard deviation 0.3536 varies by 0.0354: 1.96 of that either way
+    assert (low, high) == pytest.approx((0.5 - 0.0693, 0.5 + 0.0693), abs=0.008)
+
+
+def test_equal_scores_leave_no_doubt() -> None:
+    assert interval([0.4, 0.4, 0.4]) == pytest.approx((0.4, 0.4))
