@@ -18,21 +18,32 @@ def probe(
     visible tokens. queries [num_query_heads, 1, head_dim]; keys [num_kv_heads, num_keys, head_dim]; spans are
     (sinks_stop, window_start).
     """
-    q = queries.float().unflatten(0, (shape.num_kv_heads, -1)).squeeze(2)  # [num_kv_heads, group_size, head_dim]
-    logits = (q @ keys.float().mT).flatten(0, 1) * shape.scale  # [num_query_heads, num_keys]
-    if shape.softcap is not None:
-        logits = shape.softcap * torch.tanh(logits / shape.softcap)
-    weights = logits.softmax(-1)
-    visible = _visible(shape, keys.shape[1], spans, selection, keys.device)
-    top = weights.topk(min(RECALL_TOP_K, keys.shape[1]), -1).indices
+    weights = exact_shares(shape, queries, keys)
+    visible = visible_tokens(shape, keys.shape[1], spans, selection, keys.device)
+    return measured(weights, visible)
+
+
+def measured(weights: Tensor, visible: Tensor) -> tuple[float, float]:
+    """(recall, recovery) of visible tokens, bool [num_query_heads, num_keys], given their exact shares, alike."""
+    top = weights.topk(min(RECALL_TOP_K, weights.shape[1]), -1).indices
     recall = visible.gather(1, top).float().mean()
     recovery = (weights * visible).sum(-1).mean()
     return float(recall), float(recovery)
 
 
-def _visible(
+def exact_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
+    """Attention that each key gets of one query per head, float32 [num_query_heads, num_keys]; arguments as above."""
+    q = queries.float().unflatten(0, (shape.num_kv_heads, -1)).squeeze(2)  # [num_kv_heads, group_size, head_dim]
+    logits = (q @ keys.float().mT).flatten(0, 1) * shape.scale
+    if shape.softcap is not None:
+        logits = shape.softcap * torch.tanh(logits / shape.softcap)
+    return logits.softmax(-1)
+
+
+def visible_tokens(
     shape: LayerShape, num_keys: int, spans: tuple[int, int], selection: Selection | None, device: torch.device
 ) -> Tensor:
+    """What spans and selection show, bool [num_query_heads, num_keys]."""
     visible = torch.zeros(shape.num_query_heads, num_keys, dtype=torch.bool, device=device)
     visible[:, : spans[0]] = True
     visible[:, spans[1] :] = True

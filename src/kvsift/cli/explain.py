@@ -1,0 +1,134 @@
+"""kvsift explain: what was read for one token of an answer, and what other methods would have read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsift.cli import options as o
+from kvsift.cli.demo import FACTS, make_document
+from kvsift.cli.progress import prefill_progress
+from kvsift.errors import InputError
+
+if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM
+    from kvsift.eval.explanation import Explanation, LayerReading
+
+PLAN = "quest:budget=256:dense_layers=none"
+METHODS = "quest,loki,streaming_llm,random"
+TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
+
+
+def explain(
+    context: Annotated[
+        Path | None, typer.Option("--context", help="Text file to ask about; without it, the demo's document.")
+    ] = None,
+    question: Annotated[str | None, typer.Option("--question", help="About it.")] = None,
+    token: Annotated[int, typer.Option("--token", min=0, help="Which token of the answer, from 0.")] = 0,
+    methods: Annotated[
+        str, typer.Option("--methods", help="What to compare, at one budget: names with their settings, or none.")
+    ] = METHODS,
+    budget: Annotated[
+        int | None, typer.Option("--budget", min=1, help="Visible tokens of those; the plan's, or 256 if it is dense.")
+    ] = None,
+    context_tokens: Annotated[
+        int | None, typer.Option("--context-tokens", min=64, help="Take so much of the text; 4096 of the demo's.")
+    ] = None,
+    passage_tokens: Annotated[int, typer.Option("--passage-tokens", min=1, help="Tokens per passage.")] = 64,
+    html: Annotated[Path | None, typer.Option("--html", help="Write heat maps and all passages here.")] = None,
+    model: o.ModelOption = None,
+    plan: o.PlanOption = PLAN,
+    max_new_tokens: o.NewTokensOption = 32,
+    device: o.DeviceOption = "auto",
+    dtype: o.DtypeOption = "auto",
+    chunk_size: o.ChunkOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
+    have read, next to exact attention."""
+    o.require_writable(html, "--html")
+    if context is not None and question is None:
+        raise InputError("--context needs a --question: it is the answer that is explained.")
+    names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
+    if not all(names):
+        raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
+    text = None if context is None else o.read_text(context, "context")
+    from kvsift.engine.llm import LLM
+    from kvsift.eval.explain import explain as explained
+    from kvsift.eval.explain_page import page
+
+    llm = LLM(
+        model, o.read_plan(plan), device=device, dtype=dtype, chunk_size=chunk_size, path="composed", probe_every=0
+    )
+    text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
+    with prefill_progress("reading") as progress:
+        found = explained(
+            llm, text, question or FACTS[2][2], methods=names, budget=budget, token=token,
+            max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress,
+        )  # fmt: skip
+    if html is not None:
+        o.write_whole(html, page(found))
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        _print(found, html)
+
+
+def _shortened(llm: LLM, text: str, num_tokens: int | None) -> str:
+    if num_tokens is None:
+        return text
+    ids = llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    shortened: str = llm.tokenizer.decode(ids[:num_tokens])
+    return shortened
+
+
+def _print(found: Explanation, html: Path | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(f"{found.question}  ({found.model}, {found.plan})"))
+    styles = ["bold reverse" if index == found.token else "" for index in range(len(found.tokens))]
+    console.print(Text.assemble(*zip(found.tokens, styles, strict=True)))
+    got = found.attention()
+    table = Table("passage", "tokens", "attention", "text", show_lines=True, title="most read but sinks and window")
+    for index in found.most_read(TOP):
+        passage = found.passages[index]
+        words = Text(" ".join(passage.text.split()))
+        table.add_row(str(index), f"{passage.start}-{passage.stop - 1}", f"{got[index]:.1%}", words)
+    console.print(table)
+    heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
+    for reading in found.readings:
+        for head in range(len(reading.mass)):
+            heads.add_row(str(reading.layer), str(head), _read_by(found, reading, head))
+    console.print(heads)
+    if found.choices:
+        console.print(_choices(found))
+    if html is not None:
+        console.print(Text(f"heat maps and all passages: {html}"))
+
+
+def _read_by(found: Explanation, reading: LayerReading, head: int) -> str:
+    """The passages that a head attended to most, by number; sinks and window by name."""
+    mass = reading.mass[head]
+    order = sorted(range(len(mass)), key=lambda index: -mass[index])
+    names = [str(index) if each.kind == "text" else each.kind for index, each in enumerate(found.passages)]
+    most = [f"{names[index]} {mass[index]:.0%}" for index in order[:TOP] if mass[index] >= SHOWN]
+    text = [index for index, each in enumerate(found.passages) if each.kind == "text"]
+    seen = sum(reading.seen[head][index] > 0 for index in text)
+    return f"{', '.join(most)}  ({seen} of {len(text)} visible)"
+
+
+def _choices(found: Explanation) -> object:
+    from rich.table import Table
+
+    title = f"what methods would have read, with {found.choices[0].plan.partition(':')[2]}"
+    table = Table("method", "visible tokens", "top-10 seen", "attention mass", "of the oracle's tokens", title=title)
+    for each in found.choices:
+        shares = (each.recall, each.recovery, each.overlap)
+        table.add_row(each.name, f"{each.visible_tokens:,.0f}", *(f"{share:.1%}" for share in shares))
+    return table

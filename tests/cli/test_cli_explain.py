@@ -1,0 +1,97 @@
+"""kvsift explain: what it prints and writes, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from cli.watched import Refused, Run
+
+ASKED = "How many sacks?"
+QUEST = "quest:budget=96:page_size=8:window=16:dense_layers=none"
+
+
+def test_text_for_people(run: Run, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    outcome = run(
+        "explain", "--model", model, "--context", text, "--question", ASKED, "--plan", QUEST, "--methods",
+        "quest:page_size=8, streaming_llm", "--html", "page.html", "--max-new-tokens", 3,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[0].startswith(f"{ASKED}  (tiny, decode={QUEST}")
+    for shown in (
+        "most read but sinks and window",
+        "by layer and head",
+        "what methods would have read, with budget=96",
+    ):
+        assert shown in outcome.out
+    rows = [line for line in lines if " visible)" in line]
+    assert len(rows) == 3 * 4, "a row per layer and head"
+    table = lines[next(index for index, line in enumerate(lines) if "what methods" in line) :]
+    compared = [line.split("│")[1].strip() for line in table if line.startswith("│")]
+    assert compared == ["oracle_tokens", "quest:page_size=8", "streaming_llm"]
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+    assert "page.html" in lines[-1]
+
+
+def test_json_says_it_all(run: Run, model: Path, text: Path) -> None:
+    document = run(
+        "explain", "--model", model, "--context", text, "--question", ASKED, "--plan", "dense", "--budget", 128,
+        "--methods", "none", "--json", "--max-new-tokens", 2, "--passage-tokens", 100, "--context-tokens", 500,
+    ).document  # fmt: skip
+    assert document["question"] == ASKED
+    assert document["plan"] == "dense"
+    sizes = [each["stop"] - each["start"] for each in document["passages"]]
+    assert sizes[1:-2] == [100] * (len(sizes) - 3)
+    assert 500 < sum(sizes) < 560, "so much of the text, and the question"
+    assert [each["name"] for each in document["choices"]] == ["oracle_tokens"]
+    assert document["choices"][0]["visible_tokens"] == 128
+    assert len(document["readings"]) == 3
+    for reading in document["readings"]:
+        assert [len(row) for row in reading["mass"]] == [len(sizes)] * 4
+        assert all(sum(row) == pytest.approx(1) for row in reading["mass"])
+
+
+def test_the_embedded_model_explains_its_demo_without_options(run: Run) -> None:
+    document = run("explain", "--context-tokens", 800, "--json").document
+    assert document["answer"] == "velvet canyon"
+    got = [sum(row[index] for reading in document["readings"] for row in reading["mass"]) for index in range(15)]
+    text = [index for index, each in enumerate(document["passages"]) if each["kind"] == "text"]
+    assert "velvet" in document["passages"][max(text, key=lambda index: got[index])]["text"]
+    assert [each["name"] for each in document["choices"]] == [
+        "oracle_tokens",
+        "quest",
+        "loki",
+        "streaming_llm",
+        "random",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--token", 32], "token=32 is not among the tokens that may be generated: 0 to 31. Raise max_new_tokens"),
+        (["--methods", "qest"], "unknown method 'qest'; did you mean 'quest'?"),
+        (["--methods", "quest,"], "--methods quest,: a name is missing; write for instance quest,loki, or none."),
+        (["--methods", "quest:sinks=1"], "quest:sinks=1: all methods get the same budget; leave out sinks."),
+        (["--methods", "sample_attention"], "sample_attention does not choose in decode"),
+        (["--plan", "quest:mass=0.9"], "say with budget how much the methods may show."),
+        (["--budget", 5000], "the prompt has 936 tokens and the budget shows them all"),
+        (["--budget", 64], "budget=64 leaves nothing to select"),
+        (["--html", "nowhere/page.html"], "--html nowhere/page.html: the directory nowhere does not exist."),
+    ],
+)
+def test_refused(refused: Refused, model: Path, text: Path, options: list[object], message: str) -> None:
+    said = refused("explain", "--model", model, "--context", text, "--question", ASKED, *options)
+    assert message in said
+
+
+def test_a_text_needs_a_question(refused: Refused, model: Path, text: Path) -> None:
+    assert refused("explain", "--model", model, "--context", text).startswith("--context needs a --question")
+
+
+def test_an_answer_that_ends_early_says_which_tokens_it_has(run: Run) -> None:
+    outcome = run("explain", "--context-tokens", 800, "--token", 20, "--methods", "none")
+    assert outcome.code == 2
+    assert outcome.err == "kvsift: the answer has no token 20; its tokens are: 0 ' v', 1 'el', 2 'vet', 3 ' canyon'.\n"
