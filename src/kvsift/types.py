@@ -23,6 +23,24 @@ class Rope:
     interleaved: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """Which model a layer belongs to, for files that were made for one model.
+
+    Attributes:
+        name: its architecture in a few words.
+        weights: the embedding of its tokens, a few numbers of which tell it from others of the same architecture.
+    """
+
+    name: str
+    weights: Tensor
+
+    def sample(self) -> Tensor:
+        """Numbers that lie evenly in the weights, float32 [at most 64]."""
+        flat = self.weights.detach().flatten()
+        return flat[:: -(-len(flat) // 64)].float().cpu().clone(memory_format=torch.contiguous_format)
+
+
 class LayerShape(NamedTuple):
     """What does not change about one attention layer while it runs."""
 
@@ -33,6 +51,8 @@ class LayerShape(NamedTuple):
     scale: float  # logit = scale * q.k
     softcap: float | None = None  # logit = softcap * tanh(logit / softcap)
     rope: Rope | None = None  # how queries and keys were turned, where that is known
+    peers: tuple[int, ...] = ()  # true indices of all layers that are attended like this one, where they are known
+    origin: Origin | None = None  # the model, where that is known
 
     @property
     def group_size(self) -> int:
@@ -47,6 +67,7 @@ class Chunk(NamedTuple):
     keys: Tensor  # [batch, num_kv_heads, num_new, head_dim]
     values: Tensor  # [batch, num_kv_heads, num_new, head_dim]
     lengths: Sequence[int]  # [batch], each at most num_new; what follows in a row is padding
+    foreseen: Tensor | None = None  # like the queries: what they would be of the input of the layer below
 
 
 class Part(NamedTuple):
@@ -54,6 +75,13 @@ class Part(NamedTuple):
 
     output: Tensor  # [batch, num_query_heads, num_queries, head_dim]
     lse: Tensor  # [batch, num_query_heads, num_queries] float32, natural log; -inf where a row saw nothing
+
+
+class Rest(NamedTuple):
+    """What queries do not see, by a method's estimate."""
+
+    value: Tensor  # [batch, num_query_heads, num_queries, head_dim], stands for the values of all of it
+    share: Tensor  # float32 [batch, num_query_heads, num_queries], its share of all attention, less than 1
 
 
 @dataclass(frozen=True)
@@ -89,12 +117,13 @@ class Limit:
 
     ``mass`` is the share of attention that always-visible and selected tokens must reach by the method's own
     estimate. ``always_lse`` [num_query_heads, num_queries] is the exact log-sum-exp over the always-visible tokens,
-    given when ``mass`` is.
+    given when ``mass`` is, and when ``adaptive``: heads may then hold more units than others, ``units`` in the mean.
     """
 
     units: int
     mass: float | None = None
     always_lse: Tensor | None = None
+    adaptive: bool = False
 
 
 @dataclass
@@ -108,6 +137,9 @@ class Selection:
         log_weight: optional float32 [num_heads, capacity], added to the logits of the unit's tokens.
         extra: optional estimate of what was left out, merged as if its tokens had been attended.
         full: no row is padded. Nobody then has to look, which on a device would make the host wait.
+        rest: optional estimate of all that stays unseen, for methods that know its share of the attention: the answer
+            is (1 - share) times attention over what is visible, plus share times the value.
+        for_above: chosen for the layers above alone; the layer that chose sees everything.
     """
 
     units: Tensor
@@ -115,6 +147,8 @@ class Selection:
     log_weight: Tensor | None = None
     extra: Part | None = None
     full: bool = False
+    rest: Rest | None = None
+    for_above: bool = False
 
     def to_mask(self, num_tokens: int) -> Tensor:
         """bool [num_heads, num_tokens], for tests and plots. Never on a hot path."""
@@ -122,6 +156,14 @@ class Selection:
         seen = torch.zeros(self.units.shape[0], num_tokens + self.unit_size, dtype=torch.bool, device=self.units.device)
         seen.scatter_(1, tokens.masked_fill(self.units.unsqueeze(-1) < 0, num_tokens).flatten(1), True)
         return seen[:, :num_tokens]
+
+
+class Moved(NamedTuple):
+    """Other positions, from which sinks and selected tokens are seen. RoPE being a rotation, turning the queries (and
+    the keys, if all of them are to stand at one place) is as if they had stood there from the beginning."""
+
+    queries: Tensor  # int64 [num_queries]
+    keys: int | None = None  # of every sink and selected token; None: where they are
 
 
 class KVReader(Protocol):
@@ -134,8 +176,11 @@ class KVReader(Protocol):
     def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
 
+    def values(self, start: int, stop: int) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]"""
+
     def borrow(self, start: int, stop: int) -> Tensor:
-        """The same, to be read in part: ``count_bytes`` says how much of it was."""
+        """Keys, to be read in part: ``count_bytes`` says how much of it was."""
 
     def count_bytes(self, num_bytes: int) -> None:
         """So many bytes were read to choose, of what was borrowed."""

@@ -19,11 +19,29 @@ def test_methods_lists_the_catalogue_with_knobs_that_may_be_set(run: Run) -> Non
     assert outcome.err == ""
     assert [row["name"] for row in rows] == list(catalogue())
     for row in rows:
-        assert row.keys() == {"name", "summary", "phases", "knobs", "source"}
+        about = {"granularity", "keeps", "state_bytes_per_token"}
+        assert row.keys() == {"name", "summary", "phases", "knobs", "source", *about}
+        assert row["granularity"] in ("token", "page", "block")
+        assert row["keeps"].removesuffix("; evict=true frees") in ("all", "hides")
         assert row["summary"] == catalogue()[row["name"]].summary
         assert set(row["phases"]) <= {"prefill", "decode"}
         for knob, default in row["knobs"].items():
             assert getattr(make_rule(row["name"], {knob: default}).method, knob) == default
+
+
+def test_methods_say_what_they_hold_and_what_they_drop(run: Run) -> None:
+    """For 8 KV heads of 128 numbers: a row of 2 * 128 numbers of 2 bytes for every 16 tokens; 4 bytes for the norm of a
+    key; 150 codes of 2 bytes; 2 codes of a byte."""
+    rows = {row["name"]: row for row in run("methods", "--json").document}
+    held = {"dense": 0, "quest": 2 * 128 * 2 * 8 / 16, "quoka": 4 * 8, "magicpig": 150 * 2 * 8, "pqcache": 2 * 8}
+    for name, size in held.items():
+        assert rows[name]["state_bytes_per_token"] == size
+    hiding = {name for name, row in rows.items() if row["keeps"].startswith("hides")}
+    assert hiding == {"streaming_llm", "h2o", "tova", "snapkv"}
+    assert {rows[name]["granularity"] for name in ("quest", "oracle_pages", "random")} == {"page"}
+    assert rows["critiprefill"]["granularity"] == "block"
+    shown = run("methods").out
+    assert "which take 4,096 in a layer" in " ".join(shown.split())
 
 
 def test_methods_shows_every_method_and_the_keys_of_every_budget(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,16 @@ from kvsift.runtime.plan import Plan, Rule
 from kvsift.runtime.relay import Relay
 from kvsift.runtime.sequence import Placement, SparseAttention
 from kvsift.runtime.stats import RunStats
-from kvsift.types import Candidates, Chunk, KVReader, LayerShape, Limit, Selection
+from kvsift.types import Candidates, Chunk, KVReader, LayerShape, Limit, Rope, Selection
 
 MethodFactory = Callable[[], Method]
 Check = Callable[[MethodFactory, Phase], None]
 
-SHAPE = LayerShape(layer=2, num_query_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
+ROPE = Rope(torch.tensor([1.0, 0.3, 0.1]))  # the last two numbers of a head do not turn
+SHAPE = LayerShape(layer=2, num_query_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5, rope=ROPE)
 # Knobs that say how large a unit or a segment is, where a method has them.
-SMALL = {"page_size": 4, "block": 8, "chunk": 32, "segment": 48, "queries": 5, "channels": 3, "rank": 3}
+SMALL = {"page_size": 4, "block": 8, "chunk": 32, "segment": 48, "queries": 5, "channels": 3, "rank": 3, "local": 40}
+SMALL |= {"full_choice": False}  # a single layer is one that chooses, and would see everything
 
 
 def small(name: str, **knobs: Any) -> MethodFactory:
@@ -71,9 +73,20 @@ def draw_tokens(length: int, seed: int, shape: LayerShape = SHAPE) -> Tokens:
     return Tokens(3 * drawn[0], drawn[1], drawn[2])
 
 
+def turn(vectors: Tensor, positions: Tensor) -> Tensor:
+    """RoPE by complex numbers: pair i of [num_heads, t, d] turns by position * ROPE.inv_freq[i]."""
+    pairs = len(ROPE.inv_freq)
+    turned = vectors.double().clone()
+    numbers = torch.complex(turned[..., :pairs], turned[..., pairs : 2 * pairs])
+    numbers = numbers * torch.exp(1j * positions[:, None].double() * ROPE.inv_freq.double())
+    turned[..., :pairs], turned[..., pairs : 2 * pairs] = numbers.real, numbers.imag
+    return turned.float()
+
+
 def revealing_tokens(length: int, seed: int) -> tuple[LayerShape, Tokens]:
     """Tokens whose values are unit vectors: the output of a query *is* its row of attention weights."""
-    shape = SHAPE._replace(head_dim=length, scale=length**-0.5)
+    rope = Rope(ROPE.inv_freq[: length // 2])
+    shape = SHAPE._replace(head_dim=length, scale=length**-0.5, rope=rope)
     tokens = draw_tokens(length, seed, shape)
     mild = tokens.queries / 3  # no weight underflows to 0
     return shape, Tokens(mild, tokens.keys, torch.eye(length).expand(shape.num_kv_heads, -1, -1))

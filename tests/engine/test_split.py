@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, native
-from kvsift.placement.split import SLACK_TOKENS, SplitStore
+from kvsift.indexes.graph import GraphIndex
+from kvsift.placement.near import SLACK_TOKENS
+from kvsift.placement.split import SplitStore
+from kvsift.runtime.sequence import SparseAttention
 
 GPU = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -85,3 +89,30 @@ def test_sparse_prefill_is_refused(directory: Path) -> None:
 def test_an_answer_says_what_attended_on_the_host(directory: Path) -> None:
     answer = llm(directory, "cpu", "split").generate(text_of(600), max_new_tokens=4)
     assert native.level() in answer.host
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
+def test_layers_build_while_those_above_read_the_end_of_the_prompt(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = "retrieval_attention:index=graph:samples=256:budget=120:sinks=16:window=32:dense_layers=0"
+    model, built_in = llm(directory, "cpu", "split", chunk_size=512), []
+    build = GraphIndex.build.__func__  # type: ignore[attr-defined]
+
+    def recorded(cls: type, *given: object, **how: object) -> GraphIndex:
+        built_in.append(threading.current_thread())
+        return build(cls, *given, **how)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(GraphIndex, "build", classmethod(recorded))
+    expected = model.generate(text_of(1500), plan=plan, max_new_tokens=20)
+    assert set(built_in) == {threading.current_thread()}, "host and device are one"
+    monkeypatch.setattr(SparseAttention, "is_apart", True)
+    answer = model.generate(text_of(1500), plan=plan, max_new_tokens=20)
+    assert len(built_in) == 4
+    assert len({*built_in[2:], threading.current_thread()}) == 2
+    assert answer.token_ids == expected.token_ids
+    one, other = (
+        [{key: value for key, value in part.items() if "seconds" not in key} for part in each.index[2][0]["indexes"]]
+        for each in (expected, answer)
+    )
+    assert one == other, "the same index, wherever it was built"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsift.methods.base import Method
 from kvsift.methods.keydiff import KeyDiff
-from kvsift.methods.less_is_more import LessIsMore, merged_ranking
+from kvsift.methods.less_is_more import LessIsMore
 from kvsift.methods.loki import Loki, principal_axes
 from kvsift.methods.sample_attention import SampleAttention, sampled
 from kvsift.methods.shares import mean_shares
@@ -165,15 +165,6 @@ def test_loki_with_every_axis_is_exact_and_with_few_ranks_by_those() -> None:
     check_best(asked_of(Loki(chunk=32, rank=3), tokens), shares)
 
 
-def test_rankings_are_merged_first_choices_first_and_no_token_twice() -> None:
-    """First choices 3 and 3, second 0 and 1, third 1 and 2."""
-    scores = torch.tensor([[3.0, 2, 1, 4], [1, 3, 2, 4]])
-    assert merged_ranking(scores, 1).tolist() == [[3]]
-    assert merged_ranking(scores, 2).tolist() == [[0, 3]]
-    assert merged_ranking(scores, 3).tolist() == [[0, 1, 3]]
-    assert merged_ranking(scores, 4).tolist() == [[0, 1, 2, 3]]
-
-
 def test_layers_reuse_the_set_of_the_first_until_the_correction() -> None:
     method = LessIsMore(chunk=32, correction=5)
     asked = spy(method)
@@ -192,5 +183,5 @@ def test_layers_reuse_the_set_of_the_first_until_the_correction() -> None:
 
 def test_one_set_serves_all_heads() -> None:
     case = ContractCase(96, 1, BUDGET, 0)
-    seen, _ = visible_tokens(Plan(decode=Rule(LessIsMore(), BUDGET)), case, "decode")
+    seen, _ = visible_tokens(Plan(decode=Rule(LessIsMore(full_choice=False), BUDGET)), case, "decode")
     assert bool((seen == seen[:1]).all())

@@ -274,15 +274,40 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "samples": st.integers(2, 9999),
         "degree": st.integers(4, 64),
         "beam": st.none(),
+        "audit": st.integers(0, 999),
+        "representatives": st.integers(1, 16),
+        "local": st.integers(4096, 9999),
+        "positions": st.just("absolute"),
+        **dict.fromkeys(["mean_value", "second_copy", "full_choice"], st.booleans()),
+        **dict.fromkeys(["recent_fraction", "partial"], st.floats(0, 1)),
+        "alpha": st.floats(0.1, 9),
+        "calibration": st.none(),
+        "axes": st.just("after_rope"),
+        "evict": st.just(phase == "decode"),
+        "recent": st.floats(0, 1),
+        "kernel": st.sampled_from([1, 5, 7]),
+        "pooling": st.sampled_from(["avg", "max"]),
+        "bits": st.integers(1, 8),
+        "tables": st.integers(2, 99),
+        **dict.fromkeys(["parts", "iterations"], st.integers(1, 9)),
     }
     able = [name for name in catalogue() if phase in method_class(name).phases]
     name = draw(st.sampled_from(able))
     cls = method_class(name)
     chosen = {field.name: draw(knobs[field.name]) for field in fields(cls) if draw(st.booleans())}
+    if "positions" in chosen:
+        chosen["positions"] = draw(st.sampled_from(["absolute", "cache" if name == "streaming_llm" else "remapped"]))
+    if name == "infllm":
+        chosen |= {"chunk": draw(st.sampled_from([128, 512])), "compat": draw(st.sampled_from(["code", "paper"]))}
+    if name == "h2o":
+        chosen |= {"mode": draw(st.sampled_from(["online", "oneshot", *(["decode_only"] * (phase == "decode"))]))}
+    if name == "snapkv":
+        chosen |= {"heads": "kv" if chosen.get("evict") else draw(st.sampled_from(["query", "kv"]))}
     if name == "retrieval_attention":
         chosen |= {"heads": draw(st.sampled_from(["query", "kv"])), "compat": None}
-    if chosen.get("compat"):
-        chosen = {"compat": "paper" if name == "sample_attention" else chosen["compat"]}
+    if chosen.get("compat") and name != "infllm":
+        only = {"sample_attention": "paper", "infinigen": "code"}
+        chosen = {"compat": only.get(name, chosen["compat"])}
     if chosen.get("prefilter") and issubclass(cls, SummaryMethod):
         chosen["score_by"] = draw(st.sampled_from(["minmax", "minmax_fp8"]))
     if not chosen.get("prefilter"):
@@ -300,6 +325,9 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "dense_layers": tuple(draw(st.lists(st.integers(0, 99), max_size=4))),
         "sinks": draw(st.integers(0, 99)),
     }
+    if "mass" not in budget:
+        budget["layer_budgets"] = draw(st.sampled_from(["equal", "pyramid"]))
+        budget["head_budgets"] = draw(st.sampled_from(["equal", "adaptive"] if method.compares_heads else ["equal"]))
     if method.selects:
         budget["window"] = draw(st.integers(phase == "prefill", 999))
     return Rule(method, Budget(**budget))

@@ -154,7 +154,7 @@ class _Nothing:
             return queries
 
     class _Run:
-        decode_tokens, rope = 0, None
+        decode_tokens, rope, peers, origin = 0, None, (), None
 
     def __init__(self, num_layers: int) -> None:
         self.layers, self.run = [self._Layer()] * num_layers, self._Run()

@@ -8,7 +8,7 @@ One graph, and one IVF index, serve all layers; both are far larger than a cache
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from kvsift import native
+from kvsift.benchmarks.split_memory import require_host_memory
+from kvsift.benchmarks.timeline import timeline
 from kvsift.errors import InputError, unknown
 from kvsift.indexes.base import Index
 from kvsift.indexes.graph import GraphIndex
@@ -24,13 +26,13 @@ from kvsift.methods.retrieval_attention import Part
 from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers import SparseCache, make_cache
-from kvsift.models.transformers_random import random_model
-from kvsift.placement.split import SplitStore
-from kvsift.runtime.sequence import Placement
+from kvsift.models.transformers_random import SHAPES, random_model
+from kvsift.placement.split import HostValues, SplitStore
+from kvsift.runtime.places import APART, Place, PlaceName
 from kvsift.runtime.spec import parse_plan
 
 FILLED_TOKENS = 32768  # at a time
-KINDS = ("flat", "flat_int8", "graph", "ivf", "quest", "dense")
+KINDS = ("flat", "flat_int8", "graph", "ivf", "quest", "offload", "dense")
 DEGREE = 32
 
 
@@ -41,11 +43,14 @@ class Recipe:
     Attributes:
         shape: of the model, see ``transformers_random``.
         contexts: cached tokens.
-        kinds: an index of ``retrieval_attention``; "quest", whose pages the host ranks and attends; "dense", with KV on
-            the device, for comparison.
+        kinds: an index of ``retrieval_attention``; "quest", whose pages the host ranks and attends; "offload", the same
+            pages ranked and attended by the device, which has them brought; "dense", with KV on the device, for
+            comparison.
         top: keys per query head that an index finds.
         scanned: share of the keys that the walk over the graph scores.
         tokens: timed, of each kind.
+        layers: of the model; None is all that the shape has.
+        host_values: see ``places.Place``.
     """
 
     shape: str
@@ -54,8 +59,15 @@ class Recipe:
     top: int = 100
     scanned: float = 0.02
     tokens: int = 8
+    layers: int | None = None
+    host_values: HostValues = "model"
 
     def __post_init__(self) -> None:
+        Place("split", self.host_values)
+        if self.layers is not None and not self.layers > 0:
+            raise InputError(f"layers={self.layers} must be 1 or more.")
+        if self.shape not in SHAPES:
+            raise unknown("shape", self.shape, SHAPES)
         if not self.contexts:
             raise InputError("there is nothing to measure: name at least one context.")
         for kind in self.kinds:
@@ -68,10 +80,31 @@ class Recipe:
         """What is run."""
         if kind == "dense":
             return "dense"
-        if kind == "quest":
+        if kind in ("quest", "offload"):
             return "quest:budget=1024:dense_layers=none"
-        index = "flat" if kind in ("graph", "ivf") else kind
-        return f"retrieval_attention:index={index}:budget={640 + self.top}:dense_layers=none"
+        index = "flat" if kind in ("graph", "ivf") else kind  # theirs takes its place
+        return f"retrieval_attention:index={index}:audit=0:budget={640 + self.top}:dense_layers=none"
+
+    def placed(self, name: PlaceName) -> tuple[str, ...]:
+        """The kinds that run with their KV there."""
+        where = {"offload": "offload", "dense": "device"}
+        return tuple(kind for kind in self.kinds if where.get(kind, "split") == name)
+
+    def place(self, name: PlaceName) -> Place:
+        """Where that is."""
+        return Place(name, self.host_values) if name in APART else Place(name)
+
+    def check(self, device: torch.device) -> None:
+        """Refuse contexts that do not fit the host, before anything is made.
+
+        Raises:
+            InputError: with what would help.
+        """
+        places: tuple[PlaceName, ...] = ("split", "offload", "device") if device.type == "cpu" else ("split", "offload")
+        for context in self.contexts:
+            for name in places:
+                if kinds := self.placed(name):
+                    require_host_memory(self.shape, self.layers, context, self.place(name), kinds, DEGREE)
 
 
 def head(recipe: Recipe) -> dict[str, Any]:
@@ -80,19 +113,25 @@ def head(recipe: Recipe) -> dict[str, Any]:
 
 
 def run(recipe: Recipe, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[dict[str, Any]]:
-    """Context by context as they are measured."""
-    model = random_model(recipe.shape, device, dtype)
+    """Context by context as they are measured.
+
+    Raises:
+        InputError: if one of them does not fit the host.
+    """
+    recipe.check(device)
+    model = random_model(recipe.shape, device, dtype, layers=recipe.layers)
     step = DecoderPrefill(DecoderStep(model))
     for context in sorted(recipe.contexts):
         variants: list[dict[str, Any]] = []
-        kinds = [kind for kind in recipe.kinds if kind != "dense"]
-        for placement, here in (("split", kinds), ("device", [kind for kind in recipe.kinds if kind == "dense"])):
-            if not here:
+        names: tuple[PlaceName, ...] = ("split", "offload", "device")
+        for name in names:
+            kinds = recipe.placed(name)
+            if not kinds:
                 continue
             try:
-                variants += _measured(recipe, model, step, context, placement, here)  # type: ignore[arg-type]
+                variants += _measured(recipe, model, step, context, recipe.place(name), kinds)
             except (torch.OutOfMemoryError, RuntimeError) as error:
-                variants += [{"name": kind, "reason": str(error).splitlines()[0][:200]} for kind in here]
+                variants += [_failed(kind, error) for kind in kinds]
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -100,29 +139,33 @@ def run(recipe: Recipe, device: torch.device, dtype: torch.dtype = torch.bfloat1
 
 
 def _measured(
-    recipe: Recipe, model: Any, step: DecoderPrefill, context: int, placement: Placement, kinds: list[str]
+    recipe: Recipe, model: Any, step: DecoderPrefill, context: int, place: Place, kinds: tuple[str, ...]
 ) -> list[dict[str, Any]]:
     started = perf_counter()
-    cache = make_cache(
-        model, parse_plan(recipe.plan(kinds[0])), probe_every=0, reserve=context + 256, placement=placement
-    )
+    cache = make_cache(model, parse_plan(recipe.plan(kinds[0])), probe_every=0, reserve=context + 256, placement=place)
     with torch.inference_mode():
         _fill(cache, model, step, context)
         return _variants(recipe, model, step, cache, kinds, perf_counter() - started)
 
 
 def _variants(
-    recipe: Recipe, model: Any, step: DecoderPrefill, cache: SparseCache, kinds: list[str], fill_s: float
+    recipe: Recipe, model: Any, step: DecoderPrefill, cache: SparseCache, kinds: tuple[str, ...], fill_s: float
 ) -> list[dict[str, Any]]:
     token = torch.tensor([5], device=model.device)
     found = []
     for kind in kinds:
         started = perf_counter()
+        cache.replan("dense")  # an unchanged plan would keep the index of the kind before
         cache.replan(recipe.plan(kind))
-        if kind in ("graph", "ivf"):
-            _share_index(recipe, cache, kind)
-        else:
-            cache.prepare()
+        cache.stats.clear()
+        try:
+            if kind in ("graph", "ivf"):
+                _share_index(recipe, cache, kind)
+            else:
+                cache.prepare()
+        except InputError as error:  # faiss is not installed, say; the others go on
+            found.append(_failed(kind, error))
+            continue
         build_s = perf_counter() - started
         seconds = []
         for number in range(recipe.tokens + 2):  # the first ones allocate
@@ -130,16 +173,19 @@ def _variants(
             step(token, cache, "decode").argmax().item()
             if number >= 2:
                 seconds.append(float(f"{perf_counter() - started:.5g}"))
-        timeline = _timeline(lambda: step(token, cache, "decode").argmax().item(), model.device)
-        stores = [attention.store for attention in cache.attentions]
-        apart = [store.num_device_bytes for store in stores if isinstance(store, SplitStore)]
+        busy = timeline(lambda: step(token, cache, "decode").argmax().item(), model.device)
         phase = cache.stats.report()["phases"]["decode"]
         found.append({
             "name": kind, "plan": recipe.plan(kind), "samples_s": seconds, "fill_s": fill_s, "build_s": build_s,
-            "kv_bytes": cache.num_bytes, "kv_bytes_on_device": sum(apart) if apart else cache.num_bytes,
-            "visible_tokens": phase["visible_tokens"], "bytes_read": phase["kv_bytes_to_select"], **timeline,
+            "kv_bytes": cache.num_bytes, "kv_bytes_on_device": cache.num_device_bytes,
+            "visible_tokens": phase["visible_tokens"], "bytes_read": phase["kv_bytes_to_select"],
+            "bytes_copied": phase["kv_bytes_copied"], "device_cache_hits": phase["device_cache_hits"], **busy,
         })  # fmt: skip
     return found
+
+
+def _failed(kind: str, error: Exception) -> dict[str, Any]:
+    return {"name": kind, "reason": str(error).splitlines()[0][:200]}
 
 
 def _fill(cache: SparseCache, model: Any, step: DecoderPrefill, context: int) -> None:
@@ -150,6 +196,8 @@ def _fill(cache: SparseCache, model: Any, step: DecoderPrefill, context: int) ->
         for start in range(1, context, FILLED_TOKENS):
             size = shape.num_kv_heads, min(FILLED_TOKENS, context - start), shape.head_dim
             store.append(0, *(torch.randn(size, device=model.device).to(model.dtype) for _ in range(2)))
+        if isinstance(store, SplitStore):
+            store.forget_fresh()
         layer.columns = context
 
 
@@ -169,30 +217,3 @@ def _share_index(recipe: Recipe, cache: SparseCache, kind: str) -> None:
     for each in cache.attentions:
         state = each._states["decode"][0]
         state.parts = [Part(index.fork(), candidates.first, candidates.stop, length, "shared by all layers")]
-
-
-def _timeline(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Of one token: seconds of device kernels, of host attention, and of both at the same time."""
-    if device.type != "cuda":
-        return {}
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        run()
-    host, kernels = [], []
-    for event in recorded.events():
-        span = (event.time_range.start, event.time_range.end)
-        if event.name == "kvsift host attention" and event.device_type == torch.autograd.DeviceType.CPU:
-            host.append(span)
-        elif event.device_type == torch.autograd.DeviceType.CUDA and "kvsift" not in event.name:
-            kernels.append(span)
-    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in host for b in kernels)
-    begun = min((span[0] for span in host + kernels), default=0.0)
-    first = sorted([("host", *span) for span in host[:3]] + [("device", *span) for span in kernels], key=lambda s: s[1])
-    until = max((span[1] for span in host[:3]), default=0.0)
-    return {
-        "host_s": sum(b - a for a, b in host) / 1e6,
-        "device_s": sum(b - a for a, b in kernels) / 1e6,
-        "both_s": both / 1e6,
-        "timeline_us": [[who, round(a - begun, 1), round(b - begun, 1)] for who, a, b in first if a <= until][:80],
-    }

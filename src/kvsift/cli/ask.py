@@ -58,7 +58,7 @@ def ask(
     sampling = Sampling(temperature, top_p, seed)
     llm = LLM(
         model, plans[0], device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every,
-        dense_below=o.dense_below(dense_below), placement=placement,  # type: ignore[arg-type]
+        dense_below=o.dense_below(dense_below), placement=placement,
     )  # fmt: skip
     with prefill_progress("reading") as progress:
         document = llm.read(text, progress=progress)

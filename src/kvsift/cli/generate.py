@@ -47,7 +47,7 @@ def generate(
     parsed = parse_plan(o.read_plan(plan))
     llm = LLM(
         model, parsed, device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every,
-        dense_below=o.dense_below(dense_below), placement=placement,  # type: ignore[arg-type]
+        dense_below=o.dense_below(dense_below), placement=placement,
     )  # fmt: skip
     show = None if as_json else lambda piece: print(piece, end="", flush=True)
     with prefill_progress("reading") as progress:

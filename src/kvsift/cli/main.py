@@ -19,11 +19,14 @@ from kvsift.cli import (  # noqa: F401, each adds itself to bench
 )
 from kvsift.cli.ask import ask
 from kvsift.cli.bench import bench
+from kvsift.cli.calibrate import calibrate
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
+from kvsift.cli.eval import evaluate
+from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
-from kvsift.cli.quality import quality
+from kvsift.cli.report_page import report
 from kvsift.errors import KVSiftError
 
 app = typer.Typer(
@@ -33,8 +36,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo, ask, generate, quality, methods, doctor):
+for command in (demo, ask, generate, explain, report, methods, calibrate, doctor):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
 
 

@@ -39,7 +39,11 @@ DenseBelowOption = Annotated[
 
 PlacementOption = Annotated[
     str,
-    typer.Option("--placement", help="Where KV lives: device, or split: in host memory, all but what is always seen."),
+    typer.Option(
+        "--placement",
+        help="Where KV lives: device; split: in host memory, attended there; offload: in host memory, attended on the "
+        "device; host: with the model on the CPU. Knobs: offload:device_cache=8192:host_values=int8.",
+    ),
 ]
 
 

@@ -154,11 +154,15 @@ def _decoded_by(path: str) -> str:
 
 
 def _index(layers: dict[int, list[dict[str, Any]]]) -> str:
-    """Kinds of index, and how many layers, or of a choice by head KV heads, have each."""
+    """Kinds of index, how many layers, or of a choice by head KV heads, have each, and what audits found."""
     built = [part for rows in layers.values() for row in rows for part in row.get("indexes", ())]
     by_head = any("heads" in part for part in built)
     kinds = Counter(kind for part in built for kind in part.get("heads", [part["kind"]]))
-    return ", ".join(f"{kind} in {count} {'KV heads' if by_head else 'layers'}" for kind, count in kinds.items()) or "-"
+    of_each = [f"{kind} in {count} {'KV heads' if by_head else 'layers'}" for kind, count in kinds.items()]
+    found = [share for rows in layers.values() for row in rows for share in row.get("audits", {}).get("found", ())]
+    if found:
+        of_each.append(f"{_percent(sum(found) / len(found))} of a scan's keys found in {len(found)} audits")
+    return ", ".join(of_each) or "-"
 
 
 def _percent(share: float | None) -> str:

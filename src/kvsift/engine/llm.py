@@ -29,8 +29,8 @@ from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
 from kvsift.runtime.paged_decode import rule_of
+from kvsift.runtime.places import Place, Placement
 from kvsift.runtime.plan import Plan
-from kvsift.runtime.sequence import Placement, reason_against
 from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
@@ -62,8 +62,10 @@ class LLM:
             faster, on a GPU whose decode steps are captured.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never does; "eager" runs the steps that would be captured as they are, for tests.
-        placement: where KV lives: on the "device" of the model, or "split": in host memory, with only what every query
-            sees on the device; methods choose on the host, which attends what they chose meanwhile.
+        placement: where KV lives: on the "device" of the model; "split": in host memory, with only what every query
+            sees on the device; methods choose on the host, which attends what they chose meanwhile; "offload": in host
+            memory, but what was chosen is brought to the device, which attends it; "host": model and KV on the CPU.
+            With knobs, for instance "offload:device_cache=4096" or "split:host_values=int8" (``runtime.places``).
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.
@@ -89,6 +91,10 @@ class LLM:
         if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
             raise InputError(f"dense_below={dense_below!r} must be 'auto' or a number of tokens, 0 (never) or more.")
         self.plan: Plan = parse_plan(plan)
+        self.place = Place.of(placement)
+        self.placement = self.place.name
+        if self.place.name == "host":
+            device = _cpu(device)
         self.directory = ModelDirectory.check(model)
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device, self.directory.config)
@@ -96,10 +102,9 @@ class LLM:
         self.probe_every = probe_every
         self.tokenizer = self.directory.tokenizer()
         self.dense_below = dense_below
-        self.placement = placement
-        if (reason := reason_against(placement, self.plan)) is not None:
+        if (reason := self.place.reason_against(self.plan)) is not None:
             raise InputError(reason)
-        self.fast_path = FastPath(path, self.device, dense_below, placement)
+        self.fast_path = FastPath(path, self.device, dense_below, self.placement if self.place.apart else "device")
         self._model: Any = None
 
     @property
@@ -141,8 +146,7 @@ class LLM:
         if self._model is None:
             if self.fast_path.wanted:  # rows are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
-            apart = self.placement == "split"
-            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, apart)
+            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place)
 
     def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:
         """Prefill a document once; ask as often as you like.
@@ -249,7 +253,7 @@ class LLM:
     def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = ()) -> SparseCache:
         """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one."""
         return make_cache(
-            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.placement
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
 
     @torch.inference_mode()
@@ -258,12 +262,16 @@ class LLM:
     ) -> Any:
         """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
 
-        With phase "decode" each is answered as if it had been generated.
+        With phase "decode" each is answered as if it had been generated. While the last chunk of a prompt is read,
+        layers that are done with it may build what decode needs (``SparseCache.prepare_after_next``).
         """
-        logits = None
-        fused = self.fast_path.fused(self.model)
+        logits, first = None, cache.get_seq_length() == 0
+        foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
+        fused = None if foreseeing else self.fast_path.fused(self.model)
         with feeding(self.model, phase):
             for start in range(0, len(ids), self.chunk_size):
+                if first and start + self.chunk_size >= len(ids):
+                    cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + self.chunk_size]], device=self.device)
                 if fused is not None:
                     logits = fused(chunk[0], cache, phase)
@@ -286,6 +294,15 @@ class LLM:
         ends = self.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else list(ends or [])
         return {*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])}
+
+
+def _cpu(device: str) -> str:
+    if device not in ("auto", "cpu"):
+        raise InputError(
+            f"placement=host keeps the model and its KV on the CPU, and device={device} is none. Leave the device out, "
+            "or use placement=split or placement=offload."
+        )
+    return "cpu"
 
 
 def _for_each(sampling: Sampling | Sequence[Sampling] | None, count: int) -> list[Sampling | None]:

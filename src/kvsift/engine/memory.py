@@ -10,11 +10,14 @@ import torch
 
 from kvsift.errors import InputError
 from kvsift.models.transformers_load import ModelDirectory
+from kvsift.placement.offload import DEVICE_CACHE
+from kvsift.runtime.places import Place
 
 GIB = 1 << 30
 SUMMARY_SHARE = 1 / 16  # page summaries beside the keys and values they describe, at page size 16
 ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and have a table of all rotary angles
 RUNTIME_BYTES = GIB // 2  # torch, transformers and the interpreter
+DEVICE = Place()
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -56,22 +59,25 @@ def predict_bytes(
 
 def require_memory(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
-    kv_on_host: bool = False,
+    place: Place = DEVICE,
 ) -> None:  # fmt: skip
-    """Refuse a run that cannot fit; ``kv_on_host`` puts all but a little of the KV in host memory.
+    """Refuse a run that cannot fit; ``place`` may put all but a little of the KV in host memory.
 
     Raises:
         InputError: with what it would take, what there is, and what would help.
     """
-    apart = kv_on_host and device.type != "cpu"
+    apart = place.apart and device.type != "cpu"
     on_device = min(num_tokens, chunk_size) if apart else num_tokens
+    if apart and place.name == "offload":
+        on_device += int(SUMMARY_SHARE * num_tokens) + (place.device_cache or DEVICE_CACHE)
     need, have = predict_bytes(directory, device, dtype, on_device, chunk_size), available_bytes(device)
     if apart:
-        held, room = directory.kv_bytes_per_token(dtype) * num_tokens, available_bytes(torch.device("cpu"))
+        held, room = host_kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
         if room is not None and held > room:
+            packed = "" if place.host_values == "int8" else f", or pack values: --placement {place}:host_values=int8"
             raise InputError(
                 f"the KV of {num_tokens} tokens takes {held / GIB:.1f} GiB of host memory, and {room / GIB:.1f} GiB "
-                "can be had. Shorten the context."
+                f"can be had. Shorten the context{packed}."
             )
     if have is None or need <= have:
         return
@@ -81,8 +87,15 @@ def require_memory(
         f"on disk, {kv / GIB:.1f} GiB of KV for {num_tokens} tokens in {str(dtype).removeprefix('torch.')}), and "
         f"{have / GIB:.1f} GiB can be had. Shorten the context, take a smaller model"
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
-        + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not kv_on_host else ".")
+        + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not apart else ".")
     )
+
+
+def host_kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Place) -> int:
+    """Keys and values of so many tokens in host memory."""
+    config = directory.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(directory.kv_bytes_per_token(dtype) * num_tokens * (1 + place.value_share(head_dim, dtype)) / 2)
 
 
 def _meminfo() -> int | None:

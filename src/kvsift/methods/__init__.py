@@ -29,11 +29,16 @@ BUILT_IN: dict[str, Entry] = {
         "kvsift.methods.critiprefill:CritiPrefill", "blocks that a segment finds critical, fused over layers"
     ),
     "dense": Entry("kvsift.methods.dense:Dense", "every token; the baseline"),
+    "h2o": Entry("kvsift.methods.h2o:H2O", "tokens that past queries attended to most; drops the others for good"),
+    "infinigen": Entry("kvsift.methods.infinigen:InfiniGen", "tokens by logits foreseen from the layer below"),
+    "infllm": Entry("kvsift.methods.infllm:InfLLM", "one set of blocks for all heads, seen from one distance"),
     "keydiff": Entry("kvsift.methods.keydiff:KeyDiff", "tokens least like the mean direction of the keys"),
     "less_is_more": Entry("kvsift.methods.less_is_more:LessIsMore", "one set of tokens for all heads and many layers"),
     "loki": Entry("kvsift.methods.loki:Loki", "tokens by logits along principal axes of the keys"),
+    "magicpig": Entry("kvsift.methods.magicpig:MagicPIG", "a weighted sample of the tokens, drawn by hash tables"),
     "oracle_pages": Entry("kvsift.methods.oracle:OraclePages", "pages with the largest exact logits; a ceiling"),
     "oracle_tokens": Entry("kvsift.methods.oracle:OracleTokens", "tokens with the largest exact logits; a ceiling"),
+    "pqcache": Entry("kvsift.methods.pqcache:PQCache", "tokens by logits from product-quantised keys"),
     "quest": Entry("kvsift.methods.quest:Quest", "pages by the upper bound of their min/max keys"),
     "quoka": Entry("kvsift.methods.quoka:QuoKA", "tokens by their cosine with the queries least like the mean"),
     "random": Entry("kvsift.methods.random:Random", "pages drawn at random; a floor"),
@@ -43,8 +48,13 @@ BUILT_IN: dict[str, Entry] = {
     "sample_attention": Entry(
         "kvsift.methods.sample_attention:SampleAttention", "tokens that evenly spaced queries of the chunk attend to"
     ),
+    "snapkv": Entry(
+        "kvsift.methods.snapkv:SnapKV", "tokens that the end of the prompt attended to; drops the others for good"
+    ),
     "sparq": Entry("kvsift.methods.sparq:SparQ", "tokens by logits over the largest channels of the queries"),
     "streaming_llm": Entry("kvsift.methods.streaming_llm:StreamingLLM", "sinks and the most recent tokens; a floor"),
+    "tidal_decode": Entry("kvsift.methods.tidal_decode:TidalDecode", "each head's best tokens, for many layers"),
+    "tova": Entry("kvsift.methods.tova:TOVA", "tokens that the last query attended to; drops the others for good"),
 }
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.methods.head_budgets import head_counts
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Selection
 
 Phase = Literal["prefill", "decode"]
 HeadSharing = Literal["auto", "query", "kv"]
@@ -32,7 +34,8 @@ class Method:
     """Hyper-parameters of a method; frozen, shared by all layers and sequences.
 
     What a method remembers about a sequence lives in the object that ``new_state`` makes: one per layer and
-    sequence. A state needs ``fork() -> state`` and ``crop(length)``; None is a state too.
+    sequence. A state needs ``fork() -> state`` and ``crop(length)``; None is a state too. One that forgets, and so
+    cannot go back as far as it likes, has ``mark()``: this length may be come back to.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("decode",)
@@ -41,9 +44,16 @@ class Method:
     slides: ClassVar[bool] = False  # True: in prefill too, a query sees no more of the recent tokens than the window
     estimates_mass: ClassVar[bool] = False  # True: scores read as logits, so Budget.mass means something
     no_mass: ClassVar[str] = "estimates no attention mass"  # why Budget.mass is refused otherwise
+    compares_heads: ClassVar[bool] = False  # True: ``select`` honours Limit.adaptive; or a property
+    moves: ClassVar[bool] = False  # True: ``move`` says from where tokens are seen; or a property
     summaries: ClassVar[tuple[str, ...]] = ()  # kinds of page summary to maintain; or a property
+    wants_hidden: ClassVar[bool] = False  # True: in decode, ``from_below`` is the query foreseen from the layer below
+    fills: ClassVar[bool] = True  # False: may choose fewer units than the limit, though no mass is asked for
     wants_queries: ClassVar[bool] = False  # True: learns from the queries of the prompt, not only from its keys
     source: ClassVar[str] = ""  # paper
+    granularity: ClassVar[str] = "token"  # of what it selects: "token", "page" or "block"
+    keeps_all: ClassVar[bool] = True  # False: what it once leaves out never comes back
+    follows: ClassVar[bool] = False  # True: ``follow`` wants to hear of tokens that were answered
     segment_size: ClassVar[int] = 256  # prefill queries that share a selection, cut at its multiples; or a property
 
     @property
@@ -60,6 +70,13 @@ class Method:
         """Memory of one sequence in one layer."""
         return None
 
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        """Memory of one layer for every cached token, keys and values in 16 bits not counted: page summaries by
+        default. A method whose state grows adds to it."""
+        widths = [(SUMMARIES[kind].width(shape.head_dim), SUMMARIES[kind].dtype) for kind in self.summaries]
+        row_bytes = sum(width * (2 if dtype is None else dtype.itemsize) for width, dtype in widths)
+        return shape.num_kv_heads * row_bytes / self.summary_page_size
+
     def observe(
         self, state: Any, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
     ) -> None:
@@ -67,6 +84,10 @@ class Method:
 
         ``queries`` is None when the method joins a cache that was filled before.
         """
+
+    def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
+        """Tokens that were observed have been answered too, in this phase: for what depends on the phase, or on keys
+        before them. Not called in dense layers, nor for a cache that was filled before."""
 
     def prepare(self, state: Any, shape: LayerShape, candidates: Candidates, reader: KVReader, limit: Limit) -> None:
         """Build what ``select`` will need, now that the prompt is stored; a method must do without being asked."""
@@ -92,6 +113,14 @@ class Method:
         """
         raise InputError(f"{type(self).__name__} does not say how it selects")
 
+    def move(self, positions: Tensor, spans: Sequence[tuple[int, int]]) -> Moved:
+        """From where queries at ``positions`` see sinks and selection, of a method that ``moves``. What is recent keeps
+        its true distances.
+
+        ``spans`` holds (sinks_stop, window_start) of each query if the method ``slides``, else of the first.
+        """
+        raise InputError(f"{type(self).__name__} does not say where it moves queries")
+
     def select_segments(
         self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
     ) -> Sequence[Selection]:
@@ -115,6 +144,11 @@ class ScoringMethod(Method):
     estimates_mass: ClassVar[bool] = True
 
     heads: HeadSharing = "auto"
+
+    @property
+    def compares_heads(self) -> bool:  # type: ignore[override]
+        """A method that chooses in its own way says so itself; scores that are no logits say nothing about heads."""
+        return self.estimates_mass and type(self).select is ScoringMethod.select
 
     def __post_init__(self) -> None:
         if self.heads not in ("auto", "query", "kv"):
@@ -143,14 +177,12 @@ class ScoringMethod(Method):
         num_heads = self.num_selections(shape)
         best = scores.amax(1).unflatten(0, (num_heads, -1)).amax(1)  # [num_heads, count]
         keep = None
-        if limit.mass is not None and limit.always_lse is not None:
+        if limit.always_lse is not None:
             if shape.softcap is not None:
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            best, keep = _mass_order(scores, limit.always_lse, limit.mass, num_heads, candidates.unit_size)
-        chosen = top_units(best, limit.units, keep)
-        if keep is None:
-            return Selection(chosen + candidates.first, candidates.unit_size, full=True)
-        return Selection(torch.where(chosen < 0, chosen, chosen + candidates.first), candidates.unit_size)
+            best, always = _shares(scores, limit.always_lse, num_heads, candidates.unit_size)
+            keep = wanted(best, always, limit)
+        return chosen_units(best, keep, limit, candidates)
 
 
 def top_units(scores: Tensor, k: int, keep: Tensor | None = None) -> Tensor:
@@ -183,10 +215,31 @@ def _top(scores: Tensor, k: int) -> Tensor:
     return torch.searchsorted(chosen.cumsum(-1), places)  # the first unit by which so many are chosen
 
 
-def _mass_order(
-    scores: Tensor, always_lse: Tensor, mass: float, num_heads: int, unit_size: int
-) -> tuple[Tensor, Tensor]:
-    """Shares to rank by, [num_heads, count], and how many of the best reach ``mass`` with what is always visible.
+def wanted(share: Tensor, always: Tensor, limit: Limit) -> Tensor | None:
+    """How many units each head wants, int64 [num_heads]: as many as reach the mass, or as adaptive budgets say; None if
+    all heads take what the limit gives.
+
+    share [num_heads, count], always [num_heads], of the attention that candidates and always-visible tokens have.
+    """
+    if limit.adaptive:
+        return head_counts(share, limit.units)
+    return None if limit.mass is None else enough(share, always, limit.mass)
+
+
+def chosen_units(scores: Tensor, keep: Tensor | None, limit: Limit, candidates: Candidates) -> Selection:
+    """The best candidates of each head, ``keep`` of them if it says how many (``wanted``).
+
+    scores float32 [num_heads, count].
+    """
+    if keep is None:
+        return Selection(top_units(scores, limit.units) + candidates.first, candidates.unit_size, full=True)
+    chosen = top_units(scores, int(keep.max()) if limit.adaptive else limit.units, keep)
+    return Selection(torch.where(chosen < 0, chosen, chosen + candidates.first), candidates.unit_size)
+
+
+def _shares(scores: Tensor, always_lse: Tensor, num_heads: int, unit_size: int) -> tuple[Tensor, Tensor]:
+    """Of the attention that candidates and always-visible tokens have: every candidate's, [num_heads, count], and that
+    of all that is always visible, [num_heads].
 
     scores [num_query_heads, num_queries, count]; always_lse [num_query_heads, num_queries]. Heads and queries that
     share a row count alike: their shares are averaged.
@@ -195,7 +248,7 @@ def _mass_order(
     total = torch.logaddexp(logits.logsumexp(-1), always_lse)
     share = (logits - total.unsqueeze(-1)).exp().mean(1).unflatten(0, (num_heads, -1)).mean(1)
     always = (always_lse - total).exp().mean(1).unflatten(0, (num_heads, -1)).mean(1)
-    return share, enough(share, always, mass)
+    return share, always
 
 
 def enough(share: Tensor, always: Tensor, mass: float) -> Tensor:

@@ -52,6 +52,7 @@ class CritiPrefill(Method):
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
     summaries: ClassVar[tuple[str, ...]] = (SUMMARY,)
+    granularity: ClassVar[str] = "block"
     source: ClassVar[str] = "arXiv 2409.12490"
 
     segment: int = 512

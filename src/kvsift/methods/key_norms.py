@@ -18,6 +18,8 @@ class KeyNorms:
     """Inverse norms of the keys of one sequence in one layer, worked out when they are asked for, in room that grows
     geometrically."""
 
+    BYTES = 4  # per token and KV head
+
     def __init__(self) -> None:
         self.length = 0
         self._room: Tensor | None = None  # float32 [num_kv_heads, capacity]

@@ -1,22 +1,30 @@
 """Loki: tokens by logits in the directions in which keys differ most (https://arxiv.org/abs/2406.02542).
 
-Deviation from the paper: it takes the principal axes of each layer and head from a calibration text beforehand. We
-have none, and take them from the sequence itself: from its first 2^n keys, as many as there are before the queries. So
-they depend on nothing but the position, and cost one more look at the keys whenever the context doubles.
-Keys are not stored rotated, so nothing is saved: this is the choice, not the speed.
+The principal axes of each layer and KV head are taken from a calibration text beforehand (``kvsift calibrate``), from
+its keys after or before RoPE; either way they are applied after it. Keys along the first axes are remembered, ``rank``
+numbers per key, and a query is compared with those.
+
+Deviation from the paper:
+- keys are not stored rotated, so those numbers come on top; attention over what was chosen is the same;
+- without a file the axes come from the sequence itself: from its first 2^n keys, as many as there are before the
+  queries. So they depend on nothing but the position, and cost one more look at the keys whenever the context doubles.
+  Whole keys are read then: this is the choice, not the speed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvsift.methods import knobs
+from kvsift.errors import InputError
+from kvsift.methods import calibration, knobs
 from kvsift.methods.base import Phase
-from kvsift.methods.shares import ShareMethod
+from kvsift.methods.chunked import seen_by_all
+from kvsift.methods.shares import ShareMethod, mean_shares
+from kvsift.methods.token_rows import TokenRows
 from kvsift.types import KVReader, LayerShape
 
 
@@ -35,33 +43,75 @@ class Axes:
             self.length, self.axes = 0, None
 
 
+@dataclass
+class Calibrated:
+    """Axes from a file, and the keys of a sequence along them."""
+
+    axes: Tensor  # float32 [num_kv_heads, head_dim, rank]
+    rows: TokenRows
+
+    def fork(self) -> Calibrated:
+        return Calibrated(self.axes, self.rows.fork())
+
+    def crop(self, length: int) -> None:
+        self.rows.crop(length)
+
+
 @dataclass(frozen=True)
 class Loki(ShareMethod):
     """Tokens by their share of attention along a few principal axes of the keys.
 
     Attributes:
         rank: axes kept.
+        calibration: file with the axes of this model; the sequence's own without it.
+        axes: of the keys "after_rope", or "before_rope"; of a file.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2406.02542"
 
     rank: int = 32
+    calibration: str | None = None
+    axes: Literal["after_rope", "before_rope"] = "after_rope"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         knobs.whole("rank", self.rank, 1)
+        knobs.one_of("axes", self.axes, ("after_rope", "before_rope"))
+        if self.calibration is not None:
+            calibration.check("calibration", self.calibration)
+        elif self.axes != "after_rope":
+            raise InputError(f"axes={self.axes!r} are those of a file; add calibration=FILE, or leave axes out.")
 
-    def new_state(self, shape: LayerShape) -> Axes:
-        return Axes()
+    def new_state(self, shape: LayerShape) -> Axes | Calibrated:
+        if self.calibration is None:
+            return Axes()
+        return Calibrated(
+            calibration.directions(self.calibration, f"keys_{self.axes}", shape)[..., : self.rank], TokenRows()
+        )
+
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        return 0 if self.calibration is None else 2 * shape.num_kv_heads * min(self.rank, shape.head_dim)
+
+    def shares(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
+        if self.calibration is None:
+            return super().shares(state, shape, queries, start, reader)
+        axes = state.axes = state.axes.to(queries.device)
+        stop = seen_by_all(start, queries.shape[1])
+        rows = state.rows.read(reader, 0, stop, lambda keys: (keys.float() @ axes).to(keys.dtype))
+        return mean_shares(shape, along(queries, axes), rows)
 
     def stand_ins(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
         length = 1 << (start.bit_length() - 1)
         if state.length != length:
             state.length, state.axes = length, principal_axes(reader.keys(0, length), self.rank)
-        grouped = queries.float().unflatten(0, (shape.num_kv_heads, -1)).flatten(1, 2)
-        kept = (grouped @ state.axes) @ state.axes.mT  # q.k along the axes alone
-        return kept.reshape(queries.shape)
+        return along(along(queries, state.axes), state.axes.mT)  # q.k along the axes alone
+
+
+def along(queries: Tensor, axes: Tensor) -> Tensor:
+    """Queries [num_query_heads, n, d] by the axes of their KV head, [num_kv_heads, d, r] -> float32 [.., n, r]."""
+    grouped = queries.float().unflatten(0, (len(axes), -1)).flatten(1, 2)
+    return (grouped @ axes).reshape(*queries.shape[:2], axes.shape[-1])
 
 
 def principal_axes(keys: Tensor, rank: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ class PagedMethod(ScoringMethod):
     Attributes:
         page_size: tokens per page.
     """
+
+    granularity: ClassVar[str] = "page"
 
     page_size: int = 16
 
@@ -86,11 +88,19 @@ class SummaryMethod(PagedMethod):
         return self.prefilter == 0
 
     @property
+    def compares_heads(self) -> bool:  # type: ignore[override]
+        return self.prefilter == 0
+
+    @property
     def no_mass(self) -> str:  # type: ignore[override]
         return f"with prefilter={self.prefilter} leaves pages unscored, whose share of attention nobody knows"
 
     def new_state(self, shape: LayerShape) -> BlockRows | None:
         return BlockRows(self.score_by, self.page_size, self.block_pages) if self.prefilter else None
+
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        pages = super().state_bytes_per_token(shape)
+        return pages * (1 + 1 / self.block_pages) if self.prefilter else pages
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
@@ -105,7 +115,8 @@ class SummaryMethod(PagedMethod):
         whole = whole_blocks(candidates, self.block_pages)
         keep = ceil(self.prefilter * limit.units / self.block_pages)
         if not self.prefilter or keep >= len(whole):
-            if self.score_by == "minmax" and limit.mass is None and queries.shape[1] == 1:
+            plain = limit.mass is None and not limit.adaptive
+            if self.score_by == "minmax" and plain and queries.shape[1] == 1:
                 pages = self._best_pages(shape, queries, reader.summary(self.score_by, candidates.units), limit.units)
                 return Selection(pages + candidates.first, candidates.unit_size, full=True)
             return super().select(state, shape, queries, start, candidates, limit, reader)

@@ -91,6 +91,10 @@ class QuoKA(ChunkedMethod):
     def new_state(self, shape: LayerShape) -> KeyNorms | None:
         return KeyNorms() if self.score == "cosine" else None
 
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        norms = KeyNorms.BYTES * shape.num_kv_heads if self.score == "cosine" else 0
+        return super().state_bytes_per_token(shape) + norms
+
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,

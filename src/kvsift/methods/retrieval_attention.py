@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.errors import InputError
+from kvsift.indexes.audits import Audits, is_due
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index, best, merged
 from kvsift.indexes.faiss_index import load_faiss
@@ -59,14 +60,28 @@ class Found:
     recorder: QueryRecorder
     parts: list[Part] = field(default_factory=list)
     completed: int = 0  # searches that an index came back from with too few, answered by a scan
+    audits: Audits = field(default_factory=Audits)
 
     def fork(self) -> Found:
         parts = [replace(part, index=part.index.fork()) for part in self.parts]
-        return Found(self.recorder.fork(), parts, self.completed)
+        return Found(self.recorder.fork(), parts, self.completed, self.audits.fork())
 
     def crop(self, length: int) -> None:
         self.recorder.crop(length)
         self.parts = [part for part in self.parts if part.length <= length]
+        self.audits.crop(length)
+        self.widen()
+
+    @property
+    def walking(self) -> list[GraphIndex | AutoIndex]:
+        """Indexes that may miss something and can search wider."""
+        indexes = [part.index for part in self.parts]
+        return [of for of in indexes if isinstance(of, GraphIndex) or (isinstance(of, AutoIndex) and of.walks)]
+
+    def widen(self) -> None:
+        """Let the indexes search as wide as the audits say."""
+        for index in self.walking:
+            index.widen(self.audits.widths)
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,9 @@ class RetrievalAttention(Method):
         degree: links per key of the graph.
         beam: keys that a search of the graph follows; chosen for 95 % recall by "auto", four times the selection
             in "graph" when it is left out.
-        compat: "paper": a graph per query head, built from queries as they stood and the keys before them.
+        audit: every so many tokens, and more often at first, a step is answered by a scan of all keys, and heads whose
+            graph would have missed more than 5 % search wider from then on; 0 never.
+        compat: "paper": a graph per query head, built from queries as they stood and the keys before them; no audits.
     """
 
     source: ClassVar[str] = "arXiv 2409.10516"
@@ -96,6 +113,7 @@ class RetrievalAttention(Method):
     samples: int = 8192
     degree: int = 32
     beam: int | None = None
+    audit: int = 64
     compat: Literal["paper"] | None = None
 
     def __post_init__(self) -> None:
@@ -106,6 +124,7 @@ class RetrievalAttention(Method):
         knobs.whole("degree", self.degree, 4)
         if self.beam is not None:
             knobs.whole("beam", self.beam, 1)
+        knobs.whole("audit", self.audit, 0)
         if self.compat not in (None, "paper"):
             raise InputError(f"compat={self.compat!r} must be 'paper' or left out.")
         if self.compat is not None:
@@ -116,6 +135,7 @@ class RetrievalAttention(Method):
                 )
             object.__setattr__(self, "index", "graph")
             object.__setattr__(self, "per", "query_head")
+            object.__setattr__(self, "audit", 0)
         if self.beam is not None and self.index != "graph":
             raise InputError(f"beam={self.beam} is of index='graph'; index={self.index!r} takes none.")
         if self.index in ("ivf", "hnsw"):
@@ -130,6 +150,13 @@ class RetrievalAttention(Method):
 
     def new_state(self, shape: LayerShape) -> Found:
         return Found(QueryRecorder(self.samples))
+
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        """Of what the index holds besides the keys; the queries of the prompt, at most ``samples``, do not grow."""
+        copy = 4 * shape.head_dim  # faiss keeps float32, and 8 bytes of id in a list or 64 links
+        links = 4 * self.degree * (shape.group_size if self.per == "query_head" else 1)
+        of_index = {"flat": 0, "flat_int8": shape.head_dim, "ivf": copy + 8, "hnsw": copy + 256}
+        return shape.num_kv_heads * of_index.get(self.index, links)
 
     def observe(
         self, state: Any, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
@@ -160,12 +187,13 @@ class RetrievalAttention(Method):
 
     def describe(self, state: Any) -> dict[str, Any]:
         """What was built and used: "level" (instruction set, or "torch"), "samples" (queries kept per head),
-        "completed" (searches that a scan had to finish), and "indexes", one ``statistics()`` each with "why"."""
+        "completed" (searches that a scan had to finish), "audits", "indexes": one ``statistics()`` and "why" each."""
         kept = state.recorder.take()
         return {
             "level": native.level() if native.available() else "torch",
             "samples": 0 if kept is None else len(kept.positions),
             "completed": state.completed,
+            "audits": state.audits.describe(),
             "indexes": [{**part.index.statistics(), "why": part.why} for part in state.parts],
         }
 
@@ -181,6 +209,7 @@ class RetrievalAttention(Method):
             )
         index, why = self._build(state, shape, keys, first, reader.length, k)
         state.parts.append(Part(index, first, candidates.stop, reader.length, why))
+        state.widen()
 
     def _build(
         self, state: Found, shape: LayerShape, keys: Tensor, first: int, length: int, k: int
@@ -228,7 +257,12 @@ class RetrievalAttention(Method):
         if bool((found[0][:, -1] < 0).any()):  # what the graph cannot reach
             state.completed += 1
             return exact_search(queries, reader.keys(candidates.first, candidates.stop), k)
-        return found
+        if not is_due(candidates.stop - state.parts[0].stop, self.audit) or not state.walking:
+            return found
+        exact = exact_search(queries, reader.keys(candidates.first, candidates.stop), k)
+        state.audits.take(reader.length, found[0], exact[0], shape.num_kv_heads)
+        state.widen()
+        return exact
 
 
 def _with_stops(parts: list[Part], stop: int) -> Iterator[tuple[Part, int]]:

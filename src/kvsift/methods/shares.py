@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsift.methods.base import ScoringMethod, enough, top_units
+from kvsift.methods.base import ScoringMethod, chosen_units, wanted
 from kvsift.methods.chunked import ChunkedMethod, seen_by_all
 from kvsift.methods.oracle import exact_logits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -20,6 +20,8 @@ MAX_SCORES = 1 << 25  # logits at once: 128 MiB
 class ShareMethod(ScoringMethod, ChunkedMethod):
     """Tokens by the softmax of estimated logits over what came before, averaged over the queries of the segment and the
     heads that share a selection."""
+
+    compares_heads: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         ScoringMethod.__post_init__(self)
@@ -33,13 +35,14 @@ class ShareMethod(ScoringMethod, ChunkedMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
-        keys = reader.keys(0, seen_by_all(start, queries.shape[1]))
-        shares = mean_shares(shape, self.stand_ins(state, shape, queries, start, reader), keys)
+        shares = self.shares(state, shape, queries, start, reader)
         shares = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)[:, candidates.tokens]
-        if limit.mass is None:
-            return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
-        chosen = top_units(shares, limit.units, enough(shares, 1 - shares.sum(-1), limit.mass))
-        return Selection(torch.where(chosen < 0, chosen, chosen + candidates.first), 1)
+        return chosen_units(shares, wanted(shares, 1 - shares.sum(-1), limit), limit, candidates)
+
+    def shares(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
+        """Estimated share of every token that all the queries see, float32 [num_query_heads, num_tokens]."""
+        keys = reader.keys(0, seen_by_all(start, queries.shape[1]))
+        return mean_shares(shape, self.stand_ins(state, shape, queries, start, reader), keys)
 
 
 def mean_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ class DecoderPrefill:
         Returns:
             Logits of the last one, [1, 1, vocabulary].
         """
+        assert not (phase == "decode" and cache.run.plan.wants_hidden), "queries are foreseen by transformers' modules"
         step = self._step
         cache.run.decode_tokens = len(tokens) if phase == "decode" else 0
         start = cache.get_seq_length()
@@ -50,7 +51,7 @@ class DecoderPrefill:
             )  # fmt: skip
             head_dim = keys.shape[2]
             sizes = index, step.num_query_heads, step.num_kv_heads, head_dim, head_dim**-0.5
-            shape = LayerShape(*sizes, rope=cache.run.rope)
+            shape = LayerShape(*sizes, rope=cache.run.rope, peers=cache.run.peers, origin=cache.run.origin)
             stored.update(keys.unsqueeze(0), values.unsqueeze(0))
             seen = stored.attend(shape, queries.unsqueeze(0), None, None)
             x = layer.output.add_to(x, seen[0].transpose(0, 1).flatten(1))

@@ -19,7 +19,7 @@ from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseCache, SparseRun
-from kvsift.models.transformers_rope import rope_of
+from kvsift.models.transformers_origin import origin_of
 from kvsift.runtime.sequence import Placement
 from kvsift.runtime.spec import parse_plan
 from kvsift.runtime.stats import RunStats
@@ -40,7 +40,7 @@ def sparse(
         strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
         reserve: tokens the context is expected to reach; saves copies.
-        placement: "device", or "split": KV in host memory, where decode chooses and attends what it chose.
+        placement: where KV lives: "device", "split", "offload" or "host", with knobs if need be (``runtime.places``).
 
     Yields:
         The run, with ``.stats`` and ``.report()``.
@@ -48,12 +48,14 @@ def sparse(
     Raises:
         InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rope=rope_of(model), placement=placement)
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, placement=placement)
+    run.origin = origin_of(model)
     adapter = Adapter.attach(model)
     if adapter.run is not None:
         raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
-    adapter.run = run
     try:
+        run.know_rope(adapter.rope, adapter.no_rope)
+        adapter.run = run
         yield run
     finally:
         adapter.run = None
@@ -71,8 +73,16 @@ def make_cache(
     The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. With ``rows``,
     lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, rope_of(model), placement)
-    Adapter.attach(model).stays = True
+    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
+    run.origin = origin_of(model)
+    adapter = Adapter.attach(model)
+    try:
+        run.know_rope(adapter.rope, adapter.no_rope)
+    except InputError:
+        if adapter.run is None and not adapter.stays:
+            adapter.detach()
+        raise
+    adapter.stays = True
     return SparseCache(model.config, run)
 
 

@@ -15,9 +15,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache, Dyna
 from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_cache import SparseCache, SparseRun, take_layers
+from kvsift.models.transformers_foresight import Foresight
 from kvsift.models.transformers_layer import SparseLayer, UnsupportedModel, attention_forward, mask_forward
+from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
+from kvsift.types import Rope
 
 NAME = "kvsift"
 CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache prefills everything again
@@ -38,6 +41,7 @@ class Adapter:
         self.stays = False  # a cache of ``make_cache`` needs it beyond the block it was made in
         self.generating = self.prefilling = self.chunked = False
         self.feeding: Phase | None = None
+        self.foresight: Foresight | None = None
         self._previous = {"": model.config._attn_implementation} | {
             key: config._attn_implementation
             for key in model.config.sub_configs
@@ -46,6 +50,8 @@ class Adapter:
         self._own = {name: model.__dict__[name] for name in ("generate", "_prefill") if name in model.__dict__}
         self._forward_names = list(signature(model.forward).parameters)
         self._handle: Any = None
+        self.rope: Rope | None = None  # by which every layer of ours is seen to rotate its keys
+        self.no_rope = ""  # why that is not known
 
     @classmethod
     def attach(cls, model: PreTrainedModel) -> Adapter:
@@ -80,6 +86,8 @@ class Adapter:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._handle.remove()
+        if self.foresight is not None:
+            self.foresight.detach()
         for name in ("generate", "_prefill", "_kvsift"):
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self._own)
@@ -124,7 +132,15 @@ class Adapter:
             layers[0].check_mask(mask)
         for run in {layer.run for layer in layers}:
             run.decode_tokens = self._decode_tokens(cache, kwargs)
+        self._foresee(any(layer.run.plan.wants_hidden and layer.run.decode_tokens for layer in layers))
         return (), kwargs
+
+    def _foresee(self, wanted: bool) -> None:
+        """Tell the layers of the coming forward pass what they would ask, if they want to know."""
+        if wanted and self.foresight is None:
+            self.foresight = Foresight(self.model)
+        if self.foresight is not None:
+            self.foresight.begin(wanted)
 
     def _refuse_uncached(self, kwargs: dict[str, Any]) -> None:
         positions = kwargs.get("position_ids")
@@ -196,6 +212,7 @@ class Adapter:
         try:
             with torch.no_grad():
                 self.model(input_ids=ids, past_key_values=cache, use_cache=True)
+                self._try_rope(ids[:, :1], cache)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{name} cannot run under kvsift: {error}") from None
         except Exception as error:
@@ -212,6 +229,27 @@ class Adapter:
             raise UnsupportedModel(
                 f"{name} cannot run under kvsift: layers {unused} did not use the attention interface."
             )
+
+    def _try_rope(self, ids: Tensor, near: SparseCache) -> None:
+        """Find out how keys are rotated: those of one token in two places, which sees itself alone in both.
+
+        ``near`` holds it at position 0.
+        """
+        found = find_rope(self.model)
+        if isinstance(found, str) or "position_ids" not in self._forward_names:
+            self.no_rope = found if isinstance(found, str) else "its forward takes no position_ids"
+            return
+        far = SparseCache(self.model.config, SparseRun(Plan(), RunStats()))
+        self.model(input_ids=ids, past_key_values=far, use_cache=True, position_ids=torch.full_like(ids, FAR))
+        for index, (one, other) in enumerate(zip(near.layers, far.layers)):
+            attentions = [getattr(layer, "attention", None) for layer in (one, other)]
+            if None in attentions:
+                continue
+            here, there = (attention.store.row(0).keys(0, 1) for attention in attentions)  # type: ignore[union-attr]
+            if not turns(found, here, there):
+                self.no_rope = f"its layer {index} rotates otherwise than its rotary embedding says, or not at all"
+                return
+        self.rope = found
 
 
 def _is_chunked(

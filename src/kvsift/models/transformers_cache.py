@@ -12,6 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvsift.errors import NothingSkipped
 from kvsift.models.transformers_layer import Run, SparseLayer
+from kvsift.runtime.beside import new_thread
+from kvsift.runtime.moved import check_rope
 from kvsift.runtime.plan import PHASES, Plan
 from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.spec import parse_plan
@@ -63,6 +65,12 @@ class SparseCache(DynamicCache):
         return sum(attention.store.num_bytes for attention in layers if attention is not None)
 
     @property
+    def num_device_bytes(self) -> int:
+        """Those of them that are on the device of the model, and copies there of what is in host memory."""
+        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
+
+    @property
     def attentions(self) -> list[SparseAttention]:
         """Of every layer, where all of them are kvsift's and have seen a token."""
         found = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
@@ -73,6 +81,14 @@ class SparseCache(DynamicCache):
         for layer in self.layers:
             if isinstance(layer, SparseLayer) and layer.attention is not None:
                 layer.attention.prepare()
+
+    def prepare_after_next(self) -> None:
+        """Let every layer whose KV is apart from the device do that as soon as the next chunk is attended, the last of
+        a prompt, while the layers above read it. Layers that have seen no token yet are left to ``prepare``."""
+        thread = new_thread()
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None and layer.attention.is_apart:
+                layer.attention.prepare_after_next(thread)
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
         """What the method of decode says, for every layer and row."""
@@ -104,10 +120,26 @@ class SparseCache(DynamicCache):
         """Remember this point for ``rewind``. Sliding and linear layers, which forget, are copied; they are small."""
         others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
         self._mark = self.get_seq_length(), others
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.mark()
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether nothing was dropped for good since the marked point."""
+        sparse = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return not any(attention is not None and attention.has_dropped for attention in sparse)
 
     def rewind(self) -> None:
-        """Go back to the marked point; what was cached after it is forgotten."""
+        """Go back to the marked point; what was cached after it is forgotten.
+
+        Raises:
+            InputError: if something was dropped for good to make room for it.
+        """
         columns, others = self._mark
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.check_crop(0, columns)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
                 layer.crop(columns - layer.columns)
@@ -116,7 +148,9 @@ class SparseCache(DynamicCache):
 
     def replan(self, plan: PlanSpec) -> None:
         """Go on with another plan over what is cached; counters start anew."""
-        self.run.plan = parse_plan(plan)
+        wanted = parse_plan(plan)
+        check_rope(wanted, self.run.rope, self.run.no_rope)
+        self.run.plan = wanted
         self.run.stats.clear()
         for layer in self.layers:
             if isinstance(layer, SparseLayer) and layer.attention is not None:
@@ -125,6 +159,7 @@ class SparseCache(DynamicCache):
 
 def take_layers(cache: Cache, run: SparseRun) -> None:
     """Put kvsift's layers where the cache has stock full-attention ones."""
+    run.peers = tuple(i for i, layer in enumerate(cache.layers) if type(layer) in (DynamicLayer, SparseLayer))
     cache.layers = [
         SparseLayer(run, index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(cache.layers)
     ]

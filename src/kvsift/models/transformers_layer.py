@@ -19,11 +19,12 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.merge import with_sink_logit
+from kvsift.runtime.moved import check_rope
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.relay import Relay
 from kvsift.runtime.sequence import Placement, SparseAttention, reason_against
 from kvsift.runtime.stats import RunStats
-from kvsift.types import Chunk, LayerShape, Rope
+from kvsift.types import Chunk, LayerShape, Origin, Rope
 
 
 class UnsupportedModel(InputError, AttributeError):
@@ -39,7 +40,6 @@ class Run:
         reserve: tokens a row is expected to reach.
         rows: lengths that the rows of a ragged batch will not exceed; they are fed one at a time, ``row`` next.
             Empty: rows come together, as many as the first chunk has.
-        rope: of the model, where it is known.
         placement: see ``SparseAttention``.
 
     Raises:
@@ -47,8 +47,7 @@ class Run:
     """
 
     def __init__(
-        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (), rope: Rope | None = None,
-        placement: Placement = "device",
+        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (), placement: Placement = "device",
     ) -> None:  # fmt: skip
         if (reason := reason_against(placement, plan)) is not None:
             raise InputError(reason)
@@ -56,11 +55,23 @@ class Run:
         self.stats = stats
         self.reserve = reserve
         self.rows = tuple(rows)
-        self.rope = rope
+        self.rope: Rope | None = None  # how the model rotates queries and keys, where that is known
+        self.no_rope = ""  # why it is not
         self.placement = placement
+        self.peers: tuple[int, ...] = ()  # true indices of the model's layers that are kvsift's
+        self.origin: Origin | None = None  # the model
         self.row = 0
         self.relay = Relay()  # between the layers, within a forward pass
         self.decode_tokens = 0  # of the forward pass under way, at the end of each row
+
+    def know_rope(self, rope: Rope | None, no_rope: str) -> None:
+        """How the model rotates queries and keys, or why that is not known.
+
+        Raises:
+            InputError: for a plan that needs to know.
+        """
+        check_rope(self.plan, rope, no_rope)
+        self.rope, self.no_rope = rope, no_rope
 
 
 class AttendingLayer(CacheLayerMixin):
@@ -70,6 +81,8 @@ class AttendingLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
     rope: Rope | None = None  # of the model
+    peers: tuple[int, ...] = ()  # layers like this one
+    origin: Origin | None = None
 
     def __init__(self, layer: int) -> None:
         super().__init__()
@@ -116,7 +129,8 @@ class SparseLayer(AttendingLayer):
 
     def __init__(self, run: Run, layer: int) -> None:
         super().__init__(layer)
-        self.run, self.rope = run, run.rope
+        self.run, self.rope, self.peers, self.origin = run, run.rope, run.peers, run.origin
+        self.foreseen: Tensor | None = None  # what the coming tokens would ask of the input of the layer below
         self.columns = 0
         self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
         self.attention: SparseAttention | None = None
@@ -138,6 +152,7 @@ class SparseLayer(AttendingLayer):
         queries [batch, num_query_heads, num_new, head_dim]; mask bool [batch, 1, 1, columns], True is a real token.
         """
         keys, values = self.taken()
+        foreseen, self.foreseen = self._foresight(), None
         if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1)):
             raise _row_per_query(mask)
         batch, _, num_new, _ = keys.shape
@@ -151,13 +166,24 @@ class SparseLayer(AttendingLayer):
                 self.attention.store.reserve_rows(self.run.rows)
         new = self._new_valid(mask, batch, num_new)
         if new is None:
-            chunk = Chunk(queries, keys, values, [num_new] * batch)
+            chunk = Chunk(queries, keys, values, [num_new] * batch, foreseen)
             return self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit, self.run.row)
         # Padding goes behind the real tokens for the store, and the answers back to their columns.
         order = (~new).to(torch.int8).sort(dim=1, stable=True).indices.to(keys.device)  # [batch, num_new]
-        chunk = Chunk(_take(queries, order), _take(keys, order), _take(values, order), new.sum(1).tolist())
+        lengths, foreseen = new.sum(1).tolist(), None if foreseen is None else _take(foreseen, order)
+        chunk = Chunk(_take(queries, order), _take(keys, order), _take(values, order), lengths, foreseen)
         packed = self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit)
         return torch.zeros_like(packed).scatter_(2, order[:, None, :, None].expand_as(packed), packed)
+
+    def _foresight(self) -> Tensor | None:
+        """What the coming tokens would ask of the input of the layer below, where that is wanted and one lies below."""
+        run = self.run
+        if self.foreseen is None and run.plan.wants_hidden and run.decode_tokens and self.layer != run.peers[0]:
+            raise UnsupportedModel(
+                f"the queries of layer {self.layer} were not foreseen: this model's attention modules are not called "
+                f"with their cache by name, and the plan {run.plan} needs to hear from the layer below."
+            )
+        return self.foreseen
 
     def _new_valid(self, mask: Tensor | None, batch: int, num_new: int) -> Tensor | None:
         """Which of the new columns are real tokens, None for all; remembers them."""
@@ -251,7 +277,7 @@ def attention_forward(
         if key._pending is None:
             raise UnsupportedModel("a layer attends what another layer has cached; kvsift gives every layer its own.")
         sizes = key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3]
-        shape = LayerShape(*sizes, scale, softcap, key.rope)
+        shape = LayerShape(*sizes, scale, softcap, key.rope, key.peers, key.origin)
         output = key.attend(shape, query, attention_mask, s_aux)
     else:
         causal = kwargs.get("is_causal")

@@ -32,17 +32,18 @@ SHAPES: dict[str, dict[str, Any]] = {
 MAX_POSITIONS = 1 << 21  # of these models: their angles are good for any of them
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
-    """A Llama with weights drawn where they stay.
+def random_model(
+    shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, layers: int | None = None
+) -> PreTrainedModel:
+    """A Llama with weights drawn where they stay; ``layers`` instead of the shape's.
 
     Raises:
         InputError: for an unknown shape.
     """
     if shape not in SHAPES:
         raise unknown("shape", shape, SHAPES)
-    config = LlamaConfig(
-        **SHAPES[shape], max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-5, tie_word_embeddings=False
-    )
+    sizes = SHAPES[shape] | ({} if layers is None else {"num_hidden_layers": layers})
+    config = LlamaConfig(**sizes, max_position_embeddings=MAX_POSITIONS, rms_norm_eps=1e-5, tie_word_embeddings=False)
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).eval()

@@ -49,13 +49,29 @@ class DeviceStore:
         self.reserve = reserve
         self.scratch: int | None = None  # a page of no row, for rows of a batch that have nothing to say
         self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
-        self.values = torch.empty_like(self.keys)
+        self.values = self.keys.new_empty(shape.num_kv_heads, 0, page_size, self.value_width, dtype=self.value_dtype)
         self.summaries: dict[str, Tensor] = {}  # kind -> [num_kv_heads, num_pages, width]
         self.repage(page_size, summaries)
 
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
+
+    @property
+    def value_width(self) -> int:
+        """Numbers that the value of a token takes."""
+        return self.shape.head_dim
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Of these numbers."""
+        return self.keys.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token."""
+        widths = ((pool.shape[3], pool.element_size()) for pool in (self.keys, self.values))
+        return self.shape.num_kv_heads * sum(width * size for width, size in widths)
 
     @torch.inference_mode()  # pools outlive the block they were made in
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
@@ -146,6 +162,11 @@ class DeviceStore:
         """Bytes allocated for keys, values and summaries."""
         return sum(pool.numel() * pool.element_size() for pool in (self.keys, self.values, *self.summaries.values()))
 
+    @property
+    def num_device_bytes(self) -> int:
+        """Bytes on the device of the model: here, all of them."""
+        return self.num_bytes
+
     def _own_partial_page(self, row: int) -> None:
         if self.lengths[row] % self.page_size == 0:
             return
@@ -193,7 +214,8 @@ class DeviceStore:
         for first, stop, valid in runs:
             pages = self._pages(row, first, stop)
             for kind in kinds if first < stop else ():
-                self.summaries[kind][:, pages] = summarise(kind, self.keys[:, pages], valid)
+                rows = summarise(kind, self.keys[:, pages], valid)
+                self.summaries[kind][:, pages] = rows.to(self.summaries[kind].device)
 
 
 class RowReader:
@@ -280,10 +302,9 @@ class RowReader:
         return self._physical(granules, per_page) + heads
 
     def _gathered(self, pool: Tensor, index: Tensor, granule_size: int) -> Tensor:
-        # one index_select over rows of granule_size * head_dim numbers: each is one contiguous copy
-        width = granule_size * self._store.shape.head_dim
-        chosen = pool.view(-1, width).index_select(0, index.flatten())
-        return chosen.view(index.shape[0], -1, self._store.shape.head_dim)
+        # one index_select over rows of granule_size tokens: each is one contiguous copy
+        chosen = pool.view(-1, granule_size * pool.shape[3]).index_select(0, index.flatten())
+        return chosen.view(index.shape[0], -1, pool.shape[3])
 
     def _physical(self, granules: Tensor, per_page: int) -> Tensor:
         """Where logical granules lie in the pools, ``per_page`` of them in a page."""

@@ -72,6 +72,16 @@ class PageTable:
                 self._release(page)
         self._consecutive[row] = _are_consecutive(self.rows[row])
 
+    def compact(self) -> list[int]:
+        """Number the pages of all rows anew, without gaps and spare ones: the old number of each."""
+        used = sorted({page for row in self.rows for page in row})
+        number = {page: index for index, page in enumerate(used)}
+        self.rows = [[number[page] for page in row] for row in self.rows]
+        self._references = [self._references[page] for page in used]
+        self.num_pages, self._free, self._spare = len(used), set(), [[] for _ in self.rows]
+        self._consecutive = [_are_consecutive(row) for row in self.rows]
+        return used
+
     def is_shared(self, page: int) -> bool:
         """Whether more than one row owns the page."""
         return self._references[page] > 1

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 from kvsift.errors import InputError
+from kvsift.methods import knobs
 from kvsift.types import Candidates
 
 DEFAULT_TOKENS = 1024
@@ -33,6 +35,11 @@ class Budget:
             even the unit being filled competes (decode only).
         dense_layers: true layer indices that always see everything.
         min_context: below so many cached tokens everything is seen.
+        layer_budgets: "equal", or "pyramid": lower layers see more tokens and upper ones fewer, the same in the mean
+            (``runtime.allocation``).
+        head_budgets: "equal", or "adaptive": the heads of a layer that choose share what they would have in all, by
+            their estimated shares of attention (``methods.head_budgets``). ``tokens`` is then the mean of a layer's
+            heads.
     """
 
     tokens: int | None = None
@@ -42,6 +49,8 @@ class Budget:
     window: int = 64
     dense_layers: tuple[int, ...] = (0, 1)
     min_context: int = 0
+    layer_budgets: Literal["equal", "pyramid"] = "equal"
+    head_budgets: Literal["equal", "adaptive"] = "equal"
 
     def __post_init__(self) -> None:
         _whole("budget", self.tokens, 1)
@@ -59,6 +68,15 @@ class Budget:
             raise InputError(f"budget={self.tokens} and ratio={self.ratio} say the same thing twice; give one of them.")
         if self.tokens is None and self.ratio is None and self.mass is None:
             object.__setattr__(self, "tokens", DEFAULT_TOKENS)
+        knobs.one_of("layer_budgets", self.layer_budgets, ("equal", "pyramid"))
+        knobs.one_of("head_budgets", self.head_budgets, ("equal", "adaptive"))
+        if self.layer_budgets == "pyramid" and self.tokens is None and self.ratio is None:
+            raise InputError("layer_budgets='pyramid' divides a number of tokens, and mass= has none; add budget=.")
+        if self.head_budgets == "adaptive" and self.mass is not None:
+            raise InputError(
+                "head_budgets='adaptive' divides a number of tokens among heads; with mass= each takes what it needs "
+                "already. Leave out one of them."
+            )
 
     def check(self, unit_size: int, selects: bool) -> None:
         """Refuse a budget that can never select anything, in units of ``unit_size``."""

@@ -31,8 +31,12 @@ class CountedReader:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
         return self.counted(self._reader.keys(start, stop))
 
+    def values(self, start: int, stop: int) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]"""
+        return self.counted(self._reader.values(start, stop))
+
     def borrow(self, start: int, stop: int) -> Tensor:
-        """The same, to be read in part: ``count_bytes`` says how much of it was."""
+        """Keys, to be read in part: ``count_bytes`` says how much of it was."""
         return self._reader.keys(start, stop)
 
     def count_bytes(self, num_bytes: int) -> None:

@@ -46,6 +46,10 @@ def reason_against(plan: Plan) -> str | None:
         return f"prefilter={method.prefilter} ranks blocks first; the kernels score every page"
     if rule.budget.mass is not None:
         return "mass= chooses as many pages as the scores ask for; the kernels need a number"
+    if rule.budget.layer_budgets != "equal":
+        return f"layer_budgets={rule.budget.layer_budgets} gives layers lists of different lengths; kernels take one"
+    if rule.budget.head_budgets != "equal":
+        return f"head_budgets={rule.budget.head_budgets} gives heads lists of different lengths; kernels take one"
     if rule.budget.window == 0:
         return "window=0 lets the page being filled compete; the kernels always show it"
     return None

@@ -33,6 +33,16 @@ class Rule:
             raise InputError(f"{name} takes no window: its window is all that sinks leave of the budget.")
         if self.budget.mass is not None and not self.method.estimates_mass:
             raise InputError(f"{_name_of(self.method)} {self.method.no_mass}; give budget or ratio, not mass.")
+        if self.budget.head_budgets == "adaptive" and not self.method.compares_heads:
+            raise InputError(
+                f"{_name_of(self.method)} does not score what each head may see, so head_budgets='adaptive' means "
+                "nothing to it; leave it out."
+            )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether what is dropped is freed."""
+        return getattr(self.method, "evict", False)
 
     def is_dense(self, layer: int, start: int, stop: int) -> bool:
         """Whether queries at positions start to stop see everything before them in this layer."""
@@ -55,7 +65,8 @@ class Rule:
         budget = self.budget
         sizes = {"budget": budget.tokens, "ratio": budget.ratio, "mass": budget.mass}
         plain = Budget(**getattr(self.method, "budget_defaults", {}))
-        rest = {key: getattr(budget, key) for key in ("sinks", "window", "dense_layers", "min_context")}
+        others = ("sinks", "window", "dense_layers", "min_context", "layer_budgets", "head_budgets")
+        rest = {key: getattr(budget, key) for key in others}
         rest = {key: value for key, value in rest.items() if value != getattr(plain, key)}
         settings = {**{k: v for k, v in sizes.items() if v is not None}, **changed, **rest}
         return ":".join([name, *(f"{key}={_spell(value)}" for key, value in settings.items())])
@@ -83,6 +94,11 @@ class Plan:
         if self.prefill is not None and self.prefill.budget.window == 0:
             raise InputError(
                 "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
+            )
+        if self.prefill is not None and self.prefill.evicts:
+            raise InputError(
+                "evict=true frees what is dropped once the prompt is read, so it belongs to the rule of decode. Leave "
+                "it out of prefill."
             )
         sizes = {rule.method.summary_page_size for rule in self.rules if rule.method.summaries}
         if len(sizes) > 1:
@@ -115,6 +131,11 @@ class Plan:
     def summaries(self) -> tuple[str, ...]:
         """Kinds of page summary to maintain."""
         return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether decode chooses by what the layer below has read."""
+        return self.decode is not None and self.decode.method.wants_hidden
 
     def skipped_nothing(self, phase: Phase) -> str:
         """What to tell the user when a phase that should have been sparse read everything."""

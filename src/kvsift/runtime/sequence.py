@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import groupby, pairwise
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError, unknown
-from kvsift.kernels.merge import with_sink_logit
+from kvsift.errors import InputError
+from kvsift.kernels.merge import merge, with_sink_logit
 from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.methods.base import Asked, Phase
-from kvsift.placement.device import DeviceStore, RowReader
+from kvsift.placement.device import RowReader
+from kvsift.placement.evicting import EvictingStore
+from kvsift.placement.offload import OffloadStore
 from kvsift.placement.split import SplitStore
-from kvsift.runtime.attend import Segment, attend_dense, attend_sparse, past_lse
+from kvsift.runtime.allocation import layer_plan
+from kvsift.runtime.attend import Segment, past_lse
+from kvsift.runtime.beside import beside
+from kvsift.runtime.by_store import attend_everything, attend_visible
 from kvsift.runtime.counted import CountedReader
-from kvsift.runtime.plan import PHASES, Plan, Rule
+from kvsift.runtime.evicting import evicts, refuse_prompt
+from kvsift.runtime.moved import check_rope
+from kvsift.runtime.places import Place, Placement, reason_against
+from kvsift.runtime.plan import Plan, Rule
 from kvsift.runtime.probe import probe
 from kvsift.runtime.relay import Relay
 from kvsift.runtime.segments import attend_segments, is_plain
-from kvsift.runtime.split import attend_dense_split, attend_sparse_split
+from kvsift.runtime.states import States
 from kvsift.runtime.stats import RunStats, Tally
-from kvsift.types import Chunk, LayerShape, Limit, Part, Selection
+from kvsift.types import Chunk, LayerShape, Limit, Part, Rest, Selection
 
 DEFAULT_PAGE_SIZE = 16
-Placement = Literal["device", "split"]
-PLACEMENTS: tuple[Placement, ...] = ("device", "split")
-
-
-def reason_against(placement: str, plan: Plan) -> str | None:
-    """Why a plan cannot run with its KV there; None if it can.
-
-    Raises:
-        InputError: if there is no such placement.
-    """
-    if placement not in PLACEMENTS:
-        raise unknown("placement", str(placement), PLACEMENTS)
-    if placement == "split" and plan.prefill is not None and not plan.prefill.method.unbounded:
-        return (
-            f"prefill={plan.prefill} needs its KV on the device: with placement=split prefill is dense. Leave the "
-            "prefill rule out, or the placement."
-        )
-    return None
+__all__ = ["DEFAULT_PAGE_SIZE", "Placement", "SparseAttention", "reason_against"]
 
 
 class SparseAttention:
@@ -60,7 +52,7 @@ class SparseAttention:
         stats: where to count.
         reserve: tokens a row is expected to reach.
         relay: of all layers of the model, for methods that pass something up; without one this layer is alone.
-        placement: where KV lives: on the "device" of the model, or "split", in host memory, where methods then choose.
+        placement: where KV lives (``places.Place``).
     """
 
     def __init__(
@@ -69,14 +61,19 @@ class SparseAttention:
     ) -> None:  # fmt: skip
         if (reason := reason_against(placement, plan)) is not None:
             raise InputError(reason)
+        plan = _in_layer(plan, shape)
         self.shape = shape
         self.stats = stats
         self.relay = Relay() if relay is None else relay
-        store = DeviceStore if placement == "device" else SplitStore
-        self.store = store(shape, num_rows, plan.page_size or DEFAULT_PAGE_SIZE, like, plan.summaries, reserve)
+        page_size = plan.page_size or DEFAULT_PAGE_SIZE
+        self.store = Place.of(placement).new_store(shape, num_rows, page_size, like, plan.summaries, reserve)
+        if evicts(plan, shape.layer):
+            self.store = EvictingStore.over(self.store)
         self.plan = plan
         self.joins: bool | None = None  # segments of a prefill chunk are answered together; None: on a GPU
-        self._states = self._new_states(plan, num_rows)
+        self._prepares_in: ThreadPoolExecutor | None = None  # once the next chunk is attended
+        self._preparing: Future[None] | None = None
+        self._states = States(plan, shape, num_rows)
 
     def attend(
         self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None, first_row: int = 0
@@ -93,6 +90,15 @@ class SparseAttention:
         Returns:
             [batch, num_query_heads, num_new, head_dim]; padding yields 0.
         """
+        self._join()
+        if self.stats.watch is not None:
+            self.stats.watch.fed(self.shape, chunk, decode_tokens)
+        output = self._attend(chunk, decode_tokens, sink_logit, first_row)
+        if self._prepares_in is not None:
+            self._prepares_in, self._preparing = None, beside(self._prepare, self._prepares_in)
+        return output
+
+    def _attend(self, chunk: Chunk, decode_tokens: int, sink_logit: Tensor | None, first_row: int) -> Tensor:
         alone = len(chunk.lengths) == 1 and chunk.lengths[0] == chunk.queries.shape[2]
         output: Tensor | None = None
         for row, length in enumerate(chunk.lengths):
@@ -103,7 +109,13 @@ class SparseAttention:
             for first, last, phase in steps:
                 tokens = slice(first, last)
                 queries, keys, values = (tensor[row, :, tokens] for tensor in chunk[:3])
+                if chunk.foreseen is not None and phase == "decode":
+                    self._foresee(first_row + row, chunk.foreseen[row, :, tokens])
                 part = self._step(first_row + row, queries, keys, values, phase)
+                self._states.follow(
+                    first_row + row, last - first, phase, self.store.row(first_row + row), self.relay, self.stats
+                )
+                self._count_copied(phase)
                 if sink_logit is not None:
                     part = with_sink_logit(part, sink_logit)
                 if alone and len(steps) == 1:
@@ -112,61 +124,101 @@ class SparseAttention:
                 output[row, :, tokens] = part.output[0]
         return torch.zeros_like(chunk.queries) if output is None else output
 
+    def take(self, chunk: Chunk) -> None:
+        """Store the tokens of a prompt and let the methods see them, without an answer."""
+        self._join()
+        for row, length in enumerate(chunk.lengths):
+            self.relay.enter(row, self.shape.layer)
+            self._take(row, *(tensor[row, :, :length] for tensor in chunk[:3]))
+            self._states.follow(row, length, "prefill", self.store.row(row), self.relay, self.stats)
+
     def prepare(self) -> None:
         """Let the method of decode build what it needs over what is stored."""
-        rule = self.plan.decode
-        if rule is None:
-            return
-        for row, length in enumerate(self.store.lengths):
-            if length and not rule.is_dense(self.shape.layer, length, length + 1):
-                candidates = rule.budget.candidates(length, rule.method.unit_size)
-                limit = Limit(min(rule.budget.units(length, rule.method.unit_size), candidates.count))
-                place = row, self.shape.layer, ("decode", length, length)
-                reader = CountedReader(self.store.row(row), self.relay, place)
-                rule.method.prepare(self._states["decode"][row], self.shape, candidates, reader, limit)
+        if not self._join():
+            self._prepare()
+
+    def prepare_after_next(self, thread: ThreadPoolExecutor) -> None:
+        """Do that in a thread as soon as the next chunk is attended, while the layers above go on; whoever needs this
+        layer next waits for it."""
+        self._prepares_in = thread
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether KV is in the memory of a host that is not the device."""
+        return isinstance(self.store, SplitStore) and self.store.device.type != "cpu"
+
+    def _join(self) -> bool:
+        """Wait for what is being prepared; whether anything was."""
+        preparing, self._preparing = self._preparing, None
+        if preparing is None:
+            return False
+        preparing.result()
+        return True
+
+    def _prepare(self) -> None:
+        for row in range(self.store.num_rows):
+            self._states.prepare(row, self.store.row(row), self.relay)
 
     def describe(self) -> list[dict[str, Any]]:
         """What the method of decode says about every row."""
-        rule = self.plan.decode
-        return [] if rule is None else [rule.method.describe(state) for state in self._states["decode"]]
+        return self._states.describe()
 
     def replan(self, plan: Plan) -> None:
         """Go on with another plan over what is stored. Methods of new rules start from the stored keys."""
+        self._join()
+        plan = _in_layer(plan, self.shape)
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
-        kept = {phase: states for phase, states in self._states.items() if plan.rule(phase) == self.plan.rule(phase)}
+        if evicts(plan, self.shape.layer) and not isinstance(self.store, EvictingStore):
+            self.store = EvictingStore.over(self.store)
         self.plan = plan
-        self._states = self._new_states(plan, self.store.num_rows) | kept
+        self._states, new = self._states.under(plan, self.store.num_rows)
         for row in range(self.store.num_rows):
             if self.store.lengths[row]:
                 reader = self.store.row(row)
-                self._observe(row, None, reader.keys(), reader.values(), 0, self._states.keys() - kept.keys())
+                self._states.observe(row, None, reader.keys(), reader.values(), 0, new)
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``."""
+        self._join()
         self.store.fork(sources)
         self.relay.forget()
-        for phase, states in self._states.items():
-            self._states[phase] = [None if states[source] is None else states[source].fork() for source in sources]
+        self._states.fork(sources)
 
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
+        self._join()
         self.store.crop(row, length)
         self.relay.forget()
-        for states in self._states.values():
-            if states[row] is not None:
-                states[row].crop(length)
+        self._states.crop(row, length)
 
-    def _new_states(self, plan: Plan, num_rows: int) -> dict[Phase, list[Any]]:
-        return {
-            phase: [rule.method.new_state(self.shape) for _ in range(num_rows)]
-            for phase in PHASES
-            if (rule := plan.rule(phase)) is not None
-        }
+    @property
+    def has_dropped(self) -> bool:
+        """Whether tokens of any row are gone for good."""
+        return isinstance(self.store, EvictingStore) and bool(self.store.kept)
+
+    def check_crop(self, row: int, length: int) -> None:
+        """Refuse what ``crop`` could not do.
+
+        Raises:
+            InputError: if tokens were dropped for good that would be needed again.
+        """
+        if isinstance(self.store, EvictingStore):
+            self.store.check_crop(row, length)
+
+    def mark(self) -> None:
+        """This length may be come back to: states that forget remember it."""
+        self._states.mark()
+
+    def _foresee(self, row: int, queries: Tensor) -> None:
+        """What the layer below passes up about the next token of a row: the query that this layer would ask of its
+        input."""
+        start = self.store.lengths[row]
+        self.relay.leave(row, self.shape.layer - 1, ("decode", start, start + 1), queries)
 
     def _step(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, phase: Phase) -> Part:
-        start = self.store.lengths[row]
-        self.store.append(row, keys, values)
-        self._observe(row, queries, keys, values, start)
+        if phase == "prefill":
+            refuse_prompt(self.store, row)
+        start = self._take(row, queries, keys, values)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
         rule, tally = self.plan.rule(phase), self.stats.tally(self.shape.layer, phase)
         if rule is None:
@@ -185,29 +237,27 @@ class SparseAttention:
             return parts[0]
         return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
-    def _observe(
-        self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int,
-        phases: Collection[Phase] = PHASES,
-    ) -> None:  # fmt: skip
-        for phase, states in self._states.items():
-            rule = self.plan.rule(phase)
-            if rule is not None and phase in phases:
-                rule.method.observe(states[row], self.shape, queries, keys, values, start)
+    def _take(self, row: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
+        """Store and observe new tokens, the first of which stands at the position that is returned."""
+        start = self.store.lengths[row]
+        self.store.append(row, keys, values)
+        self._states.observe(row, queries, keys, values, start)
+        return start
 
     def _dense(self, segment: Segment, row: int, tally: Tally) -> Part:
         self._count(tally, segment)
+        self._tell(row, segment, (0, 0), None)
         context = _context_tokens(segment)
         tally.visible_tokens = tally.visible_tokens + context  # never in place: inference tensors would refuse it
         tally.kv_bytes_read += self._kv_bytes(segment.stop)
-        if isinstance(self.store, SplitStore):
-            return attend_dense_split(self.shape, segment, self.store, row)
-        return attend_dense(self.shape, segment, self.store.row(row))
+        return attend_everything(self.shape, segment, self.store, row)
 
     def _joins(self, rule: Rule, queries: Tensor) -> bool:
         """Whether segments of a chunk are chosen and attended together."""
         method, budget = rule.method, rule.budget
         wanted = runs_on_triton(queries) if self.joins is None else self.joins
-        return wanted and method.selects and not method.slides and budget.window > 0 and budget.mass is None
+        alike = budget.mass is None and budget.head_budgets == "equal"  # all lists of a segment are as long
+        return wanted and method.selects and not method.slides and not method.moves and budget.window > 0 and alike
 
     def _sparse_joined(
         self, row: int, rule: Rule, queries: Tensor, segments: Sequence[Segment], reader: RowReader, tally: Tally
@@ -227,7 +277,7 @@ class SparseAttention:
         selections = method.select_segments(self._states["prefill"][row], self.shape, queries, asked, whole)
         tally.index_bytes_read += whole.bytes_read + sum(each.reader.bytes_read for each in asked)  # type: ignore[attr-defined]
         tally.select_s += perf_counter() - started
-        if not all(map(is_plain, selections)):
+        if not all(is_plain(each) and each.rest is None and not each.for_above for each in selections):
             each = zip(segments, selections)
             return [self._sparse(row, rule, piece, tally, "prefill", chosen) for piece, chosen in each]
         spans = [budget.always(segment.start, method.unit_size) for segment in segments]
@@ -251,23 +301,30 @@ class SparseAttention:
         sinks_stop, window_start = spans[0]
         whole = budget.window > 0  # else the unit being filled competes, of which not every token is there
 
-        def select(asking: Segment) -> Selection | None:
+        def select(asking: Segment, reader: RowReader) -> Selection | None:
             if not method.selects:
                 return None
-            return selection or self._select(row, rule, asking, spans[0], self.store.row(row), tally, phase)
+            return selection or self._select(row, rule, asking, spans[0], reader, tally, phase)
 
-        if isinstance(self.store, SplitStore):
-            part, chosen, visible = attend_sparse_split(self.shape, segment, self.store, row, spans[0], select, whole)
-        else:
-            chosen = select(segment)
-            part, visible = attend_sparse(self.shape, segment, self.store.row(row), spans, chosen, whole)
+        part, chosen, visible = attend_visible(
+            self.shape, segment, self.store, row, spans, select, whole, method, phase
+        )
+        if chosen is not None and chosen.for_above:  # what was attended is little beside everything
+            return self._dense(segment, row, tally)
+        if chosen is not None and chosen.rest is not None:
+            part = _with_rest(part, chosen.rest)
         self._count(tally, segment)
         tally.sparse_queries += segment.stop - segment.start
         tally.visible_tokens = tally.visible_tokens + visible
         tally.kv_bytes_read += self._kv_bytes(sinks_stop + max(segment.stop - window_start, 0))
         tally.kv_bytes_read += 0 if chosen is None else self._listed_bytes(chosen)
         self._probe(segment, row, spans[0], chosen, tally, phase)
+        self._tell(row, segment, spans[0], chosen)
         return part
+
+    def _tell(self, row: int, segment: Segment, spans: tuple[int, int], selection: Selection | None) -> None:
+        if self.stats.watch is not None:
+            self.stats.watch.answered(self.shape, row, segment, spans, selection)
 
     def _select(
         self, row: int, rule: Rule, segment: Segment, spans: tuple[int, int], reader: RowReader, tally: Tally,
@@ -278,8 +335,9 @@ class SparseAttention:
         method, budget = rule.method, rule.budget
         candidates = budget.candidates(segment.start, method.unit_size)
         units = min(budget.units(segment.start, method.unit_size), candidates.count)
-        always = None if budget.mass is None else past_lse(self.shape, segment, reader, spans)
-        limit = Limit(units, budget.mass, always)
+        adaptive = budget.head_budgets == "adaptive"
+        always = None if budget.mass is None and not adaptive else past_lse(self.shape, segment, reader, spans)
+        limit = Limit(units, budget.mass, always, adaptive)
         selection = method.select(
             self._states[phase][row], self.shape, segment.queries[0], segment.start, candidates, limit, counted
         )
@@ -292,6 +350,8 @@ class SparseAttention:
         phase: Phase,
     ) -> None:  # fmt: skip
         every = self.stats.probe_every
+        if isinstance(self.store, EvictingStore):
+            return  # what was missed is gone
         if phase != "decode" or every == 0 or (tally.sparse_queries - 1) % every != 0:
             return
         started = perf_counter()
@@ -305,13 +365,37 @@ class SparseAttention:
         tally.context_tokens += _context_tokens(segment)
         tally.kv_bytes_dense += self._kv_bytes(segment.stop)
 
+    def _count_copied(self, phase: Phase) -> None:
+        if not isinstance(self.store, SplitStore):
+            return
+        tally = self.stats.tally(self.shape.layer, phase)
+        tally.kv_bytes_copied += self.store.take_copied()
+        if isinstance(self.store, OffloadStore):
+            wanted, found = self.store.cache.take_counts()
+            tally.pieces_wanted, tally.pieces_found = tally.pieces_wanted + wanted, tally.pieces_found + found
+
     def _listed_bytes(self, selection: Selection) -> int:
         num_heads, count = max(self.shape.num_kv_heads, selection.units.shape[0]), selection.units.shape[1]
         return self._kv_bytes(count * selection.unit_size) * num_heads // self.shape.num_kv_heads
 
     def _kv_bytes(self, num_tokens: int) -> int:
-        per_token = 2 * self.shape.num_kv_heads * self.shape.head_dim * self.store.keys.element_size()
-        return num_tokens * per_token
+        return num_tokens * self.store.token_bytes
+
+
+def _in_layer(plan: Plan, shape: LayerShape) -> Plan:
+    """The plan as it is in one layer.
+
+    Raises:
+        InputError: if it cannot run there.
+    """
+    check_rope(plan, shape.rope)
+    return layer_plan(plan, shape)
+
+
+def _with_rest(part: Part, rest: Rest) -> Part:
+    """Attention over what is visible, and what a method says of the rest: a part whose weight is its share."""
+    value, share = rest.value.to(part.output), rest.share.to(part.lse.device)
+    return merge(part, Part(value, part.lse + torch.logit(share)))
 
 
 def _context_tokens(segment: Segment) -> int:

@@ -19,9 +19,7 @@ from kvsift.methods import method_class
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import PHASES, Plan, Rule
 
-BUDGET_KEYS = {"budget": "tokens"} | {
-    name: name for name in ("ratio", "mass", "sinks", "window", "dense_layers", "min_context")
-}
+BUDGET_KEYS = {"budget": "tokens"} | {field.name: field.name for field in fields(Budget) if field.name != "tokens"}
 
 SIZES = {"tokens", "ratio", "mass"}
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsift.methods.base import Phase
+from kvsift.runtime.watch import Watch
 
 RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
 
@@ -23,6 +24,9 @@ class Tally:
     kv_bytes_read: float | Tensor = 0.0  # keys and values attended
     index_bytes_read: float = 0.0  # keys and summaries read to choose
     kv_bytes_dense: float = 0.0
+    kv_bytes_copied: int = 0  # keys and values brought from host memory to the device
+    pieces_wanted: int = 0  # pages or tokens of a head that were chosen, of KV that is brought to the device
+    pieces_found: int = 0  # those that were there already
     select_s: float = 0.0
     probes: int = 0
     recall: float = 0.0
@@ -44,6 +48,8 @@ class Tally:
             "kv_bytes_attended": int(self.kv_bytes_read),
             "kv_bytes_to_select": int(self.index_bytes_read),
             "kv_bytes_dense": int(self.kv_bytes_dense),
+            "kv_bytes_copied": self.kv_bytes_copied,
+            "device_cache_hits": self.pieces_found / self.pieces_wanted if self.pieces_wanted else None,
             "select_s": self.select_s,
             "recall": self.recall / self.probes if self.probes else None,
             "recovery": self.recovery / self.probes if self.probes else None,
@@ -57,11 +63,13 @@ class RunStats:
     Attributes:
         probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
         probe_s: seconds spent on that, which are not part of the method.
+        watch: told of every chunk and what it was shown, if there is one.
     """
 
     probe_every: int = 16
     probe_s: float = 0.0
     tallies: dict[tuple[int, Phase], Tally] = field(default_factory=dict)
+    watch: Watch | None = None
 
     def tally(self, layer: int, phase: Phase) -> Tally:
         """The counters of one layer in one phase."""

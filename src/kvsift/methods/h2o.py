@@ -1,0 +1,216 @@
+"""H2O: heavy hitters, the tokens that queries attended to so far, and recent ones (https://arxiv.org/abs/2306.14048).
+
+score(j) = sum over past queries i of softmax_j(scale * q_i . k_j), over the tokens that i saw,
+
+summed over the query heads of a KV head too, which keep the same tokens. When there are more than the budget holds, the
+lowest of those that are not recent is dropped for good, and its score with it: hidden by default, freed with
+``evict=true``. Early tokens have been seen by more queries than late ones; the paper has it so.
+
+Column sums need attention weights, which no fused kernel gives: they are computed again, some queries at a time. Memory
+thus grows with the context and not with its square; time does grow so, by the products of queries and keys once more.
+
+Deviations from the paper:
+- the recent tokens are the window, and of the rest of the budget the share ``recent``, half by default as in the paper;
+- sinks are visible whatever their score, as for every method; give sinks=0 for the paper's;
+- budgets are in tokens or a share of the context so far; the paper's are shares of the prompt;
+- in prefill a segment of queries drops at once, before it is answered;
+- ``mode="oneshot"`` drops generated tokens last, as nobody counts for them;
+- where no query has been counted yet, the one being answered stands in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.methods import knobs
+from kvsift.methods.base import Phase
+from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
+from kvsift.methods.drops import Drops, keys_of
+from kvsift.types import KVReader, LayerShape
+
+BLOCK = 64  # queries whose weights are summed together, cut at its multiples
+SNAPSHOT = 256  # tokens from one remembered sum to the next; a multiple of the block
+MAX_WEIGHTS = 1 << 25  # at once: 128 MiB
+
+Mode = Literal["online", "oneshot", "decode_only"]
+
+
+class Sums(NamedTuple):
+    """Scores by the queries before ``position``, ``counted`` of them."""
+
+    position: int
+    counted: int
+    scores: Tensor | None  # float32 [num_kv_heads, capacity], 0 from ``position`` on
+
+    def copied(self) -> Sums:
+        """The same in memory of its own."""
+        return self if self.scores is None else self._replace(scores=self.scores[:, : self.position].clone())
+
+
+NOTHING = Sums(0, 0, None)
+
+
+class HeavyState(DroppingState):
+    """As every dropping method's, and the running sums.
+
+    Those of two earlier points are remembered, and never written to, so that a roll-back adds up again from there.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows, wanted=2 * SNAPSHOT + BLOCK)
+        self.sums = NOTHING
+        self.earlier = (NOTHING, NOTHING)
+        self._new: tuple[tuple[int, Tensor], ...] = ()  # (position of the first, queries) of a chunk being answered
+
+    def observe(self, queries: Tensor | None, start: int, stop: int) -> None:
+        """See the queries of new tokens; those that were not counted yet must not be lost before they are."""
+        before = self.queries.read(self.sums.position, start) if self.sums.position < start else None
+        self._new = () if before is None else ((self.sums.position, before.clone()),)
+        self._new += () if queries is None else ((start, queries),)
+        super().observe(queries, start, stop)
+
+    def read(self, start: int, stop: int) -> Tensor | None:
+        """Queries at positions start to stop, [num_query_heads, stop - start, head_dim]; None if they are not known."""
+        parts = [
+            part[:, max(start - first, 0) : stop - first]
+            for first, part in self._new
+            if first < stop and start < first + part.shape[1]
+        ]
+        if sum(part.shape[1] for part in parts) == stop - start:
+            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return self.queries.read(start, stop)
+
+    def answered(self) -> None:
+        """The chunk is counted, but for the rest of a block, which is among the newest queries."""
+        self._new = ()
+
+    def move_on(self, sums: Sums) -> None:
+        """Go on from here, and remember it from time to time."""
+        self.sums = sums
+        if sums.position % SNAPSHOT == 0:
+            self.earlier = (self.earlier[1], sums.copied())
+
+    def knows(self, length: int) -> bool:
+        return self.earlier[0].position <= length and self.queries.first <= self.earlier[0].position
+
+    def fork(self) -> HeavyState:
+        other = super().fork()
+        other.sums = self.sums.copied()
+        return other
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        self._new = ()
+        if self.sums.position > length:
+            kept = [sums for sums in self.earlier if sums.position <= length] or [NOTHING]
+            self.sums, self.earlier = kept[-1].copied(), (kept[0], kept[-1])
+
+
+@dataclass(frozen=True)
+class H2O(DroppingMethod):
+    """Tokens with the largest sum of softmax weights over past queries.
+
+    Attributes:
+        mode: whose weights are summed: of all queries ("online"), of the prompt's alone ("oneshot"), or of generated
+            tokens alone ("decode_only", which has no answer for prefill).
+        recent: share of what the budget leaves beside sinks and window that goes to the most recent tokens.
+    """
+
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+    source: ClassVar[str] = "arXiv 2306.14048"
+
+    mode: Mode = "online"
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        knobs.one_of("mode", self.mode, ("online", "oneshot", "decode_only"))
+        knobs.share("recent", self.recent)
+        if self.mode == "decode_only":
+            object.__setattr__(self, "phases", ("decode",))
+
+    def new_state(self, shape: LayerShape) -> HeavyState:
+        return HeavyState(self.num_rows(shape))
+
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        return (Drops.BYTES + 3 * 4) * self.num_rows(shape)  # the sums, and two earlier ones
+
+    def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
+        super().follow(state, shape, start, stop, phase, reader)
+        # whole blocks of the prompt, wherever its chunks end
+        self._count(state, shape, stop if phase == "decode" else stop // BLOCK * BLOCK, reader)
+        state.answered()
+
+    def rank(
+        self, state: HeavyState, shape: LayerShape, queries: Tensor, start: int, left: Tensor, reader: KVReader
+    ) -> Tensor:
+        self._count(state, shape, start, reader)
+        if state.sums.scores is None:
+            keys = keys_of(reader, left, start)
+            return by_kv_head(shape, attention_weights(shape, queries[:, :1], keys)).to(left.device)
+        scores = torch.nn.functional.pad(state.sums.scores, (0, max(start - state.sums.scores.shape[1], 0)))
+        worth = scores.gather(1, left.to(scores.device)).to(left.device)
+        return worth if self.mode != "oneshot" else _generated_last(state, left, worth)
+
+    def best(self, worth: Tensor, count: int) -> Tensor:
+        recent = int(self.recent * count)
+        worth[:, worth.shape[1] - recent :] = torch.inf
+        return super().best(worth, count)
+
+    @torch.inference_mode()  # sums outlive the block they were made in
+    def _count(self, state: HeavyState, shape: LayerShape, stop: int, reader: KVReader) -> None:
+        """Add the weights of the queries before ``stop`` that were not counted yet, block by block."""
+        while (start := state.sums.position) < stop:
+            edges = [edge for run in state.generated for edge in run if edge > start]
+            last = min(stop, (start // BLOCK + 1) * BLOCK, *edges)
+            prompt = not state.is_generated(start, last)
+            wanted = self.mode == "online" or prompt == (self.mode == "oneshot")
+            queries = state.read(start, last) if wanted else None
+            sums = state.sums._replace(position=last)
+            state.move_on(sums if queries is None else self._added(state, shape, sums, queries, start, reader))
+
+    def _added(
+        self, state: HeavyState, shape: LayerShape, sums: Sums, queries: Tensor, start: int, reader: KVReader
+    ) -> Sums:
+        """The sums with those of queries from ``start`` on, [num_query_heads, num_queries, head_dim]."""
+        stop, drops = sums.position, state.drops
+        tokens = drops.left_for(start, stop, queries.device)  # what the first of them saw, and what came since
+        keys = keys_of(reader, tokens, stop)
+        tokens, scores = tokens.to(keys.device), _room(sums.scores, shape, keys, stop)
+        # only of the block's own tokens is the future to be hidden, unless some were dropped within it (a roll-back)
+        open_from = 0 if drops.newest > start else tokens.shape[1] - (stop - start)
+        tile = max(1, MAX_WEIGHTS // (shape.num_query_heads * keys.shape[1]))
+        for first in range(start, stop, tile):
+            positions = torch.arange(first, min(first + tile, stop), device=keys.device)
+            seen = drops.seen(tokens[:, open_from:], positions)
+            weights = attention_weights(shape, queries[:, first - start : first - start + tile], keys, seen)
+            scores.scatter_add_(1, tokens, by_kv_head(shape, weights))
+        return Sums(stop, sums.counted + stop - start, scores)
+
+
+def by_kv_head(shape: LayerShape, weights: Tensor) -> Tensor:
+    """[num_query_heads, num_queries, count] -> [num_kv_heads, count], summed over queries and the heads of a group."""
+    return weights.sum(1).unflatten(0, (shape.num_kv_heads, -1)).sum(1)
+
+
+def _room(scores: Tensor | None, shape: LayerShape, like: Tensor, stop: int) -> Tensor:
+    """The scores, with room for tokens before ``stop``."""
+    held = 0 if scores is None else scores.shape[1]
+    if scores is not None and stop <= held:
+        return scores
+    room = torch.zeros(shape.num_kv_heads, max(stop, held * 5 // 4), device=like.device)
+    if scores is not None:
+        room[:, :held] = scores
+    return room
+
+
+def _generated_last(state: HeavyState, left: Tensor, worth: Tensor) -> Tensor:
+    """The worth of tokens where generated ones, which nobody counts for, are to be dropped last, the oldest first."""
+    most = worth.amax() + 1
+    for start, stop in state.generated:
+        worth = torch.where((start <= left) & (left < stop), most + (left - start), worth)
+    return worth

@@ -1,0 +1,140 @@
+"""PQCache: tokens by logits from product-quantised keys (https://arxiv.org/abs/2407.12820).
+
+A key is cut into m sub-vectors, and each is replaced by the nearest of 2^b centroids, so that m codes describe it. The
+products of a query's sub-vectors with the centroids make m tables, and the logit of a token is about
+
+    scale * sum over i of table_i[code_i];
+
+the softmax over the candidates, summed over the query heads of a KV head, ranks its tokens.
+
+By default a tenth of the context is visible, as for the paper's Llama.
+
+Deviation from the paper:
+- centroids are fitted to the first ``settled`` candidates, and again when the context has grown by a seventh or more;
+  the paper's are those of the prompt for good. In between, tokens that leave the window get the nearest there are;
+- the number of k-means iterations is a knob; the paper's is what time allows while the prompt is read;
+- a code takes a byte;
+- half of the paper's budget, a tenth of the context, is the window. Here the window is the budget's, 64 tokens.
+Centring the keys first would change nothing: k-means follows a shift of all points, and a shift of all keys adds the
+same to all logits of a query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvsift.methods import kmeans, knobs
+from kvsift.methods.base import ScoringMethod, top_units
+from kvsift.methods.token_rows import TokenRows, settled
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+
+@dataclass(frozen=True)
+class PQCache(ScoringMethod):
+    """Tokens by their share of attention over product-quantised keys.
+
+    Attributes:
+        parts: sub-vectors of a key (m of the paper).
+        bits: of a code: 2^bits centroids for each sub-vector and KV head.
+        iterations: of k-means.
+        seed: of the tokens that centroids begin at.
+    """
+
+    source: ClassVar[str] = "arXiv 2407.12820"
+    compares_heads: ClassVar[bool] = True
+
+    parts: int = 2
+    bits: int = 6
+    iterations: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        knobs.whole("parts", self.parts, 1)
+        knobs.whole("bits", self.bits, 1, 8)
+        knobs.whole("iterations", self.iterations, 0)
+        knobs.whole("seed", self.seed, 0)
+
+    @property
+    def budget_defaults(self) -> dict[str, Any]:
+        return {"sinks": 32, "ratio": 0.1}
+
+    def new_state(self, shape: LayerShape) -> Codes:
+        return Codes(self)
+
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        return self.parts * shape.num_kv_heads
+
+    def prepare(self, state: Any, shape: LayerShape, candidates: Candidates, reader: KVReader, limit: Limit) -> None:
+        if candidates.count > 0:
+            state.read(reader, candidates)
+
+    def score(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+    ) -> Tensor:
+        codes = state.read(reader, candidates).long()  # [num_kv_heads, count, parts]
+        q = cut(queries.float(), self.parts).unflatten(0, (shape.num_kv_heads, -1))
+        tables = q @ state.centroids.float().mT.unsqueeze(1)  # [num_kv_heads, group_size, parts, num_queries, 2^bits]
+        index = codes.mT[:, None, :, None, :].expand(*tables.shape[:-1], -1)
+        return tables.gather(-1, index).sum(2).flatten(0, 1) * shape.scale
+
+    def select(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        reader: KVReader,
+    ) -> Selection:  # fmt: skip
+        if limit.always_lse is not None:  # shares are asked for
+            return super().select(state, shape, queries, start, candidates, limit, reader)
+        logits = self.score(state, shape, queries, start, candidates, reader)
+        if shape.softcap is not None:
+            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        shares = logits.softmax(-1).sum(1).unflatten(0, (self.num_selections(shape), -1)).sum(1)
+        return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
+
+
+class Codes:
+    """Centroids and codes of the keys of one sequence in one layer.
+
+    Args:
+        method: says how many.
+    """
+
+    def __init__(self, method: PQCache) -> None:
+        self._method = method
+        self._rows = TokenRows()
+        self._span = (0, 0)  # tokens that the centroids were fitted to
+        self.centroids = torch.empty(0)  # float64 [num_kv_heads, parts, 2^bits, part_dim]
+
+    def read(self, reader: KVReader, candidates: Candidates) -> Tensor:
+        """Codes of the candidates, uint8 [num_kv_heads, count, parts]."""
+        span = candidates.first, candidates.first + settled(candidates.count)
+        if span != self._span:
+            method = self._method
+            points = cut(reader.keys(*span), method.parts)
+            self.centroids = kmeans.fit(points, 1 << method.bits, method.iterations, method.seed)
+            self._span, self._rows = span, TokenRows()
+        return self._rows.read(reader, candidates.first, candidates.stop, self._coded)
+
+    def _coded(self, keys: Tensor) -> Tensor:
+        return kmeans.nearest(cut(keys, self._method.parts), self.centroids).mT.to(torch.uint8)
+
+    def fork(self) -> Codes:
+        copy = Codes(self._method)
+        copy._rows, copy._span, copy.centroids = self._rows.fork(), self._span, self.centroids
+        return copy
+
+    def crop(self, length: int) -> None:
+        self._rows.crop(length)
+        if length < self._span[1]:
+            self._span = (0, 0)
+
+
+def cut(vectors: Tensor, parts: int) -> Tensor:
+    """Sub-vectors of vectors [num_heads, n, head_dim], [num_heads, parts, n, part_dim], the last one filled with zeros
+    where parts would be uneven."""
+    missing = -vectors.shape[-1] % parts
+    return pad(vectors, (0, missing)).unflatten(-1, (parts, -1)).transpose(1, 2)

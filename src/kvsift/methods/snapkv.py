@@ -1,0 +1,151 @@
+"""SnapKV: tokens that the end of the prompt attended to (https://arxiv.org/abs/2404.14469).
+
+The prompt is attended in full. Then its last w queries, the observation window, vote for the tokens before them:
+
+votes(j) = pool over neighbours of sum over q of the window of softmax_j(scale * q . k_j), the window causal in itself,
+
+averaged over the query heads of a KV head. Those with the most votes are kept beside the window itself. Drops for good:
+hidden by default, freed with ``evict=true``.
+
+Deviations from the paper:
+- heads that share a KV head keep the same tokens, by the mean of their votes; in the public code each query head keeps
+  its own, and the cache grows by the group size: ``compat``;
+- generated tokens count in the budget, where the paper lets the cache grow: one that leaves the window takes the place
+  of the prompt token with the fewest votes, and once there is none, of the oldest generated one;
+- sinks are visible whatever their votes, as for every method; ``compat`` has none;
+- another prompt after generated tokens (a conversation) votes anew, over what is left;
+- where the queries of the prompt are not known, because the cache was filled before, the first one that is asked votes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from kvsift.errors import InputError
+from kvsift.methods import knobs
+from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
+from kvsift.methods.drops import Drops, keys_of
+from kvsift.types import KVReader, LayerShape
+
+REMEMBERED = 2  # votes: of this prompt and of the one before, which a roll-back may come back to
+
+
+class Vote(NamedTuple):
+    """What the queries before ``position`` voted."""
+
+    position: int
+    window_start: int  # tokens from here on were not voted on
+    votes: Tensor  # float32 [num_rows, position]
+
+
+class SnapState(DroppingState):
+    """As every dropping method's, and the votes."""
+
+    def __init__(self, num_rows: int, wanted: int) -> None:
+        super().__init__(num_rows, wanted)
+        self.voted: tuple[Vote, ...] = ()
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        self.voted = tuple(vote for vote in self.voted if vote.position < length)
+
+
+@dataclass(frozen=True)
+class SnapKV(DroppingMethod):
+    """Tokens with the largest pooled weight for the last queries of the prompt.
+
+    Attributes:
+        queries: of the observation window.
+        kernel: tokens that are pooled, an odd number.
+        pooling: "avg", zeros beyond either end, or "max".
+        heads: each "query" head keeps its own tokens, or the query heads of a "kv" head the same.
+        compat: "code": the public code's class: a set per query head, no sinks, every layer, 320 tokens of which the
+            window is 64; "paper": as its LongBench runs: 4096 tokens, of which 32, max-pooled over 7.
+    """
+
+    source: ClassVar[str] = "arXiv 2404.14469"
+
+    queries: int = 64
+    kernel: int = 5
+    pooling: Literal["avg", "max"] = "avg"
+    heads: Literal["kv", "query"] = "kv"
+    compat: Literal["paper", "code"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        knobs.whole("queries", self.queries, 1)
+        knobs.whole("kernel", self.kernel, 1)
+        knobs.one_of("pooling", self.pooling, ("avg", "max"))
+        knobs.one_of("heads", self.heads, ("kv", "query"))
+        if self.compat not in (None, "paper", "code"):
+            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        if self.kernel % 2 == 0:
+            raise InputError(f"kernel={self.kernel} has no middle; give an odd number such as {self.kernel + 1}.")
+        if self.compat is not None:
+            object.__setattr__(self, "heads", "query")
+        if self.compat == "paper":
+            for knob, value in (("queries", 32), ("kernel", 7), ("pooling", "max")):
+                object.__setattr__(self, knob, value)
+        if self.evict and self.heads == "query":
+            raise InputError(
+                "evict=true stores one set of tokens per KV head, and heads='query' (or compat) keeps others for each "
+                "query head. Leave one of them out."
+            )
+
+    @property
+    def budget_defaults(self) -> dict[str, Any]:
+        if self.compat is None:
+            return {}
+        # the query being answered sees itself within the budget, the paper on top of it
+        tokens = 4097 if self.compat == "paper" else 321
+        return {"tokens": tokens, "sinks": 0, "window": self.queries + 1, "dense_layers": ()}
+
+    def new_state(self, shape: LayerShape) -> SnapState:
+        return SnapState(self.num_rows(shape), self.queries)
+
+    def num_rows(self, shape: LayerShape) -> int:
+        return shape.num_kv_heads if self.heads == "kv" else shape.num_query_heads
+
+    def state_bytes_per_token(self, shape: LayerShape) -> float:
+        return (Drops.BYTES + 4) * self.num_rows(shape)
+
+    def rank(
+        self, state: SnapState, shape: LayerShape, queries: Tensor, start: int, left: Tensor, reader: KVReader
+    ) -> Tensor:
+        voted_at = state.voted[-1].position if state.voted else start
+        if not state.voted or (voted_at < start and not state.is_generated(voted_at, start)):
+            state.voted = (*state.voted, self._vote(state, shape, queries, start, left, reader))[-REMEMBERED:]
+        _, window_start, votes = state.voted[-1]
+        among = votes.gather(1, left.clamp_max(votes.shape[1] - 1))
+        # no vote exceeds the number of votes; what nobody voted on ranks above all, the newest first
+        return torch.where(left < window_start, among, left - window_start + self.queries + 1.0)
+
+    @torch.inference_mode()  # votes outlive the block they were cast in
+    def _vote(
+        self, state: SnapState, shape: LayerShape, queries: Tensor, start: int, left: Tensor, reader: KVReader
+    ) -> Vote:
+        """Votes of the queries before ``start`` on the tokens that are left."""
+        first = max(start - self.queries, state.queries.first)
+        window = state.queries.read(first, start) if first < start else None
+        if window is None:
+            first, window = start, queries[:, :1]
+        keys = keys_of(reader, left, start)
+        positions = torch.arange(first, first + window.shape[1], device=left.device)
+        seen = left.unsqueeze(1) <= positions.unsqueeze(1)  # [num_rows, num_queries, count]
+        weights = attention_weights(shape, window, keys, seen.to(keys.device)).to(left.device)
+        before = int((left[0] < first).sum())  # every row has dropped equally many, and none of the window
+        summed = weights[:, :, :before].sum(1).unflatten(0, (len(left), -1)).mean(1)  # [num_rows, before]
+        votes = torch.zeros(len(left), start, device=left.device)
+        return Vote(start, first, votes.scatter_(1, left[:, :before], self._pooled(summed)))
+
+    def _pooled(self, weights: Tensor) -> Tensor:
+        """Each with its neighbours, as many numbers."""
+        if weights.shape[1] == 0:
+            return weights
+        pool = avg_pool1d if self.pooling == "avg" else max_pool1d
+        return pool(weights, self.kernel, stride=1, padding=self.kernel // 2)

@@ -1,0 +1,43 @@
+"""TidalDecode: each head's tokens, chosen in one layer and reused above (https://arxiv.org/abs/2410.05076).
+
+The first sparse layer and a second one further up see everything and rank all tokens exactly; the layers above attend
+the best of their own heads. LessIsMore chooses in the same layers, but one set for all heads.
+
+Deviation from the paper: sinks and window are always visible, and query heads that share a KV head share a set,
+``heads="query"`` aside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvsift.methods.base import ScoringMethod
+from kvsift.methods.less_is_more import LessIsMore
+from kvsift.types import LayerShape
+
+
+@dataclass(frozen=True)
+class TidalDecode(LessIsMore, ScoringMethod):
+    """The tokens that each head ranks highest, for all layers up to the correction and for all above.
+
+    Attributes: see ``LessIsMore``.
+    """
+
+    estimates_mass: ClassVar[bool] = False
+    compares_heads: ClassVar[bool] = False
+    no_mass: ClassVar[str] = "chooses for layers whose attention it does not look at"
+    source: ClassVar[str] = "arXiv 2410.05076"
+
+    correction: int = 13
+    recent_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        LessIsMore.__post_init__(self)
+        ScoringMethod.__post_init__(self)
+
+    def ranking(self, shape: LayerShape, shares: Tensor, k: int) -> Tensor:
+        by_list = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)
+        return by_list.sort(dim=-1, descending=True, stable=True).indices[:, :k]

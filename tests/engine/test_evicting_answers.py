@@ -1,0 +1,111 @@
+"""Answers whose memory falls to the budget: the same text, fewer bytes, and what cannot be asked any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine.tiny_directory import text_of
+from models.tiny import tiny
+
+import kvsift
+from kvsift import LLM, InputError
+from kvsift.runtime.paged_decode import reason_against
+from kvsift.runtime.spec import parse_plan
+
+SPECS = ["h2o", "snapkv:queries=16", "tova", "keydiff", "streaming_llm"]
+BUDGET = "budget=96:sinks=4:dense_layers=0"
+
+
+def llm(directory: Path, spec: str) -> LLM:
+    return LLM(directory, f"decode={spec}:{BUDGET}", device="cpu", dtype="float32", probe_every=1)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_text_is_the_same_and_the_bytes_fall(spec: str, llama: Path) -> None:
+    hidden, freed = (
+        llm(llama, f"{spec}:evict={evict}").generate(text_of(3000), max_new_tokens=30) for evict in ("false", "true")
+    )
+    if spec != "keydiff":  # which chooses anew when it only hides
+        assert freed.token_ids == hidden.token_ids
+    assert freed.decode("visible_tokens") == hidden.decode("visible_tokens")
+    # two of three layers, of two KV heads of 16 numbers, hold 96 tokens, room for 64 and what is yet to be dropped
+    per_token = 2 * 2 * 16 * 4
+    assert hidden.kv_bytes > 3 * 3000 * per_token
+    assert freed.kv_bytes < hidden.kv_bytes / 3 + 2 * (96 + 2 * 64) * per_token
+    assert (hidden.decode("recall") is None, freed.decode("recall")) == (False, None)
+
+
+def test_a_document_that_was_dropped_is_read_again_for_the_next_question(llama: Path) -> None:
+    freed, hidden = (llm(llama, f"snapkv:evict={evict}").read(text_of(1200)) for evict in ("true", "false"))
+    caches = []
+    for question in ("How many sacks?", "Which mill?", "How many sacks?"):
+        one, other = (document.ask(question, max_new_tokens=8) for document in (freed, hidden))
+        assert one.token_ids == other.token_ids
+        assert one.kv_bytes < other.kv_bytes
+        caches.append((freed._cache, hidden._cache))
+    assert len({id(cache) for cache, _ in caches}) == 3
+    assert len({id(cache) for _, cache in caches}) == 1
+
+
+def test_a_cache_says_why_it_cannot_go_back(llama: Path) -> None:
+    model = llm(llama, "snapkv:evict=true")
+    cache = model.new_cache(model.plan, 300)
+    model.prefill(cache, [5] * 200)
+    cache.mark()
+    model.prefill(cache, [6], phase="decode")
+    assert not cache.can_rewind
+    with pytest.raises(InputError, match="Read the text again into a new cache, or leave evict out"):
+        cache.rewind()
+    assert cache.get_seq_length() == 201
+
+
+@pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=16", "tova"])
+def test_a_marked_cache_can_go_back_however_far(spec: str, llama: Path) -> None:
+    model = llm(llama, spec)
+    cache = model.new_cache(model.plan, 2000)
+    model.prefill(cache, [5, 9] * 100)
+    cache.mark()
+    model.prefill(cache, [6, 7] * 600)
+    cache.rewind()
+    model.prefill(cache, [6], phase="decode")
+    said = [row for rows in cache.describe().values() for row in rows]
+    assert said
+    assert not any("queries_unknown_before" in row for row in said)
+
+
+@pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=16", "tova"])
+def test_a_document_that_only_hides_answers_as_often_as_one_likes(spec: str, llama: Path) -> None:
+    document = llm(llama, spec).read(text_of(1200))
+    questions = ["How many sacks of corn does the third mill grind?", "Which mill?"]
+    answers = [document.ask(question, max_new_tokens=40).token_ids for question in questions]
+    for question, answer in zip(questions, answers):
+        alone = llm(llama, spec).read(text_of(1200)).ask(question, max_new_tokens=40)
+        assert answer == alone.token_ids
+
+
+@pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=8", "tova"])
+def test_beams_and_batches_free_as_well(spec: str) -> None:
+    model = tiny(num_hidden_layers=3)
+    ids = torch.randint(3, 90, (2, 150), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    outputs = []
+    for evict in ("false", "true"):
+        with kvsift.sparse(model, f"{spec}:evict={evict}:budget=60:window=8:dense_layers=0"):
+            outputs.append(model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=12, do_sample=False))
+    assert torch.equal(outputs[0], outputs[1])
+
+
+def test_drafts_are_refused_since_they_may_have_to_be_taken_back() -> None:
+    model = tiny()
+    ids = torch.tensor([5, 6, 7, 8] * 40).unsqueeze(0)
+    plan = "tova:evict=true:budget=60:window=8:dense_layers=none"
+    with kvsift.sparse(model, plan), pytest.raises(InputError, match="dropped for good to make room"):
+        model.generate(ids, prompt_lookup_num_tokens=4, max_new_tokens=30, do_sample=False)
+
+
+def test_captured_steps_do_not_run_them() -> None:
+    for spec in SPECS:
+        assert reason_against(parse_plan(f"{spec}:evict=true")) is not None

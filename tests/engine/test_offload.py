@@ -1,0 +1,184 @@
+"""KV in host memory that the device attends, values in 8 bits, and the CPU by its name."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from contracts.harness import SHAPE, draw_tokens
+from engine.tiny_directory import text_of, write_model
+
+from kvsift import LLM, InputError
+from kvsift.engine import memory
+from kvsift.methods.quest import Quest
+from kvsift.placement.near import SLACK_TOKENS
+from kvsift.placement.offload import OffloadStore
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.sequence import SparseAttention
+from kvsift.runtime.stats import RunStats
+from kvsift.types import Chunk
+
+GPU = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+)
+DEVICES = ["cpu", GPU]
+QUEST = "quest:budget=256:window=32:dense_layers=0"
+PLANS = [
+    QUEST,
+    QUEST + ":prefilter=2:block_pages=4",
+    "dense",
+    "oracle_tokens:budget=120:dense_layers=none",
+    "streaming_llm:budget=100",
+    "retrieval_attention:index=flat:budget=120:sinks=16:window=32:dense_layers=0",
+]
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}
+PER_TOKEN = 2 * 2 * 64 * 4  # keys and values of two KV heads in float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> None:
+    """Where a test says so."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("wide"), **SIZES)
+
+
+def llm(directory: Path, device: str, placement: str, **options: object) -> LLM:
+    path = "composed" if placement == "device" else "auto"
+    return LLM(directory, QUEST, device=device, dtype="float32", placement=placement, path=path, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_answers_are_those_of_kv_on_the_device(plan: str, device: str, directory: Path) -> None:
+    on_host = plan.startswith("retrieval")  # an index needs its keys in host memory
+    beside = llm(directory, "cpu" if on_host else device, "device")
+    apart = llm(directory, device, "offload:device_cache=200", chunk_size=512)
+    for text in (text_of(1500), text_of(601)):
+        one, other = (model.generate(text, plan=plan, max_new_tokens=30) for model in (beside, apart))
+        assert one.token_ids == other.token_ids
+        assert one.decode("visible_tokens") == other.decode("visible_tokens")
+        assert other.path == "composed: its keys and values are in host memory"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_document_is_asked_again_and_again(device: str, directory: Path) -> None:
+    beside, apart = (llm(directory, device, placement).read(text_of(1200)) for placement in ("device", "offload"))
+    for question in ("How many sacks?", "Which of the mills grinds the least corn in a day?", "How many sacks?"):
+        one, other = (document.ask(question, max_new_tokens=20) for document in (beside, apart))
+        assert one.token_ids == other.token_ids
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_device_holds_what_is_always_seen_summaries_and_the_cache(device: str, directory: Path) -> None:
+    document = llm(directory, device, "offload:device_cache=256", chunk_size=512).read(text_of(1500))
+    document.ask("How many sacks?", max_new_tokens=40)
+    cache = document._cache
+    assert cache is not None
+    for attention in cache.attentions[1:]:
+        store = attention.store
+        assert isinstance(store, OffloadStore)
+        assert store.keys.device.type == "cpu"
+        assert {pool.device.type for pool in store.summaries.values()} == {device}
+        summaries = sum(pool.numel() * pool.element_size() for pool in store.summaries.values())
+        assert store.cache.num_bytes == 256 * PER_TOKEN
+        assert 0 < store.num_device_bytes - summaries <= (256 + 16 + 32 + 16 + SLACK_TOKENS) * PER_TOKEN
+    assert cache.num_device_bytes == sum(attention.store.num_device_bytes for attention in cache.attentions)
+
+
+def test_a_run_reports_what_was_copied_and_what_was_there_already(directory: Path) -> None:
+    small, large = (llm(directory, "cpu", f"offload:device_cache={size}") for size in (1, 4096))
+    one, other = (model.generate(text_of(1500), max_new_tokens=20) for model in (small, large))
+    assert one.token_ids == other.token_ids
+    hits = [answer.decode("device_cache_hits") for answer in (one, other)]
+    assert 0 < hits[0] < hits[1] < 1, "a random model asks for much the same pages from token to token"
+    copied = [answer.decode("kv_bytes_copied") for answer in (one, other)]
+    assert copied[1] < copied[0]
+    (dense,) = (
+        row["kv_bytes_copied"] for row in other.stats["layers"] if (row["layer"], row["phase"]) == (0, "decode")
+    )
+    assert dense == sum(range(1501, 1520)) * PER_TOKEN, "the dense layer has all but a step's own token brought"
+    apart = llm(directory, "cpu", "split").generate(text_of(1500), max_new_tokens=20)
+    assert apart.decode("device_cache_hits") is None
+    assert apart.decode("kv_bytes_copied") < copied[1], "sinks and window, once"
+    assert llm(directory, "cpu", "device").generate(text_of(600), max_new_tokens=2).decode("kv_bytes_copied") == 0
+
+
+@pytest.mark.parametrize("placement", ["split", "offload"])
+def test_values_in_8_bits_shift_an_output_by_half_a_step_at_most(placement: str) -> None:
+    tokens = draw_tokens(600, 0)
+    plan = Plan(decode=Rule(Quest(page_size=4), Budget(tokens=64, sinks=4, window=8, dense_layers=())))
+
+    def outputs(knob: str) -> torch.Tensor:
+        layer = SparseAttention(SHAPE, plan, 1, torch.empty(0), RunStats(0), placement=placement + knob)
+        stops, found = [0, 128, 512, 560, *range(561, 601)], []
+        for start, stop in pairwise(stops):
+            chunk = Chunk(*(tensor.unsqueeze(0) for tensor in tokens.part(start, stop)), [stop - start])
+            found.append(layer.attend(chunk, int(start >= 560)))
+        return torch.cat(found, 2)[0]
+
+    one, other = outputs(""), outputs(":host_values=int8")
+    off = (one - other).abs()
+    largest = tokens.values.abs().amax((1, 2)).repeat_interleave(2)  # an output is a mean of values
+    assert bool((off.amax((1, 2)) <= largest / 254 + 1e-5).all())
+    assert 1e-4 < float(off.norm() / one.norm()) < 0.01
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("placement", ["split", "offload"])
+def test_values_in_8_bits_take_less_and_leave_answers_alone(placement: str, device: str) -> None:
+    filler = "".join(f"Mill {n} by the river grinds {n * 37 % 101} sacks of corn a day. " for n in range(60))
+    text = f"{filler}The access code of the old tower is 48213. {filler}"
+    plain, packed = (
+        LLM(plan=QUEST, device=device, dtype="float32", placement=placement + knob)
+        for knob in ("", ":host_values=int8")
+    )
+    one, other = (
+        model.read(text).ask("What is the access code of the old tower?", max_new_tokens=12)
+        for model in (plain, packed)
+    )
+    assert one.token_ids == other.token_ids
+    assert one.text == "48213"
+    # keys take 512 bytes per token and head, values 512 or 132, summaries 1024 per page of 16 tokens
+    assert other.kv_bytes / one.kv_bytes == pytest.approx((512 + 132 + 64) / (1024 + 64), rel=1e-6)
+
+
+def test_host_is_a_name_for_no_gpu(directory: Path) -> None:
+    model = LLM(directory, QUEST, dtype="float32", placement="host")
+    assert model.device.type == "cpu"
+    answer = model.generate(text_of(900), max_new_tokens=10)
+    assert answer.token_ids == llm(directory, "cpu", "device").generate(text_of(900), max_new_tokens=10).token_ids
+    assert answer.path == "composed: no NVIDIA GPU"
+    with pytest.raises(InputError, match=r"device=cuda is none\. Leave the device out, or use placement=split"):
+        LLM(directory, QUEST, placement="host", device="cuda")
+
+
+def test_what_cannot_be_is_refused(directory: Path) -> None:
+    with pytest.raises(InputError, match="with placement=offload prefill is dense"):
+        LLM(directory, "prefill=quoka:budget=512", placement="offload")
+    with pytest.raises(InputError, match="in host memory"):
+        LLM(directory, QUEST, placement="offload", path="captured").generate("Once")
+    with pytest.raises(InputError, match="device_cache=5 is of placement=offload"):
+        LLM(directory, QUEST, placement="split:device_cache=5")
+
+
+def test_a_context_that_does_not_fit_the_host_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LLM(directory, QUEST, device="cpu", dtype="float32", placement="split")
+    gpu, plenty = torch.device("cuda"), 1 << 40
+    kv = 3 * PER_TOKEN * 1000
+    for knob, needed in (("", kv), (":host_values=int8", kv * (256 + 68) / 512)):
+        place = LLM(directory, QUEST, device="cpu", placement="split" + knob).place
+        for room, fits in ((needed + 1, True), (needed - 1, False)):
+            monkeypatch.setattr(memory, "available_bytes", lambda on, room=room: plenty if on == gpu else room)
+            given = model.directory, gpu, torch.float32, 1000, 512, place
+            if fits:
+                memory.require_memory(*given)
+                continue
+            with pytest.raises(InputError, match=r"KV of 1000 tokens takes .* of host memory.*Shorten") as refused:
+                memory.require_memory(*given)
+            assert ("--placement split:host_values=int8" in str(refused.value)) is not bool(knob)

@@ -1,0 +1,228 @@
+"""InfLLM: what stands for a block, which blocks are chosen, and from where they are seen."""
+
+from __future__ import annotations
+
+from math import inf, log
+from typing import Any
+
+import pytest
+import torch
+from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, spy, turn
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.methods.infllm import InfLLM
+from kvsift.methods.local_scores import LocalScores
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.spec import parse_plan
+from kvsift.types import LayerShape
+
+SMALL = {"chunk": 16, "block": 4, "representatives": 2, "local": 24}
+BUDGET = Budget(tokens=4 + 27 + 3 * 4, sinks=4, window=24, dense_layers=())  # three blocks
+
+
+def worked(kind: Any) -> LocalScores:
+    """Queries that are all 1 and keys ln(1, 3, 4, 8), in blocks and tiles of two, seen from up to four away."""
+    shape = LayerShape(0, 1, 1, 1, 1.0)
+    keys = torch.tensor([1.0, 3.0, 4.0, 8.0]).log().view(1, 4, 1)
+    scores = LocalScores(kind, tile=2, block=2, local=4)
+    scores.observe(torch.ones(1, 4, 1), 0, 4)
+    for tile in range(2):
+        scores.append(shape, keys[:, scores.first_key(tile) : 2 * tile + 2])
+    return scores
+
+
+def test_softmax_weights_of_a_worked_example() -> None:
+    """exp(logits) are 1, 3, 4, 8: the four queries give weights 1; 1/4, 3/4; 1/8, 3/8, 4/8; 1/16, 3/16, 4/16, 8/16."""
+    scores = worked("code")
+    first, _ = scores.worth(0, 2, 1)
+    both, looks = scores.worth(0, 2, 2)
+    torch.testing.assert_close(first, torch.tensor([[[1.25, 0.75], [0, 0]]]))
+    torch.testing.assert_close(both, torch.tensor([[[1.4375, 1.3125], [0.75, 0.5]]]))
+    assert looks.tolist() == [[4, 3], [2, 1]]
+    assert (scores.num_complete(1), scores.num_complete(2)) == (0, 1)  # block 1 will be seen from positions 4 and 5
+
+
+def test_mean_products_of_a_worked_example() -> None:
+    """A key's product with every query is its logit; nobody behind the last key has asked yet."""
+    worth, looks = worked("paper").worth(0, 2, 2)
+    assert looks.tolist() == [[3, 2], [1, 0]]
+    torch.testing.assert_close(worth, torch.tensor([[[0.0, log(3)], [log(4), -inf]]]))
+
+
+def rotated(raw: Tokens) -> Tokens:
+    """As a model hands them over."""
+    positions = torch.arange(raw.length)
+    return Tokens(turn(raw.queries, positions), turn(raw.keys, positions), raw.values)
+
+
+def formula(method: InfLLM, raw: Tokens, question: Asked) -> Tensor:
+    """Scores of the candidates by the formula, in float64 and one query at a time."""
+    tokens, group = rotated(raw), SHAPE.group_size
+    queries, keys = tokens.queries.double(), tokens.keys.double()
+    worth = torch.zeros(SHAPE.num_kv_heads, raw.length, dtype=torch.float64)
+    asked = torch.zeros(raw.length)
+    for query in range(question.start // method.chunk * method.chunk):  # of complete tiles
+        end = (query // method.chunk + 1) * method.chunk
+        oldest = max(-(-(end - method.local) // method.block) * method.block, 0)
+        for head in range(SHAPE.num_query_heads):
+            logits = SHAPE.scale * keys[head // group, oldest : query + 1] @ queries[head, query]
+            if method.compat == "paper":
+                worth[head // group, oldest:query] += logits[:-1]
+            else:
+                worth[head // group, oldest : query + 1] += logits.softmax(0)
+        asked[oldest : query + (method.compat == "code")] += 1
+    if method.compat == "paper":
+        worth = torch.where(asked > 0, worth / asked.clamp_min(1), -inf)
+    moves = method.positions == "remapped"
+    seen_keys = raw.keys.double() if moves else keys
+    at = slice(question.start, question.start + question.num_queries)
+    moved = turn(raw.queries[:, at], torch.full((question.num_queries,), method.local)).double()
+    mean = (moved if moves else queries[:, at]).mean(1)  # [num_query_heads, head_dim]
+    scores = []
+    for unit in range(question.candidates.first, question.candidates.stop):
+        places = torch.arange(unit * method.block, (unit + 1) * method.block)
+        score = 0.0
+        for head in range(SHAPE.num_query_heads):
+            best = places
+            if asked[places].any():
+                best = places[worth[head // group, places].topk(method.representatives).indices]
+            score += float(mean[head] @ seen_keys[head // group, best].mean(0))
+        scores.append(score)
+    return torch.tensor(scores)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"compat": "paper"}, {"positions": "absolute"}, {"local": 40}, {"representatives": 4}],
+    ids=str,
+)
+def test_the_blocks_are_those_of_the_formula(knobs: dict[str, Any], phase: str) -> None:
+    """With ``local`` beyond the window, some candidates are still being asked for."""
+    method, raw = InfLLM(**{**SMALL, **knobs}), draw_tokens(120, 3)
+    asked = spy(method)
+    rule = Rule(method, BUDGET)
+    prompt = 120 if phase == "prefill" else 101
+    Runner(Plan(prefill=rule) if phase == "prefill" else Plan(decode=rule)).feed_all(
+        rotated(raw), prompt, [48, *range(prompt, 120)]
+    )
+    assert len(asked) == (5 if phase == "prefill" else 19)
+    for question in asked:
+        assert question.selection.units.shape == (1, question.limit.units), "one set for all heads"
+        best = formula(method, raw, question).topk(question.limit.units).indices.sort().values
+        assert torch.equal(question.selection.units[0], best + question.candidates.first)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("positions", ["remapped", "absolute"])
+def test_what_is_outside_the_window_is_seen_from_one_distance(positions: Any, phase: str) -> None:
+    """Keys as they were before rotation, by queries that stand at ``local``; inside it, distances are true."""
+    method, raw, length = InfLLM(**SMALL, positions=positions), draw_tokens(120, 5), 120
+    asked, tokens = spy(method), rotated(raw)
+    rule = Rule(method, BUDGET)
+    plan = Plan(prefill=rule) if phase == "prefill" else Plan(decode=rule)
+    answer = Runner(plan).feed_all(tokens, length if phase == "prefill" else 110, range(110, length))
+    assert asked
+    for question in asked:
+        sinks_stop, window_start = BUDGET.always(question.start, method.block)
+        far = question.selection.to_mask(length)[0]
+        far[:sinks_stop] = True
+        for position in range(question.start, question.start + question.num_queries):
+            near = (torch.arange(length) >= window_start) & (torch.arange(length) <= position)
+            for head in range(SHAPE.num_query_heads):
+                keys, values = (each[head // SHAPE.group_size].double() for each in (tokens.keys, tokens.values))
+                logits = keys @ tokens.queries[head, position].double()
+                if positions == "remapped":
+                    seen_from = turn(
+                        raw.queries[head : head + 1, position : position + 1], torch.tensor([method.local])
+                    )
+                    unturned = raw.keys[head // SHAPE.group_size].double() @ seen_from[0, 0].double()
+                    logits = torch.where(far, unturned, logits)
+                weights = (SHAPE.scale * logits).masked_fill(~(near | far), -inf).softmax(0)
+                torch.testing.assert_close(answer[head, position].double(), weights @ values, rtol=2e-4, atol=2e-5)
+
+
+def test_no_position_depends_on_the_length_of_the_context() -> None:
+    moved = InfLLM().move(torch.tensor([10**6, 10**6 + 1]), [(128, 10**6 - 4096)])
+    assert (moved.queries.tolist(), moved.keys) == ([4096, 4096], 0)
+
+
+def test_queries_that_nobody_saw_leave_blocks_to_their_mean_key() -> None:
+    """A cache that another plan has filled: all its blocks. Generated tokens bring their queries along."""
+    method, raw = InfLLM(**SMALL), draw_tokens(100, 4)
+    runner = Runner(Plan())
+    runner.feed(rotated(raw).part(0, 99))
+    asked = spy(method)
+    runner.attention.replan(Plan(decode=Rule(method, BUDGET)))
+    runner.feed(rotated(raw).part(99), decode_tokens=1)
+    mean = turn(raw.queries[:, 99:], torch.tensor([method.local]))[:, 0].double()
+    blocks = raw.keys.double().unflatten(1, (25, 4)).mean(2).repeat_interleave(SHAPE.group_size, 0)
+    scores = torch.einsum("hd,hbd->b", mean, blocks)[asked[0].candidates.units]
+    best = scores.topk(asked[0].limit.units).indices.sort().values
+    assert torch.equal(asked[0].selection.units[0], best + asked[0].candidates.first)
+
+
+def test_the_papers_budget_is_128_initial_tokens_a_window_of_4096_and_16_blocks() -> None:
+    rule = parse_plan("infllm").decode
+    assert rule is not None
+    budget = rule.budget
+    assert (budget.sinks, budget.window, budget.dense_layers) == (128, 4096, ())
+    assert {budget.units(start, 128) for start in range(20000, 20256)} == {16}
+    assert str(rule) == f"infllm:budget={budget.tokens}"
+    shorter = parse_plan("infllm:local=1024:block=64").decode
+    assert shorter is not None
+    assert shorter.budget.window == 1024
+    assert {shorter.budget.units(start, 64) for start in range(20000, 20128)} == {16}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"block": 100}, "chunk=512 must be a multiple of block=100"),
+        ({"block": 0}, "block=0 must be a whole number, 1 or more"),
+        ({"representatives": 129}, "representatives=129 must be a whole number, 1 to 128"),
+        ({"local": 500}, "local=500 must be a whole number, 512 or more"),
+        ({"positions": "cache"}, "positions='cache' must be 'remapped' or 'absolute'"),
+        ({"compat": "both"}, "compat='both' must be 'code' or 'paper'"),
+    ],
+)
+def test_knobs_that_make_no_sense_are_refused(knobs: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        InfLLM(**knobs)
+
+
+def test_a_model_whose_rotation_is_not_known_needs_absolute_positions() -> None:
+    shape = SHAPE._replace(rope=None)
+    with pytest.raises(InputError, match="Give positions=absolute"):
+        Runner(Plan(decode=Rule(InfLLM(**SMALL), BUDGET)), shape=shape)
+    Runner(Plan(decode=Rule(InfLLM(**SMALL, positions="absolute"), BUDGET)), shape=shape)
+
+
+def test_a_marked_length_is_come_back_to_from_however_far() -> None:
+    """Farther than queries are kept for: those of the tile that was under way would be lost."""
+    raw, plan = draw_tokens(800, 9), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
+    there_and_back, straight = Runner(plan), Runner(plan)
+    for runner in (there_and_back, straight):
+        runner.feed(rotated(raw).part(0, 103))
+    there_and_back.attention.mark()
+    there_and_back.feed(draw_tokens(600, 1))
+    there_and_back.crop(0, 103)
+    for runner in (there_and_back, straight):
+        runner.feed(rotated(raw).part(103, 140))
+    one, other = (runner.attention._states["decode"][0] for runner in (there_and_back, straight))
+    assert len(one.tiles) == len(other.tiles) == 140 // 16
+    assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))
+
+
+def test_a_long_prompt_at_once_is_summed_as_its_chunks_are() -> None:
+    """More queries than are kept for a roll-back, and a chunk that ends within a tile."""
+    raw, plan = draw_tokens(700, 9), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
+    at_once, in_chunks = Runner(plan), Runner(plan)
+    at_once.feed_all(rotated(raw), 699, [699])
+    in_chunks.feed_all(rotated(raw), 699, [*range(0, 699, 37), 699])
+    one, other = (runner.attention._states["decode"][0] for runner in (at_once, in_chunks))
+    assert len(one.tiles) == len(other.tiles) == 700 // 16
+    assert one._waiting == (), "the queries of the chunk are let go"
+    assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))

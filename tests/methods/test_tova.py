@@ -1,0 +1,73 @@
+"""TOVA keeps the tokens that the query before weighs most, by the mean of all heads, and drops the others for good."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from contracts.checks import masked_attention
+from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
+from methods.weighted import seen, softmax_over, weighted
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.methods.tova import TOVA
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.spec import parse_plan
+
+# Weights of queries 0 to 4, of two KV heads; 3 and 4 are generated. Query 3 sees no token 1, whatever its weight.
+FIRST = [[1], [1, 1], [0.50, 0.25, 0.25], [2, 9, 1, 1], [1] * 5]
+OTHER = [[1], [1, 1], [0.10, 0.30, 0.60], [5, 9, 4, 1], [1] * 5]
+
+
+def plan_of(spec: str) -> Plan:
+    return parse_plan(f"decode={spec}")
+
+
+def test_the_mean_over_heads_decides_for_all_of_them() -> None:
+    """By hand. Query 2: means 0.3, 0.275, 0.425, so token 1 goes. Query 3 over 0, 2 and 3: (0.5 + 0.5) / 2,
+    (0.25 + 0.4) / 2, (0.25 + 0.1) / 2 = 0.5, 0.325, 0.175, so the newest goes, token 3."""
+    shape, tokens = weighted([FIRST, OTHER], num_kv_heads=2)
+    assert seen(plan_of("tova:compat=paper:budget=3"), shape, tokens, 3) == [[[0, 2, 3], [0, 2, 4]]] * 2
+
+
+def test_the_newest_is_kept_in_re_implementations() -> None:
+    """With one token to select beside the newest and the query's own: 0 with 0.3, then 0 with 0.5."""
+    shape, tokens = weighted([FIRST, OTHER], num_kv_heads=2)
+    assert seen(plan_of("tova:compat=code:budget=3"), shape, tokens, 3) == [[[0, 2, 3], [0, 3, 4]]] * 2
+
+
+def simulate(tokens: Tokens, prompt: int, budget: Budget) -> Tensor:
+    """What each generated query sees, the slow way: bool [num_query_heads, num_steps, num_tokens]."""
+    left, rows = torch.ones(tokens.length, dtype=torch.bool), []
+    for query in range(prompt, tokens.length):
+        before = left & (torch.arange(tokens.length) < query)
+        weights = softmax_over(tokens, query - 1, before.expand(SHAPE.num_query_heads, -1), SHAPE).mean(0)
+        others = [j for j in range(budget.sinks, budget.always(query, 1)[1]) if left[j]]
+        others.sort(key=lambda j: (-float(weights[j]), j))
+        left[others[budget.units(query, 1) :]] = False
+        rows.append((left & (torch.arange(tokens.length) <= query)).expand(SHAPE.num_query_heads, -1))
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize(("sinks", "window"), [(0, 1), (0, 2), (3, 6)])
+def test_it_sees_what_the_formula_says(sinks: int, window: int) -> None:
+    budget, tokens = Budget(tokens=30, sinks=sinks, window=window, dense_layers=()), draw_tokens(95, 5)
+    answer = Runner(Plan(decode=Rule(TOVA(), budget))).feed_all(tokens, 80, [31, *range(80, 95)])
+    expected = masked_attention(tokens, simulate(tokens, 80, budget))
+    torch.testing.assert_close(answer[:, 80:], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_compat_brings_its_budget() -> None:
+    for compat, window in (("paper", 1), ("code", 2)):
+        rule = parse_plan(f"tova:compat={compat}").decode
+        assert rule is not None
+        assert rule.budget == Budget(tokens=513, sinks=0, window=window, dense_layers=())
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"), [("tova:compat=kvpress", "'paper', 'code' or left out"), ("tova:heads=kv", "heads")]
+)
+def test_knobs_that_make_no_sense_are_refused(spec: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_plan(spec)

@@ -1,0 +1,204 @@
+"""Dropping for good: the answers of hiding, with memory that really falls, and clear words about what it rules out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from contracts.checks import ALL_CHECKS
+from contracts.harness import (
+    SHAPE,
+    Case,
+    Check,
+    Runner,
+    assert_same_answer,
+    cases,
+    draw_tokens,
+    examples,
+    small,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvsift.errors import InputError
+from kvsift.methods.base import Method
+from kvsift.methods.keydiff import KeyDiff
+from kvsift.methods.tova import TOVA
+from kvsift.placement.evicting import EvictingStore
+from kvsift.runtime import sequence
+from kvsift.runtime.budget import Budget
+from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.sequence import SparseAttention
+from kvsift.runtime.spec import parse_plan
+from kvsift.runtime.stats import RunStats
+from kvsift.types import Rope
+
+DROPPING: list[tuple[str, dict[str, Any]]] = [
+    ("h2o", {}),
+    ("h2o", {"mode": "oneshot"}),
+    ("h2o", {"mode": "decode_only", "recent": 0.0}),
+    ("snapkv", {}),
+    ("snapkv", {"pooling": "max"}),
+    ("tova", {}),
+    ("keydiff", {}),
+    ("streaming_llm", {}),
+]
+IDS = [":".join([name, *(f"{key}={value}" for key, value in knobs.items())]) for name, knobs in DROPPING]
+CONTRACTED = {name: (name, knobs) for name, knobs in DROPPING if name == "streaming_llm" or not knobs}
+# A roll-back behind what was dropped is refused, and so is KV in host memory; tests below.
+GOING_BACK = {
+    "a_rolled_back_sequence_answers_as_if_nothing_had_been",
+    "layers_hear_of_their_own_sequence_and_pass_alone",
+    "placements_do_not_change_the_answer",
+    "summaries_do_not_depend_on_how_they_were_built",
+}
+
+
+def evicting(name: str, knobs: dict[str, Any]) -> Callable[[], Method]:
+    return small(name, evict=True, **knobs)
+
+
+def hiding(name: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[[], Method]:
+    """The same method over a store that frees nothing. Some that do not drop choose anew when they only hide."""
+    if name in ("keydiff", "streaming_llm"):
+        monkeypatch.setattr(sequence, "evicts", lambda plan, layer: False)
+        return evicting(name, knobs)
+    return small(name, **knobs)
+
+
+@pytest.mark.parametrize(("name", "knobs"), DROPPING, ids=IDS)
+def test_answers_are_those_of_hiding(name: str, knobs: dict[str, Any]) -> None:
+    dropped = []
+
+    @examples(40)
+    @given(case=cases(evicting(name, knobs)(), "decode"), at_once=st.booleans())
+    def holds(case: Case, at_once: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            hidden = Runner(Plan(decode=Rule(hiding(name, knobs, patch)(), case.budget)))
+        freed = Runner(Plan(decode=Rule(evicting(name, knobs)(), case.budget)))
+        assert isinstance(freed.store, EvictingStore)
+        assert not isinstance(hidden.store, EvictingStore)
+        cuts = [] if at_once else range(case.prompt, case.length)
+        expected, answer = (each.feed_all(case.tokens, case.prompt, cuts) for each in (hidden, freed))
+        assert_same_answer(answer, expected, "freeing changed the answer")
+        for key in ("visible_tokens", "sparse_queries", "kv_bytes_read"):
+            assert getattr(freed.stats.phase("decode"), key) == getattr(hidden.stats.phase("decode"), key)
+        dropped.append(freed.store.num_held(0) < case.length)
+
+    holds()
+    assert sum(dropped) > 10
+
+
+@pytest.mark.parametrize("check", [c for c in ALL_CHECKS if c.__name__ not in GOING_BACK], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(("name", "knobs"), CONTRACTED.values(), ids=CONTRACTED)
+def test_contracts_hold(name: str, knobs: dict[str, Any], check: Check) -> None:
+    check(evicting(name, knobs), "decode")
+
+
+BUDGET = Budget(tokens=64, sinks=2, window=16, dense_layers=())
+
+
+@pytest.mark.parametrize("spec", ["h2o", "snapkv:queries=8", "tova", "keydiff", "streaming_llm"])
+def test_memory_falls_to_the_budget(spec: str) -> None:
+    window = "" if spec == "streaming_llm" else ":window=16"
+    plan = parse_plan(f"decode={spec}:evict=true:budget=64:sinks=2{window}:dense_layers=none")
+    runner, tokens = Runner(plan, num_rows=2), draw_tokens(2000, 0)
+    runner.feed(tokens, tokens.part(0, 1500))
+    whole, per_token = runner.store.num_bytes, 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4
+    assert whole >= 3500 * per_token
+    for step in range(70):
+        token = draw_tokens(1, step)
+        runner.feed(token, token, decode_tokens=1)
+        held = [runner.store.num_held(row) for row in range(2)]
+        assert held == [64, 64]
+        assert runner.store.num_bytes <= 2 * (64 + 2 * 64) * per_token + 2 * 2 * 64 * 8
+    assert runner.store.lengths == [2070, 1570]
+    assert float(runner.stats.phase("decode").visible_tokens) == 2 * 70 * 64
+
+
+def test_streaming_in_cache_positions_frees_too() -> None:
+    shape = SHAPE._replace(rope=Rope(10000 ** (-torch.arange(4) / 4)))
+    tokens, outputs = draw_tokens(90, 0), []
+    for evict in ("false", "true"):
+        plan = parse_plan(f"decode=streaming_llm:positions=cache:evict={evict}:budget=20:sinks=3")
+        runner = Runner(plan, shape=shape)
+        outputs.append(runner.feed_all(tokens, 70, range(70, 90)))
+    assert_same_answer(outputs[1], outputs[0], "freeing changed the answer")
+    assert isinstance(runner.store, EvictingStore)
+    assert runner.store.num_held(0) == 20
+
+
+def test_dense_layers_keep_everything() -> None:
+    plan = Plan(decode=Rule(TOVA(evict=True), replace(BUDGET, dense_layers=(2,))))
+    runner = Runner(plan)
+    assert SHAPE.layer == 2
+    assert not isinstance(runner.store, EvictingStore)
+    runner.feed(draw_tokens(100, 0))
+    runner.feed(draw_tokens(1, 1), decode_tokens=1)
+    runner.crop(0, 50)
+
+
+def test_what_was_missed_is_not_known() -> None:
+    plan = Plan(decode=Rule(TOVA(evict=True), BUDGET))
+    runner = Runner(plan)
+    runner.stats.probe_every = 1
+    runner.feed_all(draw_tokens(100, 0), 90, range(90, 100))
+    report = runner.stats.phase("decode").report()
+    assert report["sparse_queries"] == 10
+    assert report["recall"] is None
+    assert report["recovery"] is None
+
+
+def after_dropping() -> Runner:
+    runner = Runner(parse_plan("decode=snapkv:evict=true:budget=64:window=16:dense_layers=none"))
+    runner.feed_all(draw_tokens(100, 0), 95, range(95, 100))
+    return runner
+
+
+def test_another_prompt_is_refused_once_something_is_gone() -> None:
+    with pytest.raises(
+        InputError, match=r"36 tokens of this cache were dropped for good.*new cache, or leave evict out"
+    ):
+        after_dropping().feed(draw_tokens(3, 1))
+
+
+def test_going_back_is_refused_once_something_is_gone() -> None:
+    runner = after_dropping()
+    runner.crop(0, 100)
+    with pytest.raises(InputError, match="cannot go back from 100 tokens to 99"):
+        runner.crop(0, 99)
+
+
+def test_another_plan_is_refused_once_something_is_gone() -> None:
+    with pytest.raises(InputError, match="no other plan can go on with it"):
+        after_dropping().attention.replan(Plan())
+
+
+def test_a_plan_that_frees_may_take_over_a_cache() -> None:
+    tokens = draw_tokens(100, 0)
+    runner = Runner(Plan())
+    runner.feed(tokens.part(0, 95))
+    del runner.store.append  # the harness's own, which would go on writing to the old store
+    runner.attention.replan(Plan(decode=Rule(KeyDiff(evict=True), BUDGET)))
+    alone = Runner(Plan(decode=Rule(KeyDiff(evict=True), BUDGET)))
+    expected = alone.feed_all(tokens, 95, range(95, 100))[:, 95:]
+    outputs = [runner.feed(tokens.part(i, i + 1), decode_tokens=1)[0] for i in range(95, 100)]
+    assert_same_answer(torch.cat(outputs, 1), expected, "taking over changed the answer")
+    assert isinstance(runner.attention.store, EvictingStore)
+    assert runner.attention.store.num_held(0) == 64
+
+
+@pytest.mark.parametrize("placement", ["split", "offload"])
+def test_host_memory_is_refused(placement: Any) -> None:
+    plan = parse_plan("h2o:evict=true")
+    with pytest.raises(InputError, match="Leave out evict, or the placement"):
+        SparseAttention(SHAPE, plan, 1, torch.empty(0), RunStats(), placement=placement)
+
+
+@pytest.mark.parametrize("spec", ["h2o", "keydiff", "streaming_llm"])
+def test_prefill_rules_that_free_are_refused(spec: str) -> None:
+    with pytest.raises(InputError, match="belongs to the rule of decode"):
+        parse_plan(f"prefill={spec}:evict=true")
