@@ -28,7 +28,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-TABLES := quest-table1 quest-table1-long retrieval-tables quoka-table critiprefill-ablation
+TABLES := quest-table1 quest-table1-long retrieval-tables retrieval-tables-index quoka-table critiprefill-ablation
 tables: $(VENV)/installed  ## the shapes of the papers' tables on the embedded model; goes on where it was stopped
 	$(BIN)/kvsift eval $(TABLES:%=recipes/%.toml)
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <string>
@@ -55,33 +56,46 @@ std::int64_t unreachable(std::uintptr_t neighbours, std::int64_t rows, int degre
       {at<const std::uint32_t>(neighbours), rows, degree, at<const std::uint32_t>(entries), num_entries});
 }
 
+void write_found(const graph::Searcher& walk, int k, std::int64_t* ids, float* scores) {
+  for (int i = 0; i < k; ++i) {
+    const bool found = i < walk.num_best();
+    ids[i] = found ? std::int64_t{graph::id_of(walk.best()[i])} : -1;
+    scores[i] = found ? graph::score_of(walk.best()[i]) : -INFINITY;
+  }
+}
+
 // Graphs are [num_graphs, graph_rows, degree], of which the first `rows` rows hold; keys from there on are scanned.
 // queries float32 [num_query_heads, dim]; ids and scores [num_query_heads, k]. -> keys scored per query head
 std::vector<std::int64_t> search(std::uintptr_t queries, int num_query_heads, std::uintptr_t keys, int num_kv_heads,
                                  std::int64_t stride, std::int64_t num_keys, int dim, bool bf16,
                                  std::uintptr_t neighbours, int num_graphs, std::int64_t graph_rows, std::int64_t rows,
                                  int degree, std::uintptr_t entries, int num_entries, const std::vector<int>& beams,
-                                 int k, std::uintptr_t ids, std::uintptr_t scores, int threads,
+                                 const std::vector<int>& patience, int k, std::uintptr_t ids, std::uintptr_t scores, int threads,
                                  const std::string& level) {
   nb::gil_scoped_release release;
   const graph::ScoreRows score = graph::score_rows(level);
   std::vector<std::int64_t> scanned(static_cast<std::size_t>(num_query_heads));
-  std::vector<graph::Searcher> searchers(static_cast<std::size_t>(threads));
-  parallel_for(num_query_heads, threads, [&](std::int64_t head, int thread) {
-    const std::int64_t kv_head = head * num_kv_heads / num_query_heads, g = head * num_graphs / num_query_heads;
-    const graph::Graph graph{at<const std::uint32_t>(neighbours) + g * graph_rows * degree, rows, degree,
-                             at<const std::uint32_t>(entries) + g * num_entries, num_entries};
-    graph::Searcher& searcher = searchers[thread];
-    searcher.bind(head_of(keys, kv_head, stride, num_keys, dim, bf16), score);
-    const float* query = at<const float>(queries) + head * dim;
-    searcher.walk(graph, query, beams[head], k);
-    const auto& best = searcher.scan(query, rows, k);
-    for (int i = 0; i < k; ++i) {
-      const bool found = i < static_cast<int>(best.size());
-      at<std::int64_t>(ids)[head * k + i] = found ? std::int64_t{graph::id_of(best[i])} : -1;
-      at<float>(scores)[head * k + i] = found ? graph::score_of(best[i]) : -INFINITY;
+  // several walks at a time, but not so many that a thread has none
+  const int together = std::max(1, std::min(graph::side_by_side, num_query_heads / std::max(1, threads)));
+  std::vector<graph::Searcher> searchers(static_cast<std::size_t>(threads) * together);
+  parallel_for((num_query_heads + together - 1) / together, threads, [&](std::int64_t task, int thread) {
+    const int first = static_cast<int>(task) * together, count = std::min(together, num_query_heads - first);
+    graph::Searcher* walks = &searchers[static_cast<std::size_t>(thread) * together];
+    for (int i = 0; i < count; ++i) {
+      const std::int64_t head = first + i;
+      const std::int64_t kv_head = head * num_kv_heads / num_query_heads, g = head * num_graphs / num_query_heads;
+      walks[i].bind(head_of(keys, kv_head, stride, num_keys, dim, bf16), score);
+      walks[i].start({at<const std::uint32_t>(neighbours) + g * graph_rows * degree, rows, degree,
+                      at<const std::uint32_t>(entries) + g * num_entries, num_entries},
+                     at<const float>(queries) + head * dim, beams[head], k, patience[head]);
     }
-    scanned[head] = searcher.scanned();
+    graph::finish(walks, count);
+    for (int i = 0; i < count; ++i) {
+      const std::int64_t head = first + i;
+      walks[i].scan(rows, k);
+      write_found(walks[i], k, at<std::int64_t>(ids) + head * k, at<float>(scores) + head * k);
+      scanned[head] = walks[i].scanned();
+    }
   });
   return scanned;
 }

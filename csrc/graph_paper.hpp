@@ -139,9 +139,12 @@ class PaperGraph {
       const auto id = static_cast<std::uint32_t>(key);
       const List& linked = links_[key];
       List list;
-      for (const Candidate c : searchers[thread].walk(graph, row(id).data(), beam_, beam_))
-        if (id_of(c) != id && std::find(linked.begin(), linked.end(), id_of(c)) == linked.end())
-          list.push_back(id_of(c));
+      Searcher& searcher = searchers[thread];
+      searcher.walk(graph, row(id).data(), beam_, beam_);
+      for (int i = 0; i < searcher.num_best(); ++i) {
+        const std::uint32_t other = id_of(searcher.best()[i]);
+        if (other != id && std::find(linked.begin(), linked.end(), other) == linked.end()) list.push_back(other);
+      }
       met[key] = prune(id, list);
     });
     for (std::size_t key = 0; key < links_.size(); ++key)

@@ -34,8 +34,9 @@ struct ScanScratch {
 // tell each other, which saves work and changes no answer.
 class Bars {
  public:
-  explicit Bars(std::size_t num_queries) : bars_(new std::atomic<float>[num_queries]) {
-    for (std::size_t q = 0; q < num_queries; ++q) bars_[q] = -std::numeric_limits<float>::infinity();
+  explicit Bars(std::size_t num_queries) : count_(num_queries), bars_(new std::atomic<float>[num_queries]) { lower(); }
+  void lower() {
+    for (std::size_t q = 0; q < count_; ++q) bars_[q] = -std::numeric_limits<float>::infinity();
   }
   float of(std::size_t query) const { return bars_[query].load(std::memory_order_relaxed); }
   void raise(std::size_t query, float score) {
@@ -45,6 +46,7 @@ class Bars {
   }
 
  private:
+  std::size_t count_;
   std::unique_ptr<std::atomic<float>[]> bars_;
 };
 
@@ -88,6 +90,34 @@ inline std::int64_t scan_part(std::int64_t length, int num_kv_heads, std::int64_
   return std::max((even + kScanRows - 1) / kScanRows, std::int64_t{8}) * kScanRows;
 }
 
+constexpr std::int64_t kSampledRows = 16;    // next to each other, one of 32 such blocks
+constexpr std::int64_t kSampledFrom = 1024;  // k from which a sample saves more than it costs
+
+// Sets bars that about one and a half times k rows reach, going by a sample: a search for thousands then takes in little
+// that it drops again. A guess: whoever finds fewer than k must scan without them.
+template <class Score>
+void guess_bars(int num_kv_heads, int group, std::int64_t length, std::int64_t k, int threads, Bars& bars, Score&& score) {
+  constexpr std::int64_t step = 32 * kSampledRows;
+  if (k < kSampledFrom) return;
+  const std::int64_t blocks = length / step, count = blocks * kSampledRows;
+  const std::int64_t rank = k * 3 / 2 * count / length + 8;
+  if (rank >= count) return;
+  parallel_for(num_kv_heads, threads, [&](std::int64_t h, int) {
+    std::vector<float> block(std::size_t(group) * kScanRows), sampled(std::size_t(group * count));
+    for (std::int64_t b = 0; b < blocks; ++b) {
+      score(int(h), b * step, kSampledRows, block.data());
+      for (int q = 0; q < group; ++q)
+        std::copy_n(block.begin() + q * kScanRows, kSampledRows, sampled.begin() + q * count + b * kSampledRows);
+    }
+    for (int q = 0; q < group; ++q) {
+      const auto first = sampled.begin() + q * count;
+      for (auto each = first; each != first + count; ++each) *each = score_of(rank_of(*each));  // NaN has no order
+      std::nth_element(first, first + rank, first + count, std::greater<float>());
+      bars.raise(std::size_t(h) * std::size_t(group) + std::size_t(q), first[rank]);
+    }
+  });
+}
+
 // Calls score(kv_head, first_row, count, scores) as above for the group of each KV head, then finish(query_head, best) with
 // the best k of each query head.
 template <class Score, class Finish>
@@ -98,25 +128,41 @@ void scan_heads(int num_kv_heads, int group, std::int64_t length, std::int64_t k
   Bars bars(std::size_t(num_kv_heads) * std::size_t(group));
   std::vector<Scored> partial(std::size_t(parts * num_kv_heads * group * room));  // [kv_head, part, query, room]
   std::vector<std::int64_t> counts(std::size_t(parts * num_kv_heads * group));
-  parallel_for(parts * num_kv_heads, threads, [&](std::int64_t task, int) {
-    ScanScratch& scratch = ScanScratch::of_thread();
-    const int h = int(task / parts);
-    const std::int64_t start = task % parts * part;
-    scan_rows(start, std::min(start + part, length), std::size_t(h) * std::size_t(group), group, k, bars, scratch,
-              [&](std::int64_t row, std::int64_t count, float* scores) { score(h, row, count, scores); });
-    for (int q = 0; q < group; ++q) {
-      const std::vector<Scored>& chosen = scratch.best[std::size_t(q)].chosen();
-      counts[std::size_t(task * group + q)] = std::int64_t(chosen.size());
-      std::copy(chosen.begin(), chosen.end(), partial.begin() + (task * group + q) * room);
+  const auto run = [&] {
+    parallel_for(parts * num_kv_heads, threads, [&](std::int64_t task, int) {
+      ScanScratch& scratch = ScanScratch::of_thread();
+      const int h = int(task / parts);
+      const std::int64_t start = task % parts * part;
+      scan_rows(start, std::min(start + part, length), std::size_t(h) * std::size_t(group), group, k, bars, scratch,
+                [&](std::int64_t row, std::int64_t count, float* scores) { score(h, row, count, scores); });
+      for (int q = 0; q < group; ++q) {
+        const std::vector<Scored>& chosen = scratch.best[std::size_t(q)].chosen();
+        counts[std::size_t(task * group + q)] = std::int64_t(chosen.size());
+        std::copy(chosen.begin(), chosen.end(), partial.begin() + (task * group + q) * room);
+      }
+    });
+  };
+  const auto place = [&](std::int64_t q, std::int64_t p) { return (q / group * parts + p) * group + q % group; };
+  const auto too_few = [&](std::int64_t q) {
+    std::int64_t found = 0;
+    for (std::int64_t p = 0; p < parts; ++p) found += counts[std::size_t(place(q, p))];
+    return found < k;
+  };
+  guess_bars(num_kv_heads, group, length, k, threads, bars, score);
+  run();
+  for (std::int64_t q = 0; q < std::int64_t(num_kv_heads) * group; ++q)
+    if (too_few(q)) {  // a bar was guessed too high
+      bars.lower();
+      run();
+      break;
     }
-  });
   parallel_for(std::int64_t(num_kv_heads) * group, threads, [&](std::int64_t q, int) {
     ScanScratch& scratch = ScanScratch::of_thread();
     if (scratch.best.empty()) scratch.best.resize(1);
     Best& all = scratch.best[0];
     all.reset(k);
     for (std::int64_t p = 0; p < parts; ++p) {
-      const std::int64_t at = (q / group * parts + p) * group + q % group;
+      const std::int64_t at = place(q, p);
       for (std::int64_t i = 0; i < counts[std::size_t(at)]; ++i) all.offer(partial[std::size_t(at * room + i)]);
     }
     finish(int(q), all);

@@ -193,6 +193,13 @@ int main() {
     const Case longer(random, 1, 2, 16, 9000, true);  // several parts per head
     check_search(longer, 300, 3);
     check_attention(longer, random, 3);
+    check_search(longer, 2000, 3);  // goes by a sample
+    Case late(random, 1, 2, 16, 9000, true);  // whose sample promises too much: only sampled rows are large
+    for (std::int64_t row = 0; row < 9000; ++row)
+      for (int i = 0; i < 16; ++i) late.k[std::size_t(row * 16 + i)] = row % 512 < 16 ? 3.0f : float(row % 7) - 6.0f;
+    late.q.assign(late.q.size(), 1.0f);
+    late.k16 = bf16(late.k);
+    check_search(late, 1200, 3);
   }
   std::vector<char> memory(3 << 20, 1);
   CHECK(read_seconds(memory.data(), std::int64_t(memory.size()), 2) > 0);

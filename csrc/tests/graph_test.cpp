@@ -39,10 +39,28 @@ void check(int num_keys, int dim, int degree, int num_lists, int length, int thr
     const graph::Graph graph{neighbours.data(), rows, degree, entries.data(), 16};
     const int k = 1 + int(task) * 3;
     searcher.walk(graph, asked.data(), num_keys, k);
-    const auto& best = searcher.scan(asked.data(), rows, k);
-    for (std::size_t i = 1; i < best.size(); ++i) require(best[i - 1] >= best[i], "results are in order");
-    for (const auto each : best) require(graph::id_of(each) < std::uint32_t(num_keys), "ids are rows");
+    searcher.scan(rows, k);
+    require(searcher.num_best() == std::min(k, num_keys), "as many results as there are");
+    for (int i = 0; i < searcher.num_best(); ++i) {
+      require(i == 0 || searcher.best()[i - 1] > searcher.best()[i], "results are in order, none twice");
+      require(graph::id_of(searcher.best()[i]) < std::uint32_t(num_keys), "ids are rows");
+    }
   });
+  // side by side they meet what they meet alone
+  const graph::Graph whole{neighbours.data(), num_keys, degree, entries.data(), 16};
+  std::vector<graph::Searcher> walks(graph::side_by_side + 1);
+  for (int i = 0; i <= graph::side_by_side; ++i) {
+    walks[i].bind({keys.data(), num_keys, dim, false}, graph::score_rows("generic"));
+    walks[i].start(whole, keys.data() + i % num_keys * dim, 10 + i, 5, i);
+  }
+  graph::finish(walks.data(), graph::side_by_side);
+  for (int i = 0; i < graph::side_by_side; ++i) {
+    graph::Searcher& alone = walks[graph::side_by_side];
+    alone.start(whole, keys.data() + i % num_keys * dim, 10 + i, 5, i);
+    graph::finish(&alone, 1);
+    require(alone.num_best() == walks[i].num_best() && alone.scanned() == walks[i].scanned(), "as many keys");
+    for (int b = 0; b < alone.num_best(); ++b) require(alone.best()[b] == walks[i].best()[b], "the same keys");
+  }
   require(graph::unreachable({neighbours.data(), num_keys, degree, entries.data(), 16}) <= num_keys, "a count");
 }
 

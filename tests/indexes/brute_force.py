@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -45,6 +46,44 @@ def assert_exact(found: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, k:
             slack = 1e-5 * float(keys[head // group, row].double().abs() @ queries[head].double().abs()) + 1e-6
             assert abs(claimed - true) <= slack, "a score is wrong"
             assert abs(score - true) <= 2 * slack, "a better key was missed"
+
+
+def assert_true_of_what_was_found(
+    found: tuple[Tensor, Tensor], queries: Tensor, keys: Tensor, least: float = 0
+) -> None:
+    """What a search returned may miss keys, up to a share, and says nothing false: true scores, in order."""
+    ids, scores = found
+    group, there = queries.shape[0] // keys.shape[0], (ids >= 0).sum(1).tolist()
+    assert torch.equal(ids < 0, scores == -torch.inf)
+    assert int(ids.max()) < keys.shape[1]
+    for head, count in enumerate(there):
+        own_ids, own = ids[head].tolist(), scores[head].tolist()
+        assert min(own_ids[:count], default=0) >= 0
+        assert len(set(own_ids[:count])) == count
+        assert sorted(range(count), key=lambda place: (-own[place], own_ids[place])) == list(range(count))
+        rows, query = keys[head // group, own_ids[:count]].double(), queries[head].double()
+        slack = 1e-5 * (rows.abs() @ query.abs()) + 1e-6
+        assert bool(((torch.tensor(own[:count]).double() - rows @ query).abs() <= slack).all()), "a score is wrong"
+    best = nearest(queries, keys, ids.shape[1])
+    hits = sum(len({row for _, row in of} & set(own.tolist())) for of, own in zip(best, ids))
+    assert hits >= least * sum(len(of) for of in best), "too much was missed"
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output [num_query_heads, d] and lse [num_query_heads] in float64 inside; 0 and -inf where nothing is seen."""
+    group = queries.shape[0] // keys.shape[0]
+    output, lse = [], []
+    for head, query in enumerate(queries.double()):
+        logits = (keys[head // group].double() @ query * scale).tolist()
+        top = max(logits, default=-math.inf)
+        weights = [0.0 if top == -math.inf else math.exp(logit - top) for logit in logits]
+        total = sum(weights)
+        lse.append(top + math.log(total) if total else -math.inf)
+        rows = values[head // group].double()
+        output.append(
+            torch.tensor(weights, dtype=torch.float64) @ rows / total if total else rows.new_zeros(rows.shape[1])
+        )
+    return torch.stack(output).float(), torch.tensor(lse)
 
 
 class Layers:

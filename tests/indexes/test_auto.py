@@ -48,11 +48,12 @@ def recall(index: AutoIndex, layer: Any) -> float:
 GRAPH_WINS = {"flat": 5.0, "flat_int8": 4.0, "graph": 1.0, "mixed": 2.0}
 
 
-def test_a_fast_graph_is_taken_with_a_beam_that_is_wide_enough(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fast_graph_is_taken_with_patience_enough(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(layer, monkeypatch, GRAPH_WINS)
     found = index.statistics()
     assert found["heads"] == ["graph", "graph"]
-    assert found["beam"] == [head["beam"] for head in found["measured"]["heads"]]
+    for knob in ("beam", "patience"):
+        assert found[knob] == [head[knob] for head in found["measured"]["heads"]]
     assert all(head["good"] and min(head["recall"], head["mass"]) >= 0.95 for head in found["measured"]["heads"])
     assert recall(index, layer) >= 0.9  # held-out queries are few, and stand for others
     assert 0 < index.statistics()["scanned"] < N / 2
@@ -60,12 +61,12 @@ def test_a_fast_graph_is_taken_with_a_beam_that_is_wide_enough(layer: Any, monke
     assert "graph was fastest" in found["why"]
 
 
-def test_a_narrower_beam_would_not_have_been_good_enough(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = build(layer, monkeypatch, GRAPH_WINS, target=0.99).statistics()["beam"]
-    width = max(chosen) / K
-    assert width > trial.WIDTHS[0], "the case is too easy to say anything"
-    narrower = [of for of in trial.WIDTHS if of < width][-1:]
-    monkeypatch.setattr(trial, "WIDTHS", tuple(narrower))
+def test_less_patience_would_not_have_been_enough(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = build(layer, monkeypatch, GRAPH_WINS, target=0.99).statistics()["patience"]
+    share = max(chosen) / K
+    assert share > trial.PATIENCE[0], "the case is too easy to say anything"
+    less = [of for of in trial.PATIENCE if of < share][-1:]
+    monkeypatch.setattr(trial, "PATIENCE", tuple(less))
     heads = build(layer, monkeypatch, GRAPH_WINS, target=0.99).statistics()["measured"]["heads"]
     assert not all(head["good"] for head in heads)
 
@@ -79,7 +80,7 @@ def test_a_faster_scan_is_taken(layer: Any, monkeypatch: pytest.MonkeyPatch, sca
 
 
 def test_a_graph_that_misses_too_much_is_never_taken(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WIDTHS", (1.0,))
+    monkeypatch.setattr(trial, "PATIENCE", (0.05,))
     index = build(layer, monkeypatch, GRAPH_WINS, target=1.0)
     assert index.statistics()["heads"] == ["flat_int8", "flat_int8"]
     assert "in 0 of 2 heads" in index.why
@@ -96,13 +97,14 @@ def half_clustered() -> tuple[Tensor, Tensor]:
 
 
 def test_each_head_has_its_own_and_one_search_serves_both(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "WIDTHS", (2.0,))
+    monkeypatch.setattr(trial, "PATIENCE", (0.4,))
     keys, queries = half_clustered()
     data = layer._replace(keys=keys, samples=queries, positions=torch.arange(4, 4004, 4), rope=None)
     index = build(data, monkeypatch, {"flat": 1.0, "flat_int8": 2.0, "graph": 0.5, "mixed": 0.4}, target=0.7)
     found = index.statistics()
     assert found["heads"] == ["flat", "graph"], found["measured"]["heads"]
-    assert found["beam"] == [None, 2 * K]
+    assert found["beam"] == [None, 8 * K]
+    assert found["patience"] == [None, 0.4 * K]
     for asked in queries[:, ::100].unbind(1):
         ids, scores = index.search(asked, keys, K)
         assert_exact((ids[:2], scores[:2]), asked[:2], keys[:1], K)  # the heads that are scanned

@@ -32,7 +32,7 @@ def test_fuzz_against_brute_force() -> None:
 @needs_core
 def test_fuzz_of_codes_that_fetch_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes rank roughly; with all keys fetched and scored again, the answer is exact."""
-    monkeypatch.setattr(flat, "OVERFETCH", HUGE)
+    monkeypatch.setattr(flat, "overfetch", lambda k: HUGE)
     layers = Layers(1)
     for _ in range(300):
         queries, keys, k = layers.draw()
@@ -56,7 +56,7 @@ def test_codes_find_nearly_all() -> None:
 
 @pytest.mark.parametrize("codes", [None, pytest.param("int8", marks=needs_core)])
 def test_keys_that_come_and_go(codes: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "OVERFETCH", HUGE)
+    monkeypatch.setattr(flat, "overfetch", lambda k: HUGE)
     layers = Layers(2)
     for _ in range(60):
         keys = layers.normal(2, 60, 16)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsift import native
 from kvsift.benchmarks.index_data import index_data
 from kvsift.benchmarks.qk_dump import Dump
 from kvsift.errors import InputError
@@ -72,7 +73,7 @@ def synthetic(
         num_samples=min(samples, context), num_queries=num_decode, seed=seed,
     )  # fmt: skip
     learnt = QuerySamples(made.samples, made.positions)
-    return Case(kind, made.keys, learnt, made.queries, made.rope, head_dim**-0.5)
+    return Case(kind, _on_huge_pages(made.keys), learnt, made.queries, made.rope, head_dim**-0.5)
 
 
 def of_dump(dump: Dump, layer: int, samples: int, num_decode: int, sinks: int = SINKS, window: int = WINDOW) -> Case:
@@ -94,7 +95,7 @@ def of_dump(dump: Dump, layer: int, samples: int, num_decode: int, sinks: int = 
     learnt, chosen = _spread(len(held.positions), samples), _spread(asked, num_decode)
     return Case(
         f"P {dump.name} layer {layer}",
-        held.keys[:, sinks : sinks + rows].contiguous(),
+        _on_huge_pages(held.keys[:, sinks : sinks + rows]),
         QuerySamples(held.queries[:, learnt], held.positions[learnt]),
         held.decode_queries[:, chosen],
         held.shape.rope,
@@ -102,6 +103,14 @@ def of_dump(dump: Dump, layer: int, samples: int, num_decode: int, sinks: int = 
         sinks,
         window,
     )
+
+
+def _on_huge_pages(keys: Tensor) -> Tensor:
+    """A copy, where the system has them: rows that are read here and there wait for addresses otherwise."""
+    copy = torch.empty(keys.shape, dtype=keys.dtype)
+    if native.available():
+        native.advise_huge(copy)
+    return copy.copy_(keys)
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from kvsift.indexes.hnsw import HNSWIndex
 from kvsift.indexes.ivf import IVFIndex
 
 PAPER_ROWS = 1 << 15  # keys of a head up to which the paper's build is bearable
-STEPS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # beams, in times k
+STEPS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # beams, in times k
 
 
 class Contender(NamedTuple):

@@ -27,7 +27,9 @@ class Asker:
         torch.set_num_threads(threads)
         self.recipe = recipe
         # what is judged is the plan, not when it pays: short contexts are sifted too
-        self.llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, dense_below=0)
+        self.llm = LLM(
+            recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, dense_below=0, placement=recipe.placement
+        )  # fmt: skip
         self.contexts = Contexts(recipe, self.llm.tokenizer)
 
     def results(self, job: Job, done: Done) -> Iterator[Result]:

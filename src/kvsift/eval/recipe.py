@@ -14,6 +14,7 @@ from kvsift.eval.rows import Row, rows_of
 from kvsift.eval.task_files import TaskFile, task_file, whole_number
 from kvsift.eval.tasks import find_task, task_names
 from kvsift.methods.base import Phase
+from kvsift.runtime.places import reason_against
 from kvsift.runtime.spec import parse_plan
 
 SETUPS: dict[str, Phase] = {"question_decoded": "decode", "whole_prompt": "prefill", "sparse_prefill": "prefill"}
@@ -51,7 +52,7 @@ class Recipe:
         references: add dense, oracle, StreamingLLM and random rows where they are lacking.
         files: tasks from local files.
         model: directory; None is the embedded model.
-        device, dtype, seed: as in ``LLM`` and ``make_sample``.
+        device, dtype, placement, seed: as in ``LLM`` and ``make_sample``.
     """
 
     questions_per_task: int
@@ -68,6 +69,7 @@ class Recipe:
     model: str | None = None
     device: str = "auto"
     dtype: str = "auto"
+    placement: str = "device"
     seed: int = 0
 
     @classmethod
@@ -111,7 +113,7 @@ class Recipe:
             whole_number(key, getattr(self, key), least)
         for length in self.lengths:
             whole_number("length", length, 1)
-        for key in ("settings", "device", "dtype", *(["model"] if self.model is not None else [])):
+        for key in ("settings", "device", "dtype", "placement", *(["model"] if self.model is not None else [])):
             if not isinstance(getattr(self, key), str):
                 raise InputError(f"{key}={getattr(self, key)!r} of a recipe must be text.")
         for key in ("framed", "references"):
@@ -124,6 +126,8 @@ class Recipe:
             raise InputError("a recipe with tasks needs lengths, and one with lengths needs tasks.")
         for row in self.rows:
             _check_setup(self.setup, row)
+            if (reason := reason_against(self.placement, parse_plan(row.plan))) is not None:
+                raise InputError(reason)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:

@@ -42,7 +42,7 @@ def run(
     """
     from kvsift.engine.llm import LLM
 
-    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype)
+    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, placement=recipe.placement)
     jobs = Contexts(recipe, llm.tokenizer).jobs()
     results = ResultsDirectory(out, recipe, text)
     try:

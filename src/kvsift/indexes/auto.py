@@ -1,11 +1,12 @@
 """A graph or a scan, per KV head, whichever was faster when both were tried.
 
-Some of the prompt's queries are kept out of the graph and turned to where decoding will ask. They say how wide a search
-of each head must be to find what a scan finds, and what either costs here, on this machine, with these threads.
+Some of the prompt's queries are kept out of the graph and turned to where decoding will ask. They say how patient a
+search of each head must be to find what a scan finds, and what either costs here, on this machine, with these threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Literal
 
@@ -29,8 +30,8 @@ class AutoIndex:
 
     Attributes:
         why: how they were chosen.
-        measured: seconds per search of what was tried, and of each KV head the narrowest beam that was good enough
-            (None: none was), with its recall and keys scanned.
+        measured: seconds per search of what was tried, and of each KV head the least patience that was good enough,
+            or the most that was tried, with its recall and keys scanned.
     """
 
     def __init__(self, runs: list[Run], why: str, measured: dict[str, Any], build_seconds: float) -> None:
@@ -79,6 +80,17 @@ class AutoIndex:
             return found[0]
         return torch.cat([ids for ids, _ in found]), torch.cat([scores for _, scores in found])
 
+    @property
+    def walks(self) -> bool:
+        """Whether any head has a graph."""
+        return any(isinstance(run.index, GraphIndex) for run in self.runs)
+
+    def widen(self, widths: Sequence[float] | None) -> None:
+        """Graphs search so many times as wide as was chosen, one number per KV head; scans miss nothing."""
+        for run in self.runs:
+            if isinstance(run.index, GraphIndex):
+                run.index.widen(None if widths is None else widths[run.start : run.stop])
+
     def extend(self, keys: Tensor) -> None:
         for run in self.runs:
             run.index.extend(keys[run.start : run.stop])
@@ -108,7 +120,10 @@ class AutoIndex:
             "scanned": sum(of["scanned"] * count for of, count in each) / num_heads,
             "why": self.why,
             "measured": self.measured,
-            "beam": [beam for of, count in each for beam in of.get("beam", [None] * count)],
+            **{
+                knob: [value for of, count in each for value in of.get(knob, [None] * count)]
+                for knob in ("beam", "patience")
+            },
         }
 
 

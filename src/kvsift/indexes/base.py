@@ -81,6 +81,17 @@ def check_search(queries: Tensor, keys: Tensor, k: int) -> None:
         raise InputError("a query holds NaN or an infinite number: no key is nearest to it. Check what made it.")
 
 
+def check_keys(keys: Tensor) -> None:
+    """Refuse keys [num_kv_heads, n, head_dim] that cannot be ranked; called when an index takes them in.
+
+    Raises:
+        InputError: if one is not finite.
+    """
+    # one sum reads them once and makes nothing; it may overflow though all are finite
+    if not bool(keys.sum(dtype=torch.float32).isfinite()) and not bool(keys.isfinite().all()):
+        raise InputError("keys hold NaN or infinite numbers: no query can rank them. Check what made them.")
+
+
 def best(ids: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best of some results, in order: ids and scores [num_heads, count] -> [num_heads, k].
 

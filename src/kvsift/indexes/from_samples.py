@@ -27,8 +27,8 @@ def why_no_graph(keys: Tensor, samples: QuerySamples | None) -> str:
 
 
 def lists_for(k: int) -> int:
-    """Nearest keys per sampled query that a graph is built from when k will be asked for: long ones for large k."""
-    return min(max(100, k // 2), 1000)
+    """Nearest keys per sampled query that a graph is built from when k will be asked for (``GraphIndex.build``)."""
+    return min(max(100, 2 * k), 1000)
 
 
 def turned(samples: QuerySamples, length: int, rope: Rope | None) -> Tensor:

@@ -8,6 +8,8 @@ the query heads of a KV head share a graph. ``compat="paper"`` builds as the pap
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from math import ceil
 from typing import Any, Literal, Self
 
 import torch
@@ -15,13 +17,13 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.errors import InputError, unknown
-from kvsift.indexes.base import SearchCount, check_search
+from kvsift.indexes.base import SearchCount, check_keys, check_search
 from kvsift.indexes.sample_lists import sample_lists
 from kvsift.indexes.samples import QuerySamples
 from kvsift.types import Rope
 
 BEAM = 200  # of a search, unless told: recall 0.95 of 100 keys on peaky heads at 128K
-LISTS_PER_KEY = 1024  # of the lists that contain a key, so many are counted at most
+LISTS_PER_KEY = 128  # of the lists that contain a key, so many are counted at most; 1024 build no better graph
 NUM_ENTRIES = 16
 PAPER_BEAM = 500  # of the searches that link keys in the paper's build
 
@@ -32,6 +34,10 @@ class GraphIndex:
     Attributes:
         beam: keys that a search follows before it ends, one number per KV head: more finds more and scans more. Set
             it at will.
+        patience: a search ends sooner when so many keys that it followed, one after the other, brought it none of the k
+            best; one number per KV head, 0 to go on to the end of the beam. Queries that are harder than others
+            search longer. Set it at will.
+        widths: how many times that either is, per KV head (``widen``).
         rows: rows of the keys that the graphs cover.
     """
 
@@ -41,6 +47,8 @@ class GraphIndex:
         self.neighbours = neighbours  # int32 [num_graphs, built rows, degree], -1 ends a list
         self.entries = entries  # int32 [num_graphs, num_entries], -1 pads at the end
         self.beam = beam
+        self.patience = [0] * len(beam)
+        self.widths: Sequence[float] = [1.0] * len(beam)
         self.rows = neighbours.shape[1]
         self._unseen = unseen
         self._seconds = seconds
@@ -49,16 +57,19 @@ class GraphIndex:
     @classmethod
     def build(
         cls, keys: Tensor, samples: QuerySamples, *, rope: Rope | None = None, decode_positions: int = 512,
-        first_position: int = 0, window: int = 512, degree: int = 32, lists: int = 100, num_samples: int = 8192,
+        first_position: int = 0, window: int = 512, degree: int = 32, lists: int = 200, num_samples: int = 8192,
         per: Literal["kv_head", "query_head"] = "kv_head", compat: Literal["paper"] | None = None,
         beam: int | None = None,
     ) -> Self:  # fmt: skip
         """Find what sampled queries want (``sample_lists``), and build from it (``from_lists``).
 
         ``lists`` keys of ``num_samples`` queries go into each graph; the query heads of a graph share its samples.
+        Twice as many keys as a search will ask for: the last of those that it seeks are then not at the lists' ends,
+        where chance decides.
         """
         start = time.perf_counter()
-        _check_keys(keys)
+        _check_form(keys)
+        check_keys(keys)
         num_query_heads = samples.queries.shape[0]
         per_head = num_samples if _per(per) == "query_head" else num_samples * keys.shape[0] // max(1, num_query_heads)
         found = sample_lists(
@@ -88,7 +99,7 @@ class GraphIndex:
             InputError: for keys or lists of another form, ids that are not rows of ``keys``, or a degree below 4.
         """
         start = time.perf_counter()
-        _check_keys(keys)
+        _check_form(keys)
         num_kv_heads, n, _ = keys.shape
         if lists.ndim != 3 or lists.shape[0] == 0 or lists.shape[0] % num_kv_heads:
             raise InputError(f"lists {tuple(lists.shape)}: give [num_query_heads, t, k] for {num_kv_heads} KV heads.")
@@ -102,6 +113,7 @@ class GraphIndex:
         grouped = lists.to("cpu", torch.int32).reshape(num_graphs, -1, lists.shape[2]).contiguous()
         num_entries = 1 if compat else NUM_ENTRIES
         neighbours = torch.empty(num_graphs, n, degree * (2 if compat else 1), dtype=torch.int32)
+        native.advise_huge(neighbours)  # a walk reads here and there: with small pages it waits for addresses, too
         entries = torch.full((num_graphs, num_entries), -1, dtype=torch.int32)
         unseen = []
         for graph in range(num_graphs):
@@ -145,16 +157,17 @@ class GraphIndex:
             InputError: for shapes or beams that do not fit, k < 1, a query that is not finite, or without the core.
         """
         check_search(queries, keys, k)
-        _check_keys(keys)
+        _check_form(keys)
         num_kv_heads, n, d = keys.shape
         num_query_heads, num_graphs = queries.shape[0], self.neighbours.shape[0]
-        beams = self.beam if beam is None else beam
+        beams = self.widened if beam is None else beam
         if num_query_heads % num_graphs or len(beams) != num_kv_heads or min(beams) < 1 or n < self.rows:
             raise InputError(
                 f"{num_query_heads} query heads, {num_kv_heads} KV heads, {n} keys, beams {beams}: this index has "
                 f"{num_graphs} graphs over {self.rows} rows. Give the heads it was built for, a beam of 1 or more per "
                 "KV head, and crop() the index when keys are cut."
             )
+        patience = [ceil(each * width) for each, width in zip(self.patience, self.widths)]
         asked = queries.to(torch.float32).contiguous()
         ids = torch.empty(num_query_heads, k, dtype=torch.int64)
         scores = torch.empty(num_query_heads, k)
@@ -163,14 +176,25 @@ class GraphIndex:
             asked.data_ptr(), num_query_heads, keys.data_ptr(), num_kv_heads, keys.stride(0), n, d,
             keys.dtype == torch.bfloat16, self.neighbours.data_ptr(), num_graphs, self.neighbours.shape[1], self.rows,
             self.neighbours.shape[2], self.entries.data_ptr(), self.entries.shape[1],
-            [b for b in beams for _ in range(group_size)], k, ids.data_ptr(), scores.data_ptr(),
-            native.num_threads(None), native.level(),
+            [b for b in beams for _ in range(group_size)], [p for p in patience for _ in range(group_size)], k,
+            ids.data_ptr(), scores.data_ptr(), native.num_threads(None), native.level(),
         )  # fmt: skip
         self.count.add(sum(scanned) / num_query_heads, sum(scanned) * d * keys.element_size())
         return ids, scores
 
+    def widen(self, widths: Sequence[float] | None) -> None:
+        """Search so many times as wide as ``beam`` says, and as long as ``patience`` does, one number per KV head; None
+        is once."""
+        self.widths = [1.0] * len(self.beam) if widths is None else widths
+
+    @property
+    def widened(self) -> list[int]:
+        """The beams that a search takes now."""
+        return [min(ceil(beam * width), max(beam, self.rows)) for beam, width in zip(self.beam, self.widths)]
+
     def extend(self, keys: Tensor) -> None:
-        """Nothing to do: rows after those of the build are scanned."""
+        """Rows after those of the build are scanned: there is nothing to do but to look at them."""
+        check_keys(keys[:, self.rows :])
 
     def crop(self, length: int) -> None:
         """Rows from ``length`` on are gone; edges to them are not followed, even if new keys take their place."""
@@ -179,7 +203,7 @@ class GraphIndex:
     def fork(self) -> GraphIndex:
         """An index of its own over the same graphs, which nobody writes to; its counts begin anew."""
         twin = type(self)(self.neighbours, self.entries, self._unseen, list(self.beam), self._seconds)
-        twin.rows = self.rows
+        twin.rows, twin.widths, twin.patience = self.rows, self.widths, list(self.patience)
         return twin
 
     @property
@@ -211,7 +235,8 @@ class GraphIndex:
             "scanned": self.count.mean,
             "graphs": num_graphs,
             "degree": degree,
-            "beam": list(self.beam),
+            "beam": self.widened,
+            "patience": list(self.patience),
             "unseen": list(self._unseen),
             "unreachable": unreachable,
         }
@@ -223,7 +248,7 @@ def _per(per: str) -> str:
     return per
 
 
-def _check_keys(keys: Tensor) -> None:
+def _check_form(keys: Tensor) -> None:
     if keys.ndim != 3 or keys.device.type != "cpu" or keys.dtype not in (torch.bfloat16, torch.float32):
         raise InputError(
             f"keys {tuple(keys.shape)}, {keys.dtype} on {keys.device}: an index needs [num_kv_heads, n, d] on the CPU, "

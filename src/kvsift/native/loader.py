@@ -14,6 +14,7 @@ import torch  # first: its OpenMP runtime is then the one that the core uses too
 
 from kvsift.errors import InputError, unknown
 
+_PROCESS = os.getpid()
 _core: ModuleType | None = None
 _failure = ""
 try:
@@ -62,9 +63,12 @@ def use_level(name: str) -> None:
 
 
 def num_threads(threads: int | None) -> int:
-    """Threads of a call: those given, else torch's."""
+    """Threads of a call: those given, else torch's; one in a forked process, as OpenMP's threads stay behind in the
+    parent, and waiting for them would never end."""
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads} must be at least 1, or None for torch.get_num_threads().")
+    if os.getpid() != _PROCESS:
+        return 1
     return torch.get_num_threads() if threads is None else threads
 
 
