@@ -33,6 +33,8 @@ def grid(names: Iterable[str], column: Callable[[Sample], str], last: str | None
         heads = list(dict.fromkeys(where for _, where, _ in cells if where))
         if column is by_budget:
             heads.sort(key=int)
+        elif column is not by_length:
+            heads.sort()
         lines = [
             f"| | {' | '.join([*heads, *([last] if last else [])])} |",
             "|---" * (len(heads) + 1 + bool(last)) + "|",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import host_docs
+import paper_docs
 import speed_docs
 
 from kvsift.cli.methods import budget_knobs, method_rows, state_note
@@ -116,6 +117,7 @@ BLOCKS = {
     },
     "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
     "docs/host.md": host_docs.BLOCKS,
+    "docs/papers.md": paper_docs.BLOCKS,
     "docs/adding-a-method.md": {"example": example},
 }
 

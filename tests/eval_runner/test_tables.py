@@ -99,6 +99,8 @@ def test_older_results_are_still_read(path: Path) -> None:
     assert sum(round(cell["score"] * cell["num_samples"]) for cell in result["cells"]) == hits
     first = raw["samples"][0]["task"]
     dense = sum(sample["correct"] for sample in raw["samples"] if (sample["task"], sample["plan"]) == (first, "dense"))
+    if "dense" not in raw["recipe"]["plans"]:
+        return
     assert f"| dense | {dense / result['cells'][0]['num_samples']:.2f} ({dense}/" in quality_table(result)
 
 

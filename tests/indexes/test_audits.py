@@ -23,12 +23,15 @@ def test_heads_that_miss_too_much_search_wider_and_the_others_do_not() -> None:
     audits, exact = Audits(), torch.arange(20).repeat(4, 1)  # 2 KV heads of 2 query heads
     ids = exact.clone()
     ids[1, 10:] = -1  # KV head 0 found 30 of its 40
-    ids[3, 19:] = -1  # KV head 1 found 39 of 40: enough
-    audits.take(100, ids, exact, 2)
-    assert audits.log[0].found == pytest.approx((0.75, 0.975))
+    audits.take(100, ids, exact, 2)  # KV head 1 found all
+    assert audits.log[0].found == pytest.approx((0.75, 1.0))
     assert audits.widths == (WIDER, 1.0)
+    assert audits.failed
     for length in range(101, 120):
         audits.take(length, ids, exact, 2)
+    assert audits.widths == (WIDEST, 1.0)
+    audits.take(120, exact, exact, 2)
+    assert not audits.failed
     assert audits.widths == (WIDEST, 1.0)
 
 

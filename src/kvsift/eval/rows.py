@@ -46,12 +46,16 @@ def rows_of(plans: Sequence[str], budgets: Sequence[int], settings: str, referen
 
 
 def row_names(plans: Sequence[str]) -> list[str]:
-    """Plans without budget, sinks and window, unless only those tell them apart."""
-    shown = [
-        ":".join(piece for piece in plan.split(":") if piece.split("=")[0] not in ("budget", "sinks", "window"))
-        for plan in plans
-    ]
-    return shown if len(set(shown)) == len(shown) else list(plans)
+    """Plans without their budgets, and without sinks and window where those tell none apart."""
+    bare = [_without(plan, "budget", "sinks", "window") for plan in plans]
+    if len(set(bare)) == len(bare):
+        return bare
+    named = [_without(plan, "budget") for plan in plans]
+    return named if len(set(named)) == len(named) else list(plans)
+
+
+def _without(plan: str, *keys: str) -> str:
+    return ":".join(piece for piece in plan.split(":") if piece.partition("=")[0] not in keys)
 
 
 def _at_budgets(plan: str, name: str, budgets: Sequence[int], settings: str) -> Iterator[Row]:

@@ -99,7 +99,7 @@ class RetrievalAttention(Method):
         beam: keys that a search of the graph follows; chosen for 95 % recall by "auto", four times the selection
             in "graph" when it is left out.
         audit: every so many tokens, and more often at first, a step is answered by a scan of all keys, and heads whose
-            graph would have missed more than 5 % search wider from then on; 0 never.
+            graph would have missed more than 2 % search wider from then on, until none does; 0 never.
         compat: "paper": a graph per query head, built from queries as they stood and the keys before them; no audits.
     """
 
@@ -257,7 +257,8 @@ class RetrievalAttention(Method):
         if bool((found[0][:, -1] < 0).any()):  # what the graph cannot reach
             state.completed += 1
             return exact_search(queries, reader.keys(candidates.first, candidates.stop), k)
-        if not is_due(candidates.stop - state.parts[0].stop, self.audit) or not state.walking:
+        due = self.audit and (state.audits.failed or is_due(candidates.stop - state.parts[0].stop, self.audit))
+        if not due or not state.walking:
             return found
         exact = exact_search(queries, reader.keys(candidates.first, candidates.stop), k)
         state.audits.take(reader.length, found[0], exact[0], shape.num_kv_heads)
