@@ -328,7 +328,7 @@ def cases(draw: st.DrawFn, method: Method, phase: Phase, sizes: Sequence[str] = 
 
 def examples(count: int) -> settings:
     """So many examples, or KVSIFT_EXAMPLES times as many."""
-    return settings(max_examples=count * int(os.environ.get("KVSIFT_EXAMPLES", "1")))
+    return settings(max_examples=max(3, round(count * float(os.environ.get("KVSIFT_EXAMPLES", "1")))))
 
 
 def takes_mass(method: Method, phase: Phase) -> bool:

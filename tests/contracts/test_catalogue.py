@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -39,6 +40,9 @@ ALSO: dict[str, list[dict[str, Any]]] = {
 }
 
 
+VARIANT_EXAMPLES = 0.4  # of those of the defaults: the suite has twenty minutes on two cores
+
+
 def _subjects() -> list[object]:
     """A method with its defaults, with every value that its knobs of few values may take, and with the settings in
     ``ALSO``, in each of its phases."""
@@ -55,7 +59,8 @@ def _subjects() -> list[object]:
                 continue
             spelt = ":".join([name, *(f"{knob}={value}" for knob, value in knobs.items())])
             phases = small(name, **knobs)().phases
-            found += [pytest.param(small(name, **knobs), phase, id=f"{spelt}-{phase}") for phase in phases]
+            share = VARIANT_EXAMPLES if knobs else 1.0
+            found += [pytest.param(small(name, **knobs), phase, share, id=f"{spelt}-{phase}") for phase in phases]
     return found
 
 
@@ -66,13 +71,16 @@ def _literals(hint: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize(("make", "phase"), _subjects())
-def test_contract(make: MethodFactory, phase: Phase, check: Check) -> None:
+@pytest.mark.parametrize(("make", "phase", "share"), _subjects())
+def test_contract(
+    make: MethodFactory, phase: Phase, share: float, check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSIFT_EXAMPLES", str(share * float(os.environ.get("KVSIFT_EXAMPLES", "1"))))
     check(make, phase)
 
 
-@pytest.mark.parametrize(("make", "phase"), _subjects())
-def test_contracts_reach_the_sparse_path(make: MethodFactory, phase: Phase) -> None:
+@pytest.mark.parametrize(("make", "phase", "share"), _subjects())
+def test_contracts_reach_the_sparse_path(make: MethodFactory, phase: Phase, share: float) -> None:
     if make().unbounded:
         return
     sparse = []
