@@ -9,7 +9,7 @@ import random
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from multiprocessing.sharedctypes import Synchronized
@@ -20,16 +20,21 @@ import numpy as np
 from probe_tokenizer import WordEncoder
 from tokenizers import Tokenizer
 
-from kvsift.engine.prompt import answer_text, question_text
+from kvsift.engine.prompt import answer_text
 from kvsift.eval.tasks import FAMILIES, TASKS, facts
+from kvsift.eval.tasks.framing import framed_question
 from kvsift.eval.tasks.layout import lay_out
-from kvsift.eval.tasks.sample import Ask, Draft
+from kvsift.eval.tasks.sample import Draft, Question, Request, Style
 from kvsift.eval.tasks.words import DEFAULT, Lexicon
 from kvsift.eval.text import paragraphs
 
-KINDS = (*FAMILIES["own"], "mixed")
+PUBLISHED = (*FAMILIES["ruler"], *FAMILIES["infinite"])
+KINDS = (*FAMILIES["own"], "mixed", *PUBLISHED)
 PROSE = len(KINDS)  # the kind of a supervised token that is no answer
-BOS, EOS = 0, 1
+BOS, EOS, PAD = 0, 1, 2
+TAIL = 224  # tokens of a row that a written context leaves for its question and answer
+WRITTEN_WEIGHT = 4.0  # of their answers' tokens, which are few
+FRAMED_SHARE = 0.3  # of the published tasks, asked in the package's own format
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,16 @@ class Rows:
         """Ids of one row, and (position of the token to learn, weight, kind) for each that counts."""
         rng, mixture = self.rng, self.mixture
         kind = rng.choices(list(mixture), list(mixture.values()))[0]
+        if kind in TASKS and TASKS[kind].write:
+            return self._written(kind, length)
         count = self._num_questions(kind, length)
+        style = TASKS[kind].style if kind in TASKS else Style()
         while True:
             draft = self._draft(kind, count)
-            questions, answers = self._questions(draft)
+            asks = rng.sample(draft.asks, len(draft.asks))
+            questions, answers = self._questions(
+                kind, [style.question(ask.text, ask.answer, 0.0, ask.answers, ask.answer_prefix) for ask in asks]
+            )
             room = length - len(questions) - 1
             try:
                 layout = lay_out(draft, room, self.encode, self.encode_stock, rng, (BOS,))
@@ -84,6 +95,17 @@ class Rows:
             learned += [(i, weight, PROSE) for i in rng.sample(range(1, room), int(share * room))]
         return ids, learned
 
+    def _written(self, kind: str, length: int) -> tuple[list[int], list[tuple[int, float, int]]]:
+        """The same of a task that writes its context, and what it asks, to a length."""
+        write = TASKS[kind].write
+        assert write is not None
+        sample = write(Request(self.rng, length - TAIL, 1, self.encode, (BOS,)))
+        questions, answers = self._questions(kind, sample.questions)
+        ids, start = [*sample.context_ids, *questions, EOS], len(sample.context_ids)
+        assert len(ids) <= length, f"{kind}: a question of {len(questions)} tokens"
+        learned = [(start + i, WRITTEN_WEIGHT, KINDS.index(kind)) for i in answers]
+        return ids + [PAD] * (length - len(ids)), learned
+
     def _num_questions(self, kind: str, length: int) -> int:
         if self.rng.random() < self.config["few_questions_share"]:
             return self.rng.randint(1, 3)
@@ -93,6 +115,8 @@ class Rows:
 
     def _draft(self, kind: str, count: int) -> Draft:
         draft = self._mixed(count) if kind == "mixed" else self._single(kind, count)
+        if kind in PUBLISHED:
+            return draft
         draw = self.rng.random()
         if draft.is_stock and draw < self.config["code_share"]:
             return replace(draft, filler=self._code_lines())
@@ -105,30 +129,42 @@ class Rows:
             return facts.draft(self.rng, count, self.rng.choice(self.lexicons))
         if kind == "variables":
             return TASKS[kind].draft(self.rng, self.rng.randint(2, count + 2))  # a few chains, or many
-        return TASKS[kind].draft(self.rng, min(count, TASKS[kind].max_questions))
+        draft = TASKS[kind].draft
+        assert draft is not None
+        if kind == "vt" or kind.startswith("niah_"):  # one question each; several contexts in one make several
+            return self._merged([draft(self.rng, 1) for _ in range(count)])
+        return draft(self.rng, min(count, TASKS[kind].max_questions))
 
     def _mixed(self, count: int) -> Draft:
-        """Several tasks in one context; the order of needles inside each is kept."""
+        """Several tasks in one context."""
         kinds = self.rng.sample([kind for kind in FAMILIES["own"] if kind != "key_value"], 3)
-        drafts = [self._single(kind, max(1, count // 3)) for kind in kinds]
+        return self._merged([self._single(kind, max(1, count // 3)) for kind in kinds])
+
+    def _merged(self, drafts: list[Draft]) -> Draft:
+        """Several drafts in one; the order of needles inside each is kept."""
         turns = [i for i, draft in enumerate(drafts) for _ in draft.needles]
         self.rng.shuffle(turns)
         needles, asks, seen = [], [], Counter[int]()
         for place, i in enumerate(turns):
             needles.append(drafts[i].needles[seen[i]])
-            asks += [Ask(ask.text, ask.answer, place) for ask in drafts[i].asks if ask.needle == seen[i]]
+            asks += [replace(ask, needle=place) for ask in drafts[i].asks if ask.needle == seen[i]]
             seen[i] += 1
         filler = next((draft for draft in drafts if draft.is_stock), drafts[0])
-        return Draft(needles, asks, filler.filler, filler.is_stock)
+        return Draft(needles, asks, filler.filler, filler.is_stock, drafts[0].intro)
 
-    def _questions(self, draft: Draft) -> tuple[list[int], list[int]]:
-        """Ids of all questions with answers, in random order, and which of them are answers."""
+    def _questions(self, kind: str, questions: Sequence[Question]) -> tuple[list[int], list[int]]:
+        """Ids of all questions with answers, and which of them are answers."""
+        if kind in PUBLISHED and self.rng.random() < FRAMED_SHARE:
+            questions = [framed_question(question) for question in questions]
         ids: list[int] = []
         answers: list[int] = []
-        for i, ask in enumerate(self.rng.sample(draft.asks, len(draft.asks))):
+        for i, question in enumerate(questions):
             # After an answer, whose newline is already there, one more separates the next question.
-            ids += self.encode(question_text(ask.text)[i > 0 :])
-            answer = self.encode(answer_text(ask.answer))
+            ids += self.encode(question.tail[i > 0 and question.is_framed :])
+            text = question.answer
+            if kind == "cwe":  # numbered, as in the example before the list; in an order that can be learned
+                text = " ".join(f"{place}. {word}" for place, word in enumerate(sorted(question.answers), 1))
+            answer = self.encode(answer_text(text))
             answers += range(len(ids), len(ids) + len(answer))
             ids += answer
         return ids, answers
@@ -171,13 +207,14 @@ class Rows:
 
 
 def start_workers(
-    config: dict[str, Any], tokenizer_file: Path, progress: "Synchronized[float]"
+    config: dict[str, Any], tokenizer_file: Path, progress: "Synchronized[float]", rank: int = 0
 ) -> tuple["mp.Queue[Batch]", list[mp.Process]]:
     """Processes that fill a queue; they read from ``progress`` (0 to 1) which stage of the curriculum it is."""
-    queue: mp.Queue[Batch] = mp.Queue(maxsize=2 * config["data"]["num_workers"])
+    count = config["data"]["num_workers"]
+    queue: mp.Queue[Batch] = mp.Queue(maxsize=2 * count)
     workers = [
         mp.Process(target=_work, args=(config, tokenizer_file, progress, queue, number), daemon=True)
-        for number in range(config["data"]["num_workers"])
+        for number in range(rank * count, (rank + 1) * count)
     ]
     for worker in workers:
         worker.start()

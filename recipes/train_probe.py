@@ -1,4 +1,5 @@
-"""Train the embedded model: `python recipes/train_probe.py RECIPE TOKENIZER_DIR OUT_DIR [START_DIR]`, on one GPU.
+"""Train the embedded model: `python recipes/train_probe.py RECIPE TOKENIZER_DIR OUT_DIR [START_DIR]`, on one GPU, or
+`python -m torch.distributed.run --nproc_per_node 4 recipes/train_probe.py ...`, on several: each takes a step's tokens.
 
 The schedule follows the clock, compilation not counted; a checkpoint in the Hugging Face layout is written at times.
 With START_DIR, training goes on from that model.
@@ -7,6 +8,7 @@ With START_DIR, training goes on from that model.
 import json
 import math
 import multiprocessing as mp
+import os
 import sys
 import time
 import tomllib
@@ -15,30 +17,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from probe_data import KINDS, PROSE, Batch, start_workers
 from probe_model import Learned, loss, new_model, rope_tables
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
 
 LOG_STEPS = 50
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torch.distributed.run
 
 
 def main(recipe: Path, tokenizer_dir: Path, out: Path, start: Path | None = None) -> None:
     config = tomllib.loads(recipe.read_text())
     training = config["training"]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", RANK) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(config["data"]["seed"])
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
     progress = mp.Value("d", 0.0)
-    queue, workers = start_workers(config, tokenizer_dir / "tokenizer.json", progress)  # before CUDA starts: they fork
+    queue, workers = start_workers(
+        config, tokenizer_dir / "tokenizer.json", progress, RANK
+    )  # before CUDA starts: they fork
+    if WORLD > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32) if start else new_model(config["model"])
     model = model.to(device)
     optimizer = _optimizer(model, training)
     _warm_up(model, config, device)
+    if WORLD > 1:
+        dist.barrier()
     begin = saved = time.monotonic()
     report = _Report(device)
     for step in count():
-        progress.value = (time.monotonic() - begin) / training["seconds"]
+        progress.value = _agreed((time.monotonic() - begin) / training["seconds"], device)
         if progress.value >= 1:
             break
         lr = _learning_rate(training, step, progress.value)
@@ -49,15 +61,19 @@ def main(recipe: Path, tokenizer_dir: Path, out: Path, start: Path | None = None
         report.waiting += time.monotonic()
         value, is_right = _step(model, optimizer, batch, config, device)
         report.add(batch, value, is_right)
-        if step % LOG_STEPS == LOG_STEPS - 1:
+        if RANK == 0 and step % LOG_STEPS == LOG_STEPS - 1:
             report.print(step + 1, progress.value, time.monotonic() - begin, lr)
-        if time.monotonic() - saved > training["checkpoint_seconds"]:
+        if RANK == 0 and time.monotonic() - saved > training["checkpoint_seconds"]:
             save(model, tokenizer, out)
             saved = time.monotonic()
     for worker in workers:
         worker.terminate()
+    if WORLD > 1:
+        dist.destroy_process_group()
+    if RANK > 0:
+        return
     save(model, tokenizer, out)
-    seconds, tokens = time.monotonic() - begin, step * training["tokens_per_step"]
+    seconds, tokens = time.monotonic() - begin, step * WORLD * training["tokens_per_step"]
     (out / "training.json").write_text(json.dumps({"steps": step, "tokens": tokens, "seconds": round(seconds, 1)}))
     print("done", step, tokens, round(seconds, 1), flush=True)
 
@@ -72,6 +88,23 @@ def save(model: Qwen3ForCausalLM, tokenizer: Any, out: Path) -> None:
     )
     copy.save_pretrained(out)
     tokenizer.save_pretrained(out)
+
+
+def _agreed(value: float, device: torch.device) -> float:
+    """What the first process says: all take the same steps at the same rate."""
+    if WORLD == 1:
+        return value
+    shared = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.broadcast(shared, 0)
+    return float(shared)
+
+
+def _average_gradients(model: torch.nn.Module) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, mean in zip(gradients, (flat / WORLD).split([g.numel() for g in gradients])):
+        gradient.copy_(mean.view_as(gradient))
 
 
 def _optimizer(model: torch.nn.Module, training: dict[str, Any]) -> torch.optim.Optimizer:
@@ -128,6 +161,8 @@ def _step(
     learned = Learned(places.long(), targets.long(), weights)
     value, is_right = loss(model, ids, learned, _rope(config, ids.shape[1], device))
     value.backward()
+    if WORLD > 1:
+        _average_gradients(model)
     torch.nn.utils.clip_grad_norm_(model.parameters(), config["training"]["clip"])
     optimizer.step()
     optimizer.zero_grad()

@@ -103,7 +103,7 @@ def test_each_head_has_its_own_and_one_search_serves_both(layer: Any, monkeypatc
     index = build(data, monkeypatch, {"flat": 1.0, "flat_int8": 2.0, "graph": 0.5, "mixed": 0.4}, target=0.7)
     found = index.statistics()
     assert found["heads"] == ["flat", "graph"], found["measured"]["heads"]
-    assert found["beam"] == [None, 8 * K]
+    assert found["beam"] == [None, K + trial.AHEAD * 0.4 * K]
     assert found["patience"] == [None, 0.4 * K]
     for asked in queries[:, ::100].unbind(1):
         ids, scores = index.search(asked, keys, K)

@@ -104,7 +104,7 @@ def test_auto(known: bool) -> None:
 @pytest.mark.parametrize("fastest", ["graph", "mixed", "flat", "flat_int8"])
 def test_auto_whatever_it_chose(fastest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(auto, "LEAST_ROWS", 0)
-    monkeypatch.setattr(trial, "WIDEST", 10.0**6)  # a beam that holds all
+    monkeypatch.setattr(trial, "AHEAD", 10.0**6)  # a beam that holds all
     monkeypatch.setattr(trial, "PATIENCE", (10.0**6,))
     costs = {"flat": 2.0, "flat_int8": 2.0, "graph": 1.5, "mixed": 1.4} | {fastest: 1.0}
     monkeypatch.setattr(trial, "timed", lambda searches, queries: {name: costs[name] for name in searches})

@@ -13,10 +13,11 @@ from kvsift.eval.tasks.sample import Question, Sample
 
 def framed(sample: Sample) -> Sample:
     """The sample with every question as ``Question: ...`` and an answer of one line."""
-    return replace(sample, questions=tuple(_framed(question) for question in sample.questions))
+    return replace(sample, questions=tuple(framed_question(question) for question in sample.questions))
 
 
-def _framed(question: Question) -> Question:
+def framed_question(question: Question) -> Question:
+    """The same of one question."""
     if question.is_framed:
         return question
     asked = question.text.rpartition("Question:")[2].strip()  # without an instruction in front of it
