@@ -7,7 +7,7 @@ from multiprocessing import active_children
 from time import monotonic
 
 import pytest
-from eval_runner.work import dying, failing, multiplying, refusing, sleeping
+from eval_runner.work import dying, failing, multiplying, refusing, seeing, sleeping
 
 from kvsift import InputError
 from kvsift.eval.workers import run_jobs
@@ -28,6 +28,10 @@ def test_every_job_is_done_once(workers: int) -> None:
 
 def test_one_worker_gives_results_in_order() -> None:
     assert list(run_jobs(multiplying, (10,), [(3, 2), (1, 1)], 1)) == [30, 31, 10]
+
+
+def test_processes_see_one_gpu_each_in_turns() -> None:
+    assert sorted(run_jobs(seeing, (), [()] * 3, 3, gpus=("4", "6"))) == ["4", "4", "6"]
 
 
 def test_without_jobs_nothing_is_started() -> None:

@@ -18,6 +18,16 @@ def multiplying(by: int) -> Callable[..., Iterator[int]]:
     return serve
 
 
+def seeing() -> Callable[[], Iterator[str]]:
+    """Serves (): the GPUs that the process sees."""
+
+    def serve() -> Iterator[str]:
+        time.sleep(0.5)  # so that every process has its job
+        yield os.environ["CUDA_VISIBLE_DEVICES"]
+
+    return serve
+
+
 def sleeping() -> Callable[[float], Iterator[float]]:
     """Serves (seconds)."""
 

@@ -29,7 +29,7 @@ def run(
         recipe: what to run.
         text: of its file.
         out: the results directory, made if it is not there.
-        workers: contexts in parallel, a process each.
+        workers: contexts in parallel, a process each; on a host with several GPUs they take them in turns.
         stop_at: ``time.monotonic`` after which nothing more is made.
         told: called with every sample.
 
@@ -47,14 +47,16 @@ def run(
     results = ResultsDirectory(out, recipe, text)
     try:
         results.sessions.append(_session(llm.device, workers))
-        return _fill(recipe, results, jobs, workers, stop_at, told or (lambda done, total: None))
+        gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
+        return _fill(recipe, results, jobs, workers, stop_at, told or (lambda done, total: None), gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], workers: int, stop_at: float | None, told: Told
-) -> dict[str, Any]:
+    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], workers: int, stop_at: float | None, told: Told,
+    gpus: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
     started, total = monotonic(), len(jobs) * len(recipe.rows)
     session, document = results.sessions[-1], document_of(recipe)
     done = sum(1 / sample["questions"] for sample in results.samples)
@@ -75,13 +77,21 @@ def _fill(
         return summarise()
     threads = max(1, (os.cpu_count() or 1) // workers)
     try:
-        for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at):
+        for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
             results.append({**sample, "session": len(results.sessions) - 1})
             done += 1 / sample["questions"]
             told(done, total)
     finally:
         tables = summarise()
     return tables
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
+    import torch
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
 def asker(recipe: Recipe, threads: int) -> Callable[[Job, Done], Iterator[Result]]:

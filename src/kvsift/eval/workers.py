@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -21,7 +22,7 @@ RESULT, DONE, REFUSED, FAILED = range(4)
 
 def run_jobs(
     prepare: Callable[..., Serve], arguments: tuple[Any, ...], jobs: Iterable[tuple[Any, ...]], workers: int,
-    stop_at: float | None = None,
+    stop_at: float | None = None, gpus: Sequence[str] = (),
 ) -> Iterator[Any]:  # fmt: skip
     """Results of all jobs, in the order they are made.
 
@@ -31,6 +32,7 @@ def run_jobs(
         jobs: arguments of each.
         workers: processes.
         stop_at: ``time.monotonic`` when processes are ended and what they have not given is given up.
+        gpus: each process sees one of them, in turns; without any all processes see what this one does.
 
     Raises:
         InputError: as a worker did; or if one dies.
@@ -43,7 +45,8 @@ def run_jobs(
     try:
         for job in waiting:
             here, there = context.Pipe()
-            process: BaseProcess = context.Process(target=_work, args=(there, prepare, arguments), daemon=True)
+            gpu = gpus[len(processes) % len(gpus)] if gpus else None
+            process: BaseProcess = context.Process(target=_work, args=(there, prepare, arguments, gpu), daemon=True)
             process.start()
             there.close()  # so that the death of the process is the end of the pipe
             processes[here] = process
@@ -88,8 +91,10 @@ def _received(
             pipe.close()
 
 
-def _work(pipe: Connection, prepare: Callable[..., Serve], arguments: tuple[Any, ...]) -> None:
+def _work(pipe: Connection, prepare: Callable[..., Serve], arguments: tuple[Any, ...], gpu: str | None) -> None:
     signal(SIGINT, SIG_IGN)  # the parent ends us
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # heeded when CUDA starts, with the model
     try:
         serve = prepare(*arguments)
         while (job := pipe.recv()) is not None:
