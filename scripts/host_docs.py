@@ -16,7 +16,7 @@ from kvsift.eval.tables import quality_table
 HOST = "host-cpu.json"
 SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-paper-32k.json")
-INDEX = ("index-s-cpu.json", "index-p-cpu.json")
+INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
 
 def points(text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:

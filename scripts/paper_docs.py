@@ -49,6 +49,38 @@ def grid(names: Iterable[str], column: Callable[[Sample], str], last: str | None
     return render
 
 
+def tasks_by_plan(name: str) -> Callable[[], str]:
+    """A row per task, a column per plan, means in percent at each length: "8K / 32K" where they differ."""
+
+    def render() -> str:
+        result = load_result(RESULTS / name)
+        plans = {row["plan"]: row["name"].partition(":")[0] for row in result["rows"]}
+        cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        for sample in result["samples"]:
+            cells[sample["task"], plans[sample["plan"]], sample["length"]].append(100 * sample["score"])
+        names, lengths = list(plans.values()), sorted({length for _, _, length in cells})
+        rows = [_lengths(cells, task, names, lengths) for task in dict.fromkeys(task for task, _, _ in cells)]
+        means = [_mean_of_tasks(cells, plan, lengths) for plan in names]
+        lines = [f"| | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|", *sorted(rows)]
+        return "\n".join([*lines, f"| mean | {' | '.join(means)} |", "", _made([result])])
+
+    return render
+
+
+def _lengths(cells: dict[tuple[str, str, int], list[float]], task: str, names: list[str], lengths: list[int]) -> str:
+    shown = [_joined([cells.get((task, plan, length), []) for length in lengths]) for plan in names]
+    return f"| {task} | {' | '.join(shown)} |"
+
+
+def _mean_of_tasks(cells: dict[tuple[str, str, int], list[float]], plan: str, lengths: list[int]) -> str:
+    return _joined([[fmean(of) for key, of in cells.items() if key[1:] == (plan, length)] for length in lengths])
+
+
+def _joined(scores: list[list[float]]) -> str:
+    shown = [f"{fmean(of):.0f}" if of else "-" for of in scores]
+    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+
+
 def by_budget(sample: Sample) -> str:
     return str(sample["budget"])
 

@@ -47,8 +47,7 @@ class Recipe:
         setup: "question_decoded": the question's tokens are decoded under the plan, after the context; "whole_prompt":
             context and question are prefilled densely, the answer is decoded under the plan; "sparse_prefill": context
             and question are prefilled under the plan.
-        framed: put questions of published formats into the package's own, for models that know no other, as the
-            embedded one.
+        framed: put questions of published formats into the package's own, for models that know no other.
         references: add dense, oracle, StreamingLLM and random rows where they are lacking.
         files: tasks from local files.
         model: directory; None is the embedded model.

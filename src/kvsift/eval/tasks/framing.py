@@ -1,4 +1,4 @@
-"""Questions of published formats, put into the package's own: for models that know no other, as the embedded one.
+"""Questions of published formats, put into the package's own, for models that know no other.
 
 What is asked and how it is scored stay the same. The words that begin the answer in the published format are not given.
 """
