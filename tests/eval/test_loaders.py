@@ -205,9 +205,17 @@ def test_a_bad_infinitebench_line_is_named(tmp_path: Path, name: str, line: dict
         load_file("infinitebench", write(tmp_path / f"{name}.jsonl", line), encode)
 
 
-def test_an_infinitebench_file_must_be_named_after_a_task_with_a_scorer(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"named after its task.*'math_calc'"):
-        load_file("infinitebench", write(tmp_path / "math_calc.jsonl", {}), encode)
+def test_infinitebench_references_may_be_many_numbers(tmp_path: Path) -> None:
+    line = {"context": "1 + 2 - 3 =", "input": "Work it out.", "answer": [1, 3, 0]}
+    made, question = only(load_file("infinitebench", write(tmp_path / "math_calc.jsonl", line), encode))
+    assert "1 + 2 - 3" in made.context
+    assert question.references == ("1", "3", "0")
+    assert question.scorer == "math_calc"
+
+
+def test_an_infinitebench_file_must_be_named_after_a_task(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"named after its task.*'math_calk'.*math_calc"):
+        load_file("infinitebench", write(tmp_path / "math_calk.jsonl", {}), encode)
 
 
 # PG19, SQuAD, HotpotQA

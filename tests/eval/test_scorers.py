@@ -84,6 +84,15 @@ CASES = [
     ("math_find", "3", ["3.0"], 1.0),
     ("math_find", "47.0", ["47"], 0.0),  # the published code stops here
     ("math_find", "", ["47"], 0.0),
+    ("math_calc", "12, 9 and then 30", ["12", "9", "31"], 2 / 3),
+    ("math_calc", "The first is 12", ["12", "9", "31"], 1 / 3),
+    ("math_calc", "9, 12, 31", ["12", "9", "31"], 0.0),  # nothing counts behind the first that is wrong
+    ("math_calc", "", ["12"], 0.0),
+    ("summary", "The cat sat.\nThe dog ran", ["the dog RAN\nthe cat sat!"], 1.0),  # by lines, in any order
+    ("summary", "a b c d", ["a c x"], 4 / 7),  # P 2/4, R 2/3
+    ("summary", "b a", ["a b"], 0.5),  # the longest common subsequence has one word
+    ("summary", "a a a", ["a"], 0.5),  # every word counts once
+    ("summary", "... !", ["a"], 0.0),
     ("code_debug", "B. merge", ["merge", "B"], 1.0),
     ("code_debug", " B: because", ["merge", "B"], 1.0),
     ("code_debug", "B", ["merge", "B"], 0.0),  # the letter alone is no answer without a cue

@@ -1,4 +1,6 @@
-"""ROUGE-L of whole summaries as the PyPI package ``rouge`` 1.0 computes it, which LongBench uses.
+"""ROUGE-L of whole summaries, as each benchmark computes it.
+
+``rouge_l`` is that of the PyPI package ``rouge`` 1.0, which LongBench uses.
 
     overlap = |union over sentence pairs of the words of their longest common subsequence|
     P = overlap / |words of the prediction|,  R = overlap / |words of the reference|,  F = 2 P R / (P + R + 1e-8)
@@ -6,9 +8,20 @@
 Sentences end at a full stop, words at a space, and all three counts are of *distinct* words. Which of several equally
 long subsequences counts is the package's choice too. Unlike it, this one has no limit of recursion: the package gives
 up, and LongBench scores 0, when two sentences have about a thousand words together.
+
+``rouge_lsum`` is that of the PyPI package ``rouge_score``, which InfiniteBench uses without stemming: sentences are
+lines, words are runs of a-z and 0-9 in lower case, and a word may be hit as often as it occurs on either side.
+
+    hits = words of the reference that are in the union of its lines' longest common subsequences with the prediction's
+    P = hits / words of the prediction,  R = hits / words of the reference,  F = 2 P R / (P + R)
 """
 
 from __future__ import annotations
+
+import re
+from collections import Counter
+
+_WORD = re.compile(r"[a-z0-9]+")
 
 
 def rouge_l(prediction: str, reference: str) -> float:
@@ -25,14 +38,53 @@ def rouge_l(prediction: str, reference: str) -> float:
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
-def common_words(first: list[str], second: list[str]) -> set[str]:
-    """The words of a longest common subsequence; of equally long ones, that which keeps the end of ``first``."""
+def rouge_lsum(prediction: str, reference: str) -> float:
+    """F of the union of longest common subsequences by lines; 0 when either side has no word."""
+    predicted, wanted = _lines(prediction), _lines(reference)
+    here, there = (Counter(word for line in lines for word in line) for lines in (predicted, wanted))
+    if not here or not there:
+        return 0.0
+    precision_of, recall_of, hits = here.total(), there.total(), 0
+    for line in wanted:
+        shared = set().union(*(_common_places(line, other) for other in predicted))
+        for word in (line[place] for place in sorted(shared)):
+            if here[word] and there[word]:
+                hits, here[word], there[word] = hits + 1, here[word] - 1, there[word] - 1
+    return 2 * hits / (precision_of + recall_of)
+
+
+def _lines(text: str) -> list[list[str]]:
+    return [_WORD.findall(line.lower()) for line in text.split("\n") if line]
+
+
+def _common_places(first: list[str], second: list[str]) -> set[int]:
+    """Places in ``first`` of a longest common subsequence, of several the one that ends last in ``second``."""
+    table, found, i, j = _lengths(first, second), set(), len(first), len(second)
+    while i and j:
+        if first[i - 1] == second[j - 1]:
+            i, j = i - 1, j - 1
+            found.add(i)
+        elif table[i][j - 1] > table[i - 1][j]:
+            j -= 1
+        else:
+            i -= 1
+    return found
+
+
+def _lengths(first: list[str], second: list[str]) -> list[list[int]]:
+    """Of the longest common subsequences of all beginnings."""
     table = [[0] * (len(second) + 1)]
     for word in first:
         above, row = table[-1], [0]
         for j, other in enumerate(second):
             row.append(above[j] + 1 if word == other else max(above[j + 1], row[j]))
         table.append(row)
+    return table
+
+
+def common_words(first: list[str], second: list[str]) -> set[str]:
+    """The words of a longest common subsequence; of equally long ones, that which keeps the end of ``first``."""
+    table = _lengths(first, second)
     found, i, j = set(), len(first), len(second)
     while i and j:
         if first[i - 1] == second[j - 1]:

@@ -1,13 +1,11 @@
-"""InfiniteBench's scorers (OpenBMB/InfiniteBench, ``src/compute_scores.py``), for models in general.
-
-Only the summaries (a corpus package's ROUGE-Lsum) and math_calc (thirty thousand numbers) are not here.
-"""
+"""InfiniteBench's scorers (OpenBMB/InfiniteBench, ``src/compute_scores.py``), for models in general."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
+from kvsift.eval.rouge import rouge_lsum
 from kvsift.eval.scorers_longbench import f1, plain_characters
 
 _FIRST_DIGITS = re.compile(r"[0-9]+")
@@ -38,6 +36,24 @@ def math_find(prediction: str, references: Sequence[str]) -> float:
     if found is None or ("." in found.group() and "." not in wanted):
         return 0.0
     return float(float(found.group()) == float(wanted))
+
+
+def math_calc(prediction: str, references: Sequence[str]) -> float:
+    """math_calc: the share of the references, in order, that the numbers of the prediction repeat before they differ.
+
+    Runs of digits are numbers; a sign is not read, so a negative reference is never met.
+    """
+    right = 0
+    for found, wanted in zip(_FIRST_DIGITS.finditer(prediction), references):
+        if int(found.group()) != int(wanted):
+            break
+        right += 1
+    return right / len(references)
+
+
+def summary(prediction: str, references: Sequence[str]) -> float:
+    """longbook_sum_eng: ROUGE-Lsum against the (first) reference."""
+    return rouge_lsum(prediction, references[0])
 
 
 def code_debug(prediction: str, references: Sequence[str]) -> float:
@@ -102,6 +118,8 @@ SCORERS: dict[str, Callable[[str, Sequence[str]], float]] = {
     "first_number": first_number,
     "word_match": word_match,
     "math_find": math_find,
+    "math_calc": math_calc,
+    "summary": summary,
     "code_debug": code_debug,
     "code_run": code_run,
     "choice": choice,

@@ -3,7 +3,7 @@
 
 The structure of the prompts, the reading of answers and the new tokens (counted in its models' tokens, and few) follow
 OpenBMB/InfiniteBench (``src/prompt.py``, those for models without a chat format; ``src/eval_utils.py``); the wording is
-ours. math_calc and longbook_sum_eng have no scorer here.
+ours.
 """
 
 from __future__ import annotations
@@ -43,6 +43,13 @@ FORMATS: dict[str, Format] = {
         "Find the value that belongs to a key of this JSON object.\n\n", "\n\n{input}", "word_match", 50
     ),
     "math_find": Format("{prefix}\n\n", "\n\n{input}", "math_find", 3),
+    "math_calc": Format(
+        "Work out this arithmetic expression from left to right and write down every intermediate result.\n\n",
+        "\n\n{input}",
+        "math_calc",
+        30_000,
+        "The intermediate results are:",
+    ),
     "code_run": Format(
         "This Python code has a function that is called at the end.\n\n",
         "\n\nWork out the exact value of {call}.",
@@ -71,6 +78,7 @@ FORMATS: dict[str, Format] = {
         40,
         "Answer:",
     ),
+    "longbook_sum_eng": Format("Summarise this book.\n\n", "\n\n", "summary", 1200, "Summary:"),
     "longbook_qa_chn": Format(
         "请阅读这本书，然后回答问题。\n\n", "\n\n问题：{input}\n", "qa_f1_characters", 40, "答案："
     ),

@@ -69,7 +69,7 @@ def task_names(names: Iterable[str]) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in names:
         if name not in FAMILIES and name not in TASKS:
-            raise unknown("task", name, [*TASKS, *FAMILIES])
+            raise unknown("task", name, list(dict.fromkeys([*TASKS, *FAMILIES])))
         found.update(dict.fromkeys(FAMILIES.get(name, (name,))))
     return tuple(found)
 
