@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from engine.apart import SIZES
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
 
@@ -34,3 +35,9 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokenizer has a chat template."""
     return write_model(tmp_path_factory.mktemp("chatty"), chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model for keys and values that lie apart from it (``engine.apart``)."""
+    return write_model(tmp_path_factory.mktemp("wide"), **SIZES)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from contracts.harness import SHAPE, draw_tokens
-from engine.tiny_directory import text_of, write_model
+from engine.apart import DEVICES, QUEST, llm
+from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError
 from kvsift.engine import memory
@@ -21,11 +22,6 @@ from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.stats import RunStats
 from kvsift.types import Chunk
 
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-)
-DEVICES = ["cpu", GPU]
-QUEST = "quest:budget=256:window=32:dense_layers=0"
 PLANS = [
     QUEST,
     QUEST + ":prefilter=2:block_pages=4",
@@ -34,23 +30,12 @@ PLANS = [
     "streaming_llm:budget=100",
     "retrieval_attention:index=flat:budget=120:sinks=16:window=32:dense_layers=0",
 ]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}
 PER_TOKEN = 2 * 2 * 64 * 4  # keys and values of two KV heads in float32
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> None:
     """Where a test says so."""
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("wide"), **SIZES)
-
-
-def llm(directory: Path, device: str, placement: str, **options: object) -> LLM:
-    path = "composed" if placement == "device" else "auto"
-    return LLM(directory, QUEST, device=device, dtype="float32", placement=placement, path=path, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", DEVICES)

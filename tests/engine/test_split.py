@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
-from engine.tiny_directory import text_of, write_model
+from engine.apart import DEVICES, QUEST, llm
+from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, native
 from kvsift.indexes.graph import GraphIndex
@@ -15,28 +15,12 @@ from kvsift.placement.near import SLACK_TOKENS
 from kvsift.placement.split import SplitStore
 from kvsift.runtime.sequence import SparseAttention
 
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
-)
-DEVICES = ["cpu", GPU]
-QUEST = "quest:budget=256:window=32:dense_layers=0"
 PLANS = [QUEST, "dense", "retrieval_attention:index=flat:budget=120:sinks=16:window=32:dense_layers=0"]
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> None:
     """Where a test says so."""
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("wide"), **SIZES)
-
-
-def llm(directory: Path, device: str, placement: str, **options: object) -> LLM:
-    path = "composed" if placement == "device" else "auto"
-    return LLM(directory, QUEST, device=device, dtype="float32", placement=placement, path=path, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", DEVICES)
