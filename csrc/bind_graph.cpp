@@ -11,6 +11,7 @@
 
 #include "graph.hpp"
 #include "parallel.hpp"
+#include "top_rows.hpp"
 
 namespace nb = nanobind;
 using namespace kvsift;
@@ -26,6 +27,17 @@ T* at(std::uintptr_t address) {
 graph::Rows head_of(std::uintptr_t keys, std::int64_t head, std::int64_t stride, std::int64_t count, int dim, bool bf16) {
   const std::int64_t number_bytes = bf16 ? 2 : 4;
   return {at<const char>(keys) + head * stride * number_bytes, count, dim, bf16};
+}
+
+// What lists are made of: ids int32 [num_rows, k] of scores [num_rows, count]. stops may be 0.
+void best_of_rows(std::uintptr_t scores, bool bf16, std::int64_t num_rows, std::int64_t count, std::uintptr_t stops,
+                  std::int64_t k, int threads, std::uintptr_t ids) {
+  nb::gil_scoped_release release;
+  if (bf16)
+    top_rows(at<const std::uint16_t>(scores), num_rows, count, at<const std::int64_t>(stops), k, threads,
+             at<std::int32_t>(ids));
+  else
+    top_rows(at<const float>(scores), num_rows, count, at<const std::int64_t>(stops), k, threads, at<std::int32_t>(ids));
 }
 
 // -> keys in no list
@@ -103,6 +115,7 @@ std::vector<std::int64_t> search(std::uintptr_t queries, int num_query_heads, st
 }  // namespace
 
 void bind_graph(nb::module_& m) {
+  m.def("top_rows", &best_of_rows);
   m.def("graph_build", &build);
   m.def("graph_build_paper", &build_paper);
   m.def("graph_unreachable", &unreachable);

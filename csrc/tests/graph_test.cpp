@@ -1,4 +1,6 @@
-// The graph without Python, for the sanitizers: built, searched in full and in part, cropped, from empty and odd lists.
+// The graph without Python, for the sanitizers: built, searched in full and in part, cropped, from empty and odd lists;
+// and the lists that it is built from.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -6,6 +8,7 @@
 
 #include "graph.hpp"
 #include "parallel.hpp"
+#include "top_rows.hpp"
 
 using namespace kvsift;
 
@@ -64,9 +67,34 @@ void check(int num_keys, int dim, int degree, int num_lists, int length, int thr
   require(graph::unreachable({neighbours.data(), num_keys, degree, entries.data(), 16}) <= num_keys, "a count");
 }
 
+template <class T>
+void check_rows(std::int64_t num_rows, std::int64_t count, std::int64_t k, int threads, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<T> scores(std::size_t(num_rows * count));
+  for (T& score : scores) store(&score, float(int(random() % 7) - 3));  // many are equal
+  std::vector<std::int64_t> stops(std::size_t(num_rows), 0);
+  for (auto& stop : stops) stop = std::int64_t(random() % unsigned(count + 2));
+  std::vector<std::int32_t> ids(std::size_t(num_rows * k));
+  top_rows(scores.data(), num_rows, count, stops.data(), k, threads, ids.data());
+  for (std::int64_t row = 0; row < num_rows; ++row) {
+    const std::int64_t stop = std::min(stops[std::size_t(row)], count);
+    std::vector<std::int32_t> order;
+    for (std::int32_t i = 0; i < stop; ++i) order.push_back(i);
+    const auto score = [&](std::int32_t i) { return load(&scores[std::size_t(row * count + i)]); };
+    std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return score(a) > score(b); });
+    order.resize(std::size_t(k), -1);
+    if (stop < k) std::fill(order.begin() + stop, order.end(), -1);
+    require(std::equal(order.begin(), order.end(), ids.begin() + row * k), "the best of a row, in order");
+  }
+}
+
 }  // namespace
 
 int main() {
+  for (std::int64_t k : {1, 9, 130}) {
+    check_rows<float>(5, 700, k, 3, unsigned(k));
+    check_rows<std::uint16_t>(3, 65, k, 1, unsigned(k));
+  }
   for (unsigned seed = 0; seed < 4; ++seed)
     for (int threads : {1, 3}) {
       check(1, 8, 4, 1, 1, threads, seed);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from indexes.brute_force import needs_core
 from torch import Tensor
 
 from kvsift.errors import InputError
@@ -34,15 +35,41 @@ def sorted_ids(queries: Tensor, keys: Tensor, k: int, stops: Tensor | None) -> T
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [1, 5, 700, 3000, 3007])  # from 2560 on strips are ranked first; 3007 leaves a rest
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("by", ["torch", pytest.param("core", marks=needs_core)])
 def test_the_nearest_keys_in_order_equal_ones_by_id(
-    dtype: torch.dtype, n: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+    by: str, dtype: torch.dtype, n: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if by == "torch":
+        monkeypatch.setattr(module.native, "available", lambda: False)
     monkeypatch.setattr(module, "BLOCK_BYTES", 7 * n * dtype.itemsize)  # blocks of 7 queries
     queries, keys = draw(4, 2, 20, n, dtype)
     stops = torch.arange(20) * (n + 30) // 20 if causal else None
     found = knn(queries, keys, 10, stops)
     assert found.dtype == torch.int32
     assert torch.equal(found, sorted_ids(queries, keys, 10, stops))
+
+
+@needs_core
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 100, 600])
+def test_core_and_torch_find_the_same(dtype: torch.dtype, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(k)
+    scores = torch.randn(11, 5000, generator=generator).to(dtype)
+    scores[1, 5:] = -torch.inf  # fewer than k are left
+    scores[2] = 0.0
+    scores[2, ::2] = -0.0  # equal to 0
+    scores[3, :] = scores[3].sort().values  # all better than all before
+    scores[4, 7] = torch.inf
+    stops = torch.tensor([5000, 5000, 4000, 5000, 5000, 0, 1, 99, 4999, 5000, 6000])
+    found = module._top(scores, k, stops)
+    monkeypatch.setattr(module.native, "available", lambda: False)
+    assert torch.equal(found, module._top(scores.clone(), k, stops))
+
+
+@needs_core
+def test_a_score_that_is_no_number_is_never_found() -> None:
+    scores = torch.tensor([[1.0, torch.nan, 3.0, -torch.nan]])
+    assert module._top(scores, 4, None).tolist() == [[2, 0, -1, -1]]
 
 
 def test_no_keys_no_neighbours() -> None:

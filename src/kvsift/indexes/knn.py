@@ -1,10 +1,11 @@
-"""Exact nearest keys of many queries: products in blocks, then a top-k in two steps."""
+"""Exact nearest keys of many queries: products in blocks, then the best of each row, by the core where it is here."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from kvsift import native
 from kvsift.errors import InputError
 
 BLOCK_BYTES = 32 << 20  # of scores at a time: they stay in the last cache of the processors measured
@@ -44,16 +45,29 @@ def knn(queries: Tensor, keys: Tensor, k: int, causal_stop: Tensor | None = None
         for start in range(0, t, rows):
             block = slice(start, min(start + rows, t))
             scores = queries[head, block].to(keys.dtype) @ transposed
-            if causal_stop is not None:
-                ids = torch.arange(n, device=keys.device)
-                scores.masked_fill_(ids >= causal_stop[block, None].to(keys.device), -torch.inf)
-            best = _top(scores, min(k, n))
+            stops = None if causal_stop is None else causal_stop[block].to(keys.device)
+            best = _top(scores, min(k, n), stops)
             found[head, block, : best.shape[1]] = best
     return found
 
 
-def _top(scores: Tensor, k: int) -> Tensor:
-    """int32 [rows, k] of scores [rows, n], -1 where the score is -inf. The k best keys lie in the k best strips."""
+def _top(scores: Tensor, k: int, stops: Tensor | None) -> Tensor:
+    """int32 [rows, k] of scores [rows, n], -1 where the score is -inf; row i ends at stops[i]."""
+    if scores.device.type != "cpu" or scores.dtype not in (torch.bfloat16, torch.float32) or not native.available():
+        if stops is not None:
+            scores.masked_fill_(torch.arange(scores.shape[1], device=scores.device) >= stops[:, None], -torch.inf)
+        return _top_by_torch(scores, k)
+    best = torch.empty(scores.shape[0], k, dtype=torch.int32)
+    stops = None if stops is None else stops.to(torch.int64).contiguous()
+    native.core().top_rows(
+        scores.data_ptr(), scores.dtype == torch.bfloat16, *scores.shape, 0 if stops is None else stops.data_ptr(), k,
+        native.num_threads(None), best.data_ptr(),
+    )  # fmt: skip
+    return best
+
+
+def _top_by_torch(scores: Tensor, k: int) -> Tensor:
+    """The same in two steps, of whole rows. The k best keys lie in the k best strips."""
     rows, n = scores.shape
     if n > 4 * k * STRIP:
         num_strips = n // STRIP
