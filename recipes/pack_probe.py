@@ -174,7 +174,7 @@ def _published() -> tuple[int, str]:
     for sample in load_result(ROOT / "results/ruler")["samples"]:
         if sample["plan"] == "dense":
             scores[sample["task"], sample["length"]].append(100 * sample["score"])
-    tasks, lengths = (sorted({key[place] for key in scores}) for place in (0, 1))
+    tasks, lengths = sorted({task for task, _ in scores}), sorted({length for _, length in scores})
     rows = [
         "| task | " + " | ".join(f"{length // 1024}K" for length in lengths) + " |",
         "| --- |" + " --- |" * len(lengths),

@@ -127,10 +127,10 @@ class Rows:
     def _single(self, kind: str, count: int) -> Draft:
         if kind == "facts":
             return facts.draft(self.rng, count, self.rng.choice(self.lexicons))
-        if kind == "variables":
-            return TASKS[kind].draft(self.rng, self.rng.randint(2, count + 2))  # a few chains, or many
         draft = TASKS[kind].draft
         assert draft is not None
+        if kind == "variables":
+            return draft(self.rng, self.rng.randint(2, count + 2))  # a few chains, or many
         if kind == "vt" or kind.startswith("niah_"):  # one question each; several contexts in one make several
             return self._merged([draft(self.rng, 1) for _ in range(count)])
         return draft(self.rng, min(count, TASKS[kind].max_questions))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.llm import LLM
+from kvsift.engine.prompt import prompt
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.engine.sampling import Sampling
 from kvsift.eval.tasks import make_sample
@@ -99,15 +100,13 @@ def main() -> None:
     llm = Endless(None, "dense", placement="host")
     encode = lambda text: llm.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
     sample = make_sample("facts", LENGTH, SEED, encode, 8, prefix=(llm.tokenizer.bos_token_id,))
-    rows = []
+    text, rows = prompt(sample.context, sample.questions[0].text), []
+    length = len(llm.tokenizer(text)["input_ids"])
     for name, settings in ROWS.items():
         steps: list[Step] = []
-        method = Watched(**settings, report=steps.append, prompt=LENGTH)
+        method = Watched(**settings, report=steps.append, prompt=length)
         plan = Plan(decode=Rule(method, Budget(tokens=740, sinks=128, window=512, dense_layers=())))
-        document = llm.read(sample.context, plan=plan)
-        answer = document.ask(
-            sample.questions[0].text, max_new_tokens=tokens, sampling=Sampling(temperature=1.0, seed=SEED)
-        )
+        answer = llm.generate(text, plan=plan, max_new_tokens=tokens, sampling=Sampling(temperature=1.0, seed=SEED))
         rows.append({"name": name, "tokens": len(answer.token_ids), "stretches": stretches(steps)})
         print(json.dumps(rows[-1]), file=sys.stderr)
     recipe = {"length": LENGTH, "tokens": tokens, "seed": SEED, "every": EVERY, "threads": torch.get_num_threads()}

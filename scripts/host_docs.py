@@ -15,7 +15,8 @@ from kvsift.eval.tables import quality_table
 
 HOST = "host-cpu.json"
 SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
-ANSWERS = ("retrieval-32k", "retrieval-paper-32k.json")
+ANSWERS = ("retrieval-32k", "retrieval-host-32k")
+WRITTEN = "generation-recall-cpu.json"
 INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
 
@@ -41,12 +42,32 @@ def split_table(result: dict[str, Any]) -> str:
 
 
 def answers() -> str:
-    """Exact match of what the index finds; the paper's own build, which takes minutes, was asked fewer questions."""
+    """Exact match of what indexes find, on a GPU's host and on a machine without one."""
     return "\n\n".join(quality_table(load_result(RESULTS / name)) for name in ANSWERS)
+
+
+def written(result: dict[str, Any]) -> str:
+    """Recall by stretches of generated tokens."""
+    rows = result["rows"]
+    starts = [f"{stretch['from']:,}" for stretch in rows[0]["stretches"]]
+    lines = [f"| tokens from | {' | '.join(starts)} |", "|---" * (len(starts) + 1) + "|"]
+    for row in rows:
+        served = " | ".join(f"{each['served']:.3f}" for each in row["stretches"])
+        lines.append(f"| {row['name']} | {served} |")
+        if any(each["audited"] for each in row["stretches"]):
+            alone = " | ".join(f"{each['index']:.3f}" for each in row["stretches"])
+            audited = " | ".join(f"{each['audited']:.0%}" for each in row["stretches"])
+            lines += [f"| {row['name']}, steps that were not audited | {alone} |", f"| audited | {audited} |"]
+    return "\n".join(lines)
 
 
 BLOCKS = {
     "answers": answers,
+    "written": shown(
+        WRITTEN,
+        written,
+        lambda result: f"`results/{WRITTEN}`: {result['machine']}, commit {result['commit'][:10]}.",
+    ),
     "host": shown(HOST, points(host_report.point_text), measured_on(HOST)),
     "split": lambda: "\n\n".join(shown(name, split_table, measured_on(name))() for name in SPLIT),
     **{

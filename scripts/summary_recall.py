@@ -25,7 +25,6 @@ from kvsift.engine.provenance import versions_and_machine
 from kvsift.eval.contexts import Contexts
 from kvsift.eval.recipe import Job, Recipe
 from kvsift.methods.pages import PagedMethod
-from kvsift.models.transformers_load import choose_device
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.counted import CountedReader
 from kvsift.runtime.plan import Plan, Rule
@@ -110,10 +109,9 @@ def _overlap(units: Tensor, others: Tensor) -> float:
     return float((units.unsqueeze(2) == others.unsqueeze(1)).any(2).float().mean())
 
 
-def samples_of(recipe: Recipe, job: Job) -> list[dict[str, Any]]:
+def samples_of(recipe: Recipe, llm: LLM, job: Job) -> list[dict[str, Any]]:
     """Means over the steps and layers of each question of one context; bytes are the median, because the first step
     of a question merges blocks, which a decode that goes on does once in 256 tokens."""
-    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, probe_every=0)
     contexts = Contexts(recipe, llm.tokenizer)
     sample = contexts.sample(job)
     ids = list(sample.context_ids)
@@ -141,11 +139,12 @@ def samples_of(recipe: Recipe, job: Job) -> list[dict[str, Any]]:
 
 def main() -> None:
     recipe, out = Recipe.load(Path(sys.argv[1])), Path(sys.argv[2])
+    llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, probe_every=0)
     samples = []
-    for job in recipe.jobs:
-        samples += samples_of(recipe, job)
+    for job in Contexts(recipe, llm.tokenizer).jobs():
+        samples += samples_of(recipe, llm, job)
         print(f"{job.task} {job.seed} done", file=sys.stderr)
-    head = {"kind": "recall", "recipe": asdict(recipe), **versions_and_machine(choose_device(recipe.device))}
+    head = {"kind": "recall", "recipe": asdict(recipe), **versions_and_machine(llm.device)}
     lines = ",\n".join(json.dumps(sample) for sample in samples)
     out.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "samples": [\n{lines}\n]}}\n')
 
