@@ -105,7 +105,7 @@ def test_older_results_are_still_read(path: Path) -> None:
 
 
 def test_prefill_tables_leave_out_what_is_the_same_everywhere() -> None:
-    table = prefill_table(load_result(ROOT / "results" / "prefill-question-256-32k.json")).splitlines()
+    table = prefill_table(load_result(ROOT / "results" / "prefill-question-256-32k")).splitlines()
     assert table[0] == "| plan | needle | key_value | facts | variables | all | visible tokens in prefill |"
     assert table[2].startswith("| `dense` |")
     assert any(line.startswith("| `prefill=quoka` |") and line.endswith("| 318 |") for line in table)
