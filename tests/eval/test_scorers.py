@@ -87,6 +87,8 @@ CASES = [
     ("math_calc", "12, 9 and then 30", ["12", "9", "31"], 2 / 3),
     ("math_calc", "The first is 12", ["12", "9", "31"], 1 / 3),
     ("math_calc", "9, 12, 31", ["12", "9", "31"], 0.0),  # nothing counts behind the first that is wrong
+    ("math_calc", "007, 0", ["7", "0"], 1.0),
+    ("math_calc", "1" * 5000, ["12"], 0.0),  # more digits than Python makes a number of
     ("math_calc", "", ["12"], 0.0),
     ("summary", "The cat sat.\nThe dog ran", ["the dog RAN\nthe cat sat!"], 1.0),  # by lines, in any order
     ("summary", "a b c d", ["a c x"], 4 / 7),  # P 2/4, R 2/3

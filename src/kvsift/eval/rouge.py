@@ -44,13 +44,13 @@ def rouge_lsum(prediction: str, reference: str) -> float:
     here, there = (Counter(word for line in lines for word in line) for lines in (predicted, wanted))
     if not here or not there:
         return 0.0
-    precision_of, recall_of, hits = here.total(), there.total(), 0
+    num_words, hits = here.total() + there.total(), 0
     for line in wanted:
         shared = set().union(*(_common_places(line, other) for other in predicted))
         for word in (line[place] for place in sorted(shared)):
             if here[word] and there[word]:
                 hits, here[word], there[word] = hits + 1, here[word] - 1, there[word] - 1
-    return 2 * hits / (precision_of + recall_of)
+    return 2 * hits / num_words
 
 
 def _lines(text: str) -> list[list[str]]:

@@ -41,11 +41,11 @@ def math_find(prediction: str, references: Sequence[str]) -> float:
 def math_calc(prediction: str, references: Sequence[str]) -> float:
     """math_calc: the share of the references, in order, that the numbers of the prediction repeat before they differ.
 
-    Runs of digits are numbers; a sign is not read, so a negative reference is never met.
+    Runs of digits, of any length, are numbers; a sign is not read, so a negative reference is never met.
     """
     right = 0
     for found, wanted in zip(_FIRST_DIGITS.finditer(prediction), references):
-        if int(found.group()) != int(wanted):
+        if found.group().lstrip("0") != wanted.lstrip("0"):
             break
         right += 1
     return right / len(references)
