@@ -75,7 +75,7 @@ def _fill(
     if not missing:
         results.sessions.pop()  # nothing was done in it
         return summarise()
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, _cores() // workers)
     try:
         for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
             results.append({**sample, "session": len(results.sessions) - 1})
@@ -84,6 +84,11 @@ def _fill(
     finally:
         tables = summarise()
     return tables
+
+
+def _cores() -> int:
+    """Cores that this process may use: in a container or under taskset they are fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[str]:
