@@ -126,12 +126,24 @@ def _made(results: list[dict[str, Any]]) -> str:
         left = result["left_out"]
         if left:
             paths[-1] += f" ({len(left)} contexts left out for lack of time)"
-    low, high = wilson(round(max(of_cell) / 2), max(of_cell))
-    first = results[0]
+    first, questions = results[0], max(of_cell)
+    effects = {task: effect for result in results for task, effect in result["design_effects"].items()}
     return (
-        f"{' and '.join(paths)}: {max(of_cell)} questions per plan, task and length; at one half, the 95 % interval of "
-        f"such a cell is {100 * low:.0f} to {100 * high:.0f}. {first['machine']}, commit {first['commit'][:10]}."
+        f"{' and '.join(paths)}: {questions} questions per plan, task and length; at one half, the 95 % interval of "
+        f"such a cell is {_at_half(questions, effects)}. {first['machine']}, commit {first['commit'][:10]}."
     )
+
+
+def _at_half(questions: int, effects: dict[str, float | None]) -> str:
+    """The interval in percent, task by task where questions share contexts."""
+    tasks: dict[str, list[str]] = defaultdict(list)
+    for task, effect in effects.items():
+        low, high = wilson(questions / 2 / (effect or 1), questions / (effect or 1))
+        tasks[f"{100 * low:.0f} to {100 * high:.0f}"].append(task)
+    found = (
+        next(iter(tasks)) if len(tasks) == 1 else "; ".join(f"{', '.join(of)} {at}" for at, of in sorted(tasks.items()))
+    )
+    return found if all(effects.values()) else f"{found}, for questions of the one context that they share"
 
 
 BLOCKS = {

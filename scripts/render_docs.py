@@ -33,7 +33,6 @@ def method_table() -> str:
 
 
 RESULT = "selection-32k"
-FIRST_EDITION = ("prefill-32k.json", "summaries-32k.json", "summary-recall-32k.json")  # of the embedded model
 HEADLINE_BUDGET = 512
 
 
@@ -44,7 +43,7 @@ def quality() -> str:
 
 def cheaper_answers() -> str:
     """Exact match with cheaper summaries."""
-    name = "summaries-32k.json"
+    name = "summaries-32k"
     return f"{quality_table(_result(name))}\n\nExact match {_made(name)}"
 
 
@@ -80,9 +79,8 @@ def _result(name: str) -> dict[str, Any]:
 def _made(name: str) -> str:
     result = _result(name)
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
-    model = "the first edition of the embedded model" if name in FIRST_EDITION else "the embedded model"
     return (
-        f"at {result['recipe']['lengths'][0]:,} tokens on {model}; "
+        f"at {result['recipe']['lengths'][0]:,} tokens on the embedded model; "
         f"`results/{name}`: {result['machine']}, {versions}, commit {_short(result['commit'])}."
     )
 
@@ -102,9 +100,10 @@ BLOCKS = {
     "docs/quality.md": {
         "quality": quality,
         "published": paper_docs.tasks_by_plan("ruler"),
+        "one-choice": paper_docs.grid(["one-choice-32k"], paper_docs.by_task, "mean"),
         "cheaper-recall": cheaper_recall,
         "cheaper-answers": cheaper_answers,
-        "prefill-document": prefilled("prefill-32k.json"),
+        "prefill-document": prefilled("prefill-32k"),
         "prefill-question": prefilled("prefill-question-32k"),
         "prefill-question-256": prefilled("prefill-question-256-32k"),
     },

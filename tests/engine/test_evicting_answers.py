@@ -11,6 +11,8 @@ from models.tiny import tiny
 
 import kvsift
 from kvsift import LLM, InputError
+from kvsift.engine.memory import predict_bytes
+from kvsift.models.transformers_load import ModelDirectory
 from kvsift.runtime.paged_decode import reason_against
 from kvsift.runtime.spec import parse_plan
 
@@ -47,6 +49,58 @@ def test_a_document_that_was_dropped_is_read_again_for_the_next_question(llama: 
         caches.append((freed._cache, hidden._cache))
     assert len({id(cache) for cache, _ in caches}) == 3
     assert len({id(cache) for _, cache in caches}) == 1
+
+
+PREFILLING = ["h2o", "keydiff", "streaming_llm"]
+
+
+def throughout(spec: str) -> str:
+    return f"both={spec}:{BUDGET}:evict=true"
+
+
+@pytest.mark.parametrize("spec", PREFILLING)
+def test_a_document_that_was_dropped_while_it_was_read_is_read_once(spec: str, llama: Path) -> None:
+    model = LLM(llama, throughout(spec), device="cpu", dtype="float32", chunk_size=256)
+    document, caches = model.read(text_of(3000)), []
+    for question in ("How many sacks?", "Which mill?", "How many sacks?"):
+        answer = document.ask(question, max_new_tokens=40)
+        fresh = model.read(text_of(3000)).ask(question, max_new_tokens=40)
+        assert answer.token_ids == fresh.token_ids
+        caches.append(document._cache)
+        # one of three layers is dense; the others hold the budget, and what was left when the document was read
+        assert answer.kv_bytes < (3000 + 2 * 64 * 16 + 2 * (2 * 96 + 256 + 3 * 64) * 2) * 2 * 2 * 16 * 4
+    assert len({id(cache) for cache in caches}) == 1
+    assert document.read_stats["phases"]["prefill"]["visible_tokens"] < (1500 + 2 * (96 + 128)) / 3 + 1
+    assert answer.decode("recall") is None
+
+
+@pytest.mark.parametrize("spec", PREFILLING)
+def test_beams_and_batches_drop_while_they_read(spec: str) -> None:
+    """A prompt that comes in one call, rows of two lengths, three beams: as each row alone."""
+    model = tiny(num_hidden_layers=3)
+    ids = torch.randint(3, 90, (2, 700), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :37] = 0
+    rule = f"{spec}:evict=true:budget=60:dense_layers=0" + ("" if spec == "streaming_llm" else ":window=8")
+    with kvsift.sparse(model, f"both={rule}") as run:
+        both = model.generate(ids, attention_mask=mask, num_beams=3, max_new_tokens=12, do_sample=False)
+    assert run.stats.phase("prefill").report()["density"] < 0.8  # a layer is dense, and segments see their own tokens
+    with kvsift.sparse(model, f"both={rule}"):
+        alone = model.generate(ids[1:, 37:], num_beams=3, max_new_tokens=12, do_sample=False)
+    assert torch.equal(both[1:, 37:], alone)
+
+
+def test_memory_is_asked_for_what_a_plan_holds_while_it_reads(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = "h2o:budget=96:sinks=4:dense_layers=none:evict=true"
+    freeing, hiding = f"both={rule}", f"decode={rule}"
+    given = {"device": "cpu", "dtype": "float32", "chunk_size": 64}
+    needs = predict_bytes(ModelDirectory.check(llama), torch.device("cpu"), torch.float32, 1000, 64)
+    monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: needs)
+    with pytest.raises(InputError, match="Shorten the context"):
+        LLM(llama, hiding, **given).generate(text_of(3000), max_new_tokens=2)
+    assert LLM(llama, freeing, **given).generate(text_of(3000), max_new_tokens=2).token_ids
+    with pytest.raises(InputError, match="Shorten the context"):
+        LLM(llama, freeing, **given).generate(text_of(3000), plan=hiding, max_new_tokens=2)
 
 
 def test_a_cache_says_why_it_cannot_go_back(llama: Path) -> None:

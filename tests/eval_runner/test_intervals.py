@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from kvsift.eval.intervals import bootstrap, interval, wilson
+from kvsift.eval.intervals import bootstrap, design_effect, interval, wilson
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,34 @@ def test_other_scores_are_resampled_the_same_way_every_time() -> None:
 
 def test_equal_scores_leave_no_doubt() -> None:
     assert interval([0.4, 0.4, 0.4]) == pytest.approx((0.4, 0.4))
+
+
+def test_questions_that_stand_or_fall_together_count_as_one() -> None:
+    """By hand. Two contexts of four questions, all right or all wrong: the mean varies as that of two questions, by
+    1 / 4 * 2 / 1 / 2 = 1 / 4, where eight independent ones vary by 2 / 7 / 8."""
+    together = [[1.0] * 4, [0.0] * 4]
+    assert design_effect([together]) == pytest.approx(1 / 4 / (2 / 7 / 8))
+    assert design_effect([together, [[1.0] * 4, [1.0] * 4]]) == pytest.approx(1 / 4 / (2 / 7 / 8))  # says nothing more
+
+
+def test_independent_questions_count_as_they_are() -> None:
+    generator = random.Random(0)
+    cells = [[[float(generator.random() < 0.6) for _ in range(8)] for _ in range(5)] for _ in range(400)]
+    assert design_effect(cells) == pytest.approx(1.0, abs=0.1)
+    assert design_effect([[[score] for context in cells[0] for score in context]]) == pytest.approx(1.0)
+    assert design_effect([[[1.0, 0.0], [0.0, 1.0]]]) == 1.0  # contexts more alike than chance makes them
+    assert design_effect([[[1.0, 1.0], [1.0]]]) == 1.0
+
+
+def test_one_context_says_nothing_about_others() -> None:
+    assert design_effect([[[1.0, 0.0, 1.0]], [[0.0, 0.0]]]) is None
+    assert design_effect([]) is None
+
+
+def test_intervals_widen_with_it() -> None:
+    scores = [1.0] * 12 + [0.0] * 12
+    assert interval(scores, 4.0) == wilson(3, 6)
+    mixed = [0.0, 0.25, 0.5, 0.75, 1.0] * 20
+    (low, high), (lower, higher) = interval(mixed), interval(mixed, 4.0)
+    assert (0.5 - lower, higher - 0.5) == pytest.approx((2 * (0.5 - low), 2 * (high - 0.5)))
+    assert interval([0.01, 0.99] * 2, 100.0) == (0.0, 1.0)

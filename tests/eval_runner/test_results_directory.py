@@ -16,7 +16,7 @@ from eval_runner.samples import recipe_of, recipe_text, sample
 from kvsift import InputError
 from kvsift.eval.durable import write_atomically
 from kvsift.eval.recipe import Job, Recipe
-from kvsift.eval.results import ResultsDirectory, read_summary
+from kvsift.eval.results import ResultsDirectory, job_of, read_summary
 
 
 @pytest.fixture
@@ -95,6 +95,34 @@ def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: R
     with pytest.raises(InputError, match=r"budgets is \[64, 128\] now and was \[64, 256\]; seed is 6 now and was 5"):
         opened(tmp_path, changed)
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "grown",
+    [
+        ("[64, 256]", "[64, 128, 256]"),
+        ("[700]", "[700, 900]"),
+        ("questions_per_task = 2", "questions_per_task = 9"),
+        ('"dense", ', '"dense", "tova:budget={budget}:window=16", '),
+        ('"key_value"]', '"key_value", "needle"]'),
+    ],
+    ids=["budgets", "lengths", "questions", "plans", "tasks"],
+)
+def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
+    tmp_path: Path, recipe: Recipe, grown: tuple[str, str]
+) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.append(sample())
+    first.close()
+    larger = recipe_of(tmp_path, grown)
+    second = opened(tmp_path, larger)
+    assert second.done(job_of(sample())) == {(sample()["plan"], sample()["question"])}
+    second.write_summary({})
+    second.close()
+    opened(tmp_path, larger).close()
+    with pytest.raises(InputError, match="holds results of another recipe"):
+        opened(tmp_path, recipe)
 
 
 def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: Recipe) -> None:

@@ -40,6 +40,26 @@ def test_a_cell_per_task_length_plan_and_budget(document: dict[str, Any]) -> Non
     assert cells[0]["counted_tokens"] == 700.0
 
 
+def test_intervals_know_which_questions_share_a_context(document: dict[str, Any]) -> None:
+    def cells_of(contexts: list[list[float]]) -> dict[str, Any]:
+        samples = [
+            sample(QUEST, 64, score, seed=seed, question=question, questions=len(scores))
+            for seed, scores in enumerate(contexts)
+            for question, score in enumerate(scores)
+        ]
+        return tables_of(document, samples, [])
+
+    apart, shared = cells_of([[1.0], [1.0], [1.0], [0.0], [0.0], [0.0]]), cells_of([[1.0] * 3, [0.0] * 3])
+    assert apart["design_effects"] == {"passkey": 1.0}
+    assert shared["design_effects"]["passkey"] > 3
+    assert shared["cells"][0]["low"] < apart["cells"][0]["low"] < 0.5
+    assert not apart["warnings"]
+    assert not shared["warnings"]
+    one = cells_of([[1.0, 0.0]])
+    assert one["design_effects"] == {"passkey": None}
+    assert "passkey: all questions of a plan and length share one context" in one["warnings"][0]
+
+
 def test_prefill_plans_are_counted_in_prefill(tmp_path: Path) -> None:
     plan = '"prefill=quoka:budget={budget}:window=16:dense_layers=none"'
     changes = (('"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"', plan),)

@@ -18,6 +18,7 @@ from contracts.harness import (
     cases,
     draw_tokens,
     examples,
+    revealing_tokens,
     small,
 )
 from hypothesis import given
@@ -90,6 +91,87 @@ def test_answers_are_those_of_hiding(name: str, knobs: dict[str, Any]) -> None:
 
     holds()
     assert sum(dropped) > 10
+
+
+PREFILLING = [("h2o", {}), ("h2o", {"mode": "oneshot"}), ("keydiff", {}), ("streaming_llm", {})]
+
+
+@pytest.mark.parametrize(("name", "knobs"), PREFILLING, ids=["h2o", "h2o:oneshot", "keydiff", "streaming_llm"])
+def test_a_prompt_that_is_dropped_while_it_is_read_is_answered_as_one_that_is_hidden(
+    name: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped = []
+
+    @examples(40)
+    @given(case=cases(evicting(name, knobs)(), "prefill"), steps=st.integers(0, 70), data=st.data())
+    def holds(case: Case, steps: int, data: st.DataObject) -> None:
+        rule = Rule(evicting(name, knobs)(), case.budget)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sequence, "evicts", lambda plan, layer: False)  # the same memory of what was dropped
+            hidden = Runner(Plan(rule, rule))
+        freed = Runner(Plan(rule, rule))
+        tokens, size = draw_tokens(case.prompt + steps, case.seed), rule.method.segment_size
+        chunk = size * data.draw(st.integers(1, 3))
+        cuts = [*range(chunk, case.prompt, chunk), *range(case.prompt, tokens.length)]
+        for runner in (hidden, freed):
+            runner.attention.joins = data.draw(st.booleans())
+        expected, answer = (each.feed_all(tokens, case.prompt, cuts) for each in (hidden, freed))
+        assert_same_answer(answer, expected, "freeing changed the answer")
+        for phase in ("prefill", "decode"):
+            for key in ("visible_tokens", "sparse_queries", "kv_bytes_read"):
+                assert getattr(freed.stats.phase(phase), key) == getattr(hidden.stats.phase(phase), key)
+        dropped.append(freed.store.num_held(0) < tokens.length)
+
+    holds()
+    assert sum(dropped) > 10
+
+
+@pytest.mark.parametrize("spec", ["h2o:budget=64:window=16", "keydiff:budget=64:window=16", "streaming_llm:budget=64"])
+def test_reading_takes_no_more_memory_than_budget_and_chunk(spec: str) -> None:
+    rule = f"{spec}:sinks=2:dense_layers=none:evict=true"
+    runner = Runner(parse_plan(f"both={rule}"), num_rows=2)
+    tokens, per_token, chunk = draw_tokens(4096, 0), 2 * SHAPE.num_kv_heads * SHAPE.head_dim * 4, 128
+    for start in range(0, 4096, chunk):
+        runner.feed(tokens.part(start, start + chunk), None)
+        assert runner.store.num_held(0) <= 64 + chunk
+        spare = 64 * 16 if start == 0 else 0  # pages, as long as the row has them
+        assert runner.store.num_bytes <= (64 + 2 * chunk + 64 + spare) * (per_token + 2 * 8)
+    runner.feed(draw_tokens(1, 1), tokens.part(0, chunk), decode_tokens=1)
+    assert runner.store.num_held(0) == 64
+    assert runner.store.lengths == [4097, 128]
+
+
+def test_what_prefill_has_dropped_is_gone_for_decode_too() -> None:
+    shape, tokens = revealing_tokens(130, 1)  # outputs are weights
+    rule = "h2o:evict=true:budget=40:sinks=2:window=5:dense_layers=none"
+    runner = Runner(parse_plan(f"both={rule}"), shape=shape)
+    size = 32
+    object.__setattr__(runner.attention.plan.prefill.method, "segment_size", size)
+    visible = runner.feed_all(tokens, 96, [*range(size, 96, size), *range(96, 130)]) > 0
+    ends = [31, 63, 95, *range(96, 130)]
+    known = torch.arange(130) <= torch.tensor(ends)[:, None]
+    seen = visible[:, ends]  # [num_query_heads, num_steps, num_tokens]
+    gone = ~seen[:, :-1] & known[:-1]
+    assert bool(gone[:, 2].any())
+    assert not bool((gone & seen[:, 1:]).any()), "a token came back"
+
+
+def test_keydiff_reads_block_by_block_and_keeps_what_is_least_like_the_rest() -> None:
+    """The paper's algorithm in plain Python: blocks of 128 tokens, before each of which the cache is cut to budget."""
+    tokens, budget, block = draw_tokens(700, 3), 50, 128
+    rule = f"keydiff:evict=true:chunk={block}:budget={budget}:sinks=0:window=1:dense_layers=none"
+    runner = Runner(parse_plan(f"both={rule}"))
+    runner.feed(tokens)
+    for head in range(SHAPE.num_kv_heads):
+        left: list[int] = []
+        for start in range(0, 700, block):
+            if len(left) > budget - 1:  # the first query of a block sees itself too
+                keys = torch.nn.functional.normalize(tokens.keys[head, left], dim=-1)
+                likeness = keys @ torch.nn.functional.normalize(keys.mean(0), dim=0)
+                left = sorted(left[i] for i in likeness.argsort()[: budget - 1].tolist())
+            left += range(start, min(start + block, 700))
+        held = runner.store.row(0).keys()[head]
+        assert torch.equal(held, tokens.keys[head, left])
 
 
 @pytest.mark.parametrize("check", [c for c in ALL_CHECKS if c.__name__ not in GOING_BACK], ids=lambda c: c.__name__)
@@ -172,6 +254,49 @@ def test_going_back_is_refused_once_something_is_gone() -> None:
         runner.crop(0, 99)
 
 
+RULE = "h2o:evict=true:budget=64:window=16:dense_layers=none"
+
+
+def test_a_marked_point_is_come_back_to_though_prefill_has_dropped() -> None:
+    tokens, plan = draw_tokens(400, 0), parse_plan(f"both={RULE}")
+    runner, alone = Runner(plan), Runner(plan)
+    for each in (runner, alone):
+        each.feed(tokens.part(0, 300))
+    runner.attention.mark()
+    expected = alone.feed_all(tokens, 330, [330, *range(330, 400)], start=300)
+    for extra in (5, 500):
+        assert runner.attention.can_crop(0, 300)
+        runner.feed_all(draw_tokens(300 + extra, 1), 320, [320], start=300)
+        assert not runner.attention.can_crop(0, 301)
+        runner.crop(0, 300)
+    outputs = runner.feed_all(tokens, 330, [330, *range(330, 400)], start=300)
+    assert_same_answer(outputs, expected, "a roll-back left a trace")
+    assert runner.store.num_held(0) == alone.store.num_held(0) == 64
+    assert runner.store.num_bytes > alone.store.num_bytes  # what was marked is held once more
+
+
+def test_another_prompt_is_read_where_prompts_are_dropped_too() -> None:
+    tokens, plan = draw_tokens(300, 0), parse_plan(f"both={RULE}")
+    runner = Runner(plan)
+    runner.feed_all(tokens, 200, range(200, 210))
+    runner.feed(tokens.part(210, 300))
+    assert runner.store.num_held(0) < 64 + 90
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (f"prefill={RULE}", "Give both phases the rule, both=h2o:budget=64:evict=true:window=16:dense_layers=none, or"),
+        (f"prefill={RULE},decode={RULE}:recent=0.1", "go on with what is left"),
+        (f"prefill={RULE},decode=quest", "go on with what is left"),
+        (f"both={RULE}:layer_budgets=pyramid", "cannot come back"),
+    ],
+)
+def test_decode_must_go_on_with_what_prefill_has_left(plan: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        parse_plan(plan)
+
+
 def test_another_plan_is_refused_once_something_is_gone() -> None:
     with pytest.raises(InputError, match="no other plan can go on with it"):
         after_dropping().attention.replan(Plan())
@@ -196,9 +321,3 @@ def test_host_memory_is_refused(placement: Any) -> None:
     plan = parse_plan("h2o:evict=true")
     with pytest.raises(InputError, match="Leave out evict, or the placement"):
         SparseAttention(SHAPE, plan, 1, torch.empty(0), RunStats(), placement=placement)
-
-
-@pytest.mark.parametrize("spec", ["h2o", "keydiff", "streaming_llm"])
-def test_prefill_rules_that_free_are_refused(spec: str) -> None:
-    with pytest.raises(InputError, match="belongs to the rule of decode"):
-        parse_plan(f"prefill={spec}:evict=true")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,8 +63,8 @@ def ask(
     )  # fmt: skip
     with prefill_progress("reading") as progress:
         document = llm.read(text, progress=progress)
-        for each in question:
-            document.check(each, max_new_tokens)
+        for each, each_plan in product(question, plans):
+            document.check(each, max_new_tokens, each_plan)
         answers: list[list[Answer]] = []  # one list per plan
         reads: list[Reading] = []
         for each_plan in plans:

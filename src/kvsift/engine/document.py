@@ -60,7 +60,7 @@ class Document:
         """Tokens that all questions share."""
         return len(self._ids)
 
-    def check(self, question: str, max_new_tokens: int) -> list[int]:
+    def check(self, question: str, max_new_tokens: int, plan: PlanSpec = None) -> list[int]:
         """Refuse a question that cannot be asked, before the weights are loaded.
 
         Returns:
@@ -83,7 +83,7 @@ class Document:
                 f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
                 "with a word."
             )
-        self._llm.check([ids], max_new_tokens)
+        self._llm.check([ids], max_new_tokens, self._plan if plan is None else plan)
         return ids
 
     def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
@@ -136,7 +136,7 @@ class Document:
         """
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
-        ids = self.check(question, max_new_tokens)
+        ids = self.check(question, max_new_tokens, plan)
         stop = None if self._llm.tokenizer.chat_template else STOP
         answer = self.go_on(
             ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, on_text=on_text,

@@ -120,8 +120,8 @@ class LLM:
         _ = self.model
         return perf_counter() - started
 
-    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """Refuse prompts that the model has no embeddings or positions, or this machine no memory for.
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
+        """Refuse prompts that the model has no embeddings or positions, or this machine no memory for under a plan.
 
         Raises:
             InputError: before the weights are loaded.
@@ -146,7 +146,8 @@ class LLM:
         if self._model is None:
             if self.fast_path.wanted:  # rows are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
-            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place)
+            plan = self.plan if plan is None else parse_plan(plan)
+            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
     def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:
         """Prefill a document once; ask as often as you like.
@@ -225,8 +226,8 @@ class LLM:
         if not prompts or not all(prompts):
             raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
         samplings = _for_each(sampling, len(prompts))
-        self.check(prompts, max_new_tokens)
         plan = self.plan if plan is None else parse_plan(plan)
+        self.check(prompts, max_new_tokens, plan)
         before = perf_counter()
         self.load()
         self.fast_path.reason_against(plan, self.model)  # finds out by trying, the first time
@@ -248,7 +249,8 @@ class LLM:
         rule = rule_of(plan)
         if rule is None or not isinstance(self.dense_below, int) or rule.budget.min_context >= self.dense_below:
             return plan
-        return replace(plan, decode=replace(rule, budget=replace(rule.budget, min_context=self.dense_below)))
+        later = replace(rule, budget=replace(rule.budget, min_context=self.dense_below))
+        return Plan(later if plan.evicts_prompt else plan.prefill, later)
 
     def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = ()) -> SparseCache:
         """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one."""

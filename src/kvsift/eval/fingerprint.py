@@ -12,6 +12,7 @@ from kvsift.eval.recipe import Recipe
 from kvsift.eval.task_files import digest
 
 NOT_PART_OF_A_RESULT = {"device"}
+MAY_GROW = {"tasks", "lengths", "plans", "budgets", "rows", "questions_per_task"}  # what is there is part of the result
 
 
 def document_of(recipe: Recipe) -> dict[str, Any]:
@@ -26,6 +27,20 @@ def fingerprint(document: dict[str, Any]) -> str:
     """Of everything that a result depends on; where it is computed is not part of it."""
     kept = {key: value for key, value in document.items() if key not in NOT_PART_OF_A_RESULT}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
+def asks_for_more(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether every sample of one recipe is one of the other too, which adds contexts or rows."""
+
+    def rest(document: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in document.items() if key not in MAY_GROW | NOT_PART_OF_A_RESULT}
+
+    def rows(document: dict[str, Any]) -> set[tuple[Any, ...]]:
+        return {tuple(row[key] for key in ("plan", "budget", "role", "phase")) for row in document["rows"]}
+
+    more = before["questions_per_task"] <= now["questions_per_task"] and rows(before) <= rows(now)
+    wider = all(set(before[key]) <= set(now[key]) for key in ("tasks", "lengths"))
+    return rest(before) == rest(now) and more and wider
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift.eval.durable import Lines, reason, write_atomically
-from kvsift.eval.fingerprint import difference, document_of, fingerprint
+from kvsift.eval.fingerprint import asks_for_more, difference, document_of, fingerprint
 from kvsift.eval.recipe import Job, Recipe
 
 SAMPLES, SUMMARY, RECIPE = "samples.jsonl", "summary.json", "recipe.toml"
@@ -26,7 +26,7 @@ Done = frozenset[tuple[str, int]]
 
 
 class ResultsDirectory:
-    """Opened for a recipe: made new, or gone on with.
+    """Opened for a recipe: made new, or gone on with; the recipe may have grown.
 
     Attributes:
         path: of the directory.
@@ -45,7 +45,7 @@ class ResultsDirectory:
         self.sessions: list[dict[str, Any]] = before.get("sessions", [])
         try:
             path.mkdir(parents=True, exist_ok=True)
-            if not before:
+            if not before or before["fingerprint"] != fingerprint(self._recipe):
                 write_atomically(path / RECIPE, text)
             self._lines = Lines(path / SAMPLES)
         except OSError as error:
@@ -62,7 +62,8 @@ class ResultsDirectory:
                 raise InputError(f"{self.path} holds {SAMPLES} but no {SUMMARY}: it is no results directory of kvsift.")
             return {}
         before = read_summary(self.path)
-        if before["fingerprint"] != fingerprint(self._recipe):
+        same = before["fingerprint"] == fingerprint(self._recipe)
+        if not same and not asks_for_more(before["recipe"], self._recipe):
             raise InputError(
                 f"{self.path} holds results of another recipe: {difference(before['recipe'], self._recipe)}. Give "
                 f"another --out, or the recipe that was used before, {self.path / RECIPE}."

@@ -81,9 +81,14 @@ def _row(plan: str, budget: int | None, name: str) -> Row:
     parsed = parse_plan(plan)
     methods = _methods(parsed)
     role = "ceiling" if not methods or methods & {*CEILINGS} else "floor" if methods & {*FLOORS} else "plan"
-    limited = parsed.prefill is not None and (parsed.decode is None or parsed.prefill.budget.tokens == budget)
-    phase: Phase | None = None if not methods else "prefill" if limited else "decode"
+    phase: Phase | None = None if not methods else "prefill" if _limits_prefill(parsed, budget) else "decode"
     return Row(plan, budget, name, role, phase)
+
+
+def _limits_prefill(plan: Plan, budget: int | None) -> bool:
+    """Whether the budget is that of prefill, and of prefill alone."""
+    prefill, decode = plan.prefill, plan.decode
+    return prefill is not None and prefill != decode and (decode is None or prefill.budget.tokens == budget)
 
 
 def _methods(plan: Plan) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from kvsift.eval.intervals import interval
+from kvsift.eval.intervals import design_effect, interval
 from kvsift.eval.recipe import Job
 from kvsift.eval.results import Result, job_of
 from kvsift.eval.scorers import score
@@ -24,6 +24,8 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
     Returns:
         cells: one per task, length, plan and budget.
         chance: per task and length, the score of answers to other questions of it.
+        design_effects: per task, how many questions that share contexts count as one; None where each cell has only
+            one context, whose intervals speak of that context alone.
         warnings: in plain words.
         left_out: contexts that are not finished, with how many of their samples are there.
         contexts: all that were wanted.
@@ -32,12 +34,14 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
     for sample in samples:
         groups[_order(recipe, sample)].append(sample)
     rows = {row["plan"]: row for row in recipe["rows"]}
-    cells = [_cell(rows[group[0]["plan"]], group) for _, group in sorted(groups.items())]
+    effects = design_effects(groups.values())
+    cells = [_cell(rows[group[0]["plan"]], group, effects) for _, group in sorted(groups.items())]
     jobs = list(jobs)
     return {
         "cells": cells,
         "chance": chance(samples),
-        "warnings": unequal(cells),
+        "design_effects": effects,
+        "warnings": [*unequal(cells), *alone(effects)],
         "left_out": left_out(recipe, samples, jobs),
         "contexts": [list(job) for job in jobs],
     }
@@ -49,9 +53,30 @@ def _order(recipe: dict[str, Any], sample: Result) -> tuple[Any, ...]:
     return names.index(sample["task"]), sample["length"] or 0, plans.index(sample["plan"])
 
 
-def _cell(row: dict[str, Any], samples: Sequence[Result]) -> dict[str, Any]:
+def design_effects(groups: Iterable[Sequence[Result]]) -> dict[str, float | None]:
+    """Per task, over all lengths and plans; each group is one cell's samples."""
+    cells: dict[str, list[list[list[float]]]] = defaultdict(list)
+    for samples in groups:
+        contexts: dict[int, list[float]] = defaultdict(list)
+        for sample in samples:
+            contexts[sample["seed"]].append(sample["score"])
+        cells[samples[0]["task"]].append(list(contexts.values()))
+    single = {task for task, of in cells.items() if all(len(context) == 1 for each in of for context in each)}
+    return {task: 1.0 if task in single else design_effect(of) for task, of in cells.items()}
+
+
+def alone(effects: dict[str, float | None]) -> list[str]:
+    """A sentence if questions of a cell share one context."""
+    tasks = [task for task, effect in effects.items() if effect is None]
+    return [] if not tasks else [
+        f"{', '.join(tasks)}: all questions of a plan and length share one context, so intervals speak of that context "
+        "alone. Lower questions_per_context, or raise questions_per_task."
+    ]  # fmt: skip
+
+
+def _cell(row: dict[str, Any], samples: Sequence[Result], effects: dict[str, float | None]) -> dict[str, Any]:
     scores = [sample["score"] for sample in samples]
-    low, high = interval(scores)
+    low, high = interval(scores, effects[samples[0]["task"]] or 1.0)
     key = "prefill_visible_tokens" if row["phase"] == "prefill" else "sparse_layer_visible_tokens"
     losses = [sample["nll"] for sample in samples if "nll" in sample]
     return {

@@ -1,8 +1,8 @@
 """What methods that drop tokens for good have in common: H2O, TOVA, SnapKV.
 
 By default they only hide: the store keeps every key and value, and what was dropped is never chosen again. With
-``evict=true`` the store frees it (``placement.evicting``); the answers are the same. Evicting ones can then neither be
-rolled back nor given another prompt, and nobody can say what was missed.
+``evict=true`` the store frees it (``placement.evicting``); the answers are the same. Evicting ones can then not be
+rolled back, nor given another prompt unless prompts are dropped too, and nobody can say what was missed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DroppingState:
             return
         marked = self._marked
         if marked is not None and length <= marked.queries.length:
-            if not self.knows(length):
+            if length == marked.queries.length or not self.knows(length):  # what was freed cannot be counted again
                 self.__dict__.update(marked.fork().__dict__)
             self._marked = marked if length == marked.queries.length else None
         self.unknown_stop = min(self.unknown_stop, length) if self.knows(length) else length

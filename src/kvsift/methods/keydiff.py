@@ -3,9 +3,9 @@
 score(k) = -cos(k, mean of k / |k|), the mean over all tokens before the queries.
 
 Deviation from the paper: it evicts what it does not keep; nothing is dropped here, only not read, and every chunk
-chooses anew from all that came before. ``evict=true``, for decode, drops for good and frees, and the mean is that of
-the tokens that are left before the query: after a prompt all at once, then token by token; the paper's blocks of a
-prompt are not there.
+chooses anew from all that came before. ``evict=true`` drops for good and frees, and the mean is that of the tokens that
+are left before the query: for both phases as in the paper, block by block of the prompt; for decode alone after a
+prompt all at once, then token by token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KeyDiff(ChunkedMethod):
     """Tokens least like the mean direction of the keys.
 
     Attributes:
-        evict: drop what is not kept for good, and free it. Decode only.
+        evict: drop what is not kept for good, and free it.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")

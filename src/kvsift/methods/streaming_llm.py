@@ -5,7 +5,7 @@ With ``positions="cache"``, as in the paper, a token's position is its place amo
 are seen from s + w - 1: one turn of the query. No distance exceeds s + w - 1, however long the context.
 
 Deviation from the paper: keys keep their absolute positions by default, as in most re-implementations. Nothing is
-dropped from the store; it is only not read. ``evict=true``, for decode, frees it.
+dropped from the store; it is only not read. ``evict=true`` frees it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StreamingLLM(Method):
     Attributes:
         positions: "absolute", or "cache": re-numbered. No layer is dense then by default, as dense layers would see
             distances that the model was not trained for.
-        evict: free what has left the window. Decode only.
+        evict: free what has left the window.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")

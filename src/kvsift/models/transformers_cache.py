@@ -126,9 +126,9 @@ class SparseCache(DynamicCache):
 
     @property
     def can_rewind(self) -> bool:
-        """Whether nothing was dropped for good since the marked point."""
+        """Whether nothing was dropped for good since the marked point that is needed to go back there."""
         sparse = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
-        return not any(attention is not None and attention.has_dropped for attention in sparse)
+        return all(attention is None or attention.can_crop(0, self._mark[0]) for attention in sparse)
 
     def rewind(self) -> None:
         """Go back to the marked point; what was cached after it is forgotten.

@@ -8,7 +8,7 @@ which tokens lie between them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -40,8 +40,8 @@ class Kept:
         return position - self.stop + self.first + self.chosen.shape[1]
 
     def places(self, tokens: Tensor) -> Tensor:
-        """Where tokens lie that are left, int64 [num_kv_heads, count] or one row for all."""
-        tokens = tokens.expand(len(self.chosen), -1).contiguous()
+        """Where tokens lie that are left, int64 [num_kv_heads, count]."""
+        tokens = tokens.contiguous()
         among = torch.searchsorted(self.chosen, tokens) + self.first
         behind = tokens - self.stop + self.first + self.chosen.shape[1]
         return torch.where(tokens < self.first, tokens, torch.where(tokens < self.stop, among, behind))
@@ -51,13 +51,14 @@ class EvictingStore(DeviceStore):
     """A ``DeviceStore`` whose rows can drop tokens; memory that was freed cannot be asked for again."""
 
     kept: dict[int, Kept]
+    marked: dict[int, tuple[int, Kept]]  # rows' lengths, and what was left of them, when they were marked
 
     @classmethod
     def over(cls, store: DeviceStore) -> Self:
         """A store that goes on with what another one holds."""
         evicting = cls.__new__(cls)
         evicting.__dict__.update(store.__dict__)
-        evicting.kept = {}
+        evicting.kept, evicting.marked = {}, {}
         return evicting
 
     def has_dropped(self, row: int) -> bool:
@@ -76,12 +77,10 @@ class EvictingStore(DeviceStore):
         chosen = chosen.expand(self.shape.num_kv_heads, -1)
         if chosen.shape[1] == stop - first:
             return
-        length, device = self.lengths[row], self.keys.device
-        ends = [torch.arange(*span, device=device).expand(len(chosen), -1) for span in ((0, first), (stop, length))]
-        tokens = torch.cat([ends[0], chosen, ends[1]], 1)  # [num_kv_heads, num_held]
-        index = (tokens if held is None else held.places(tokens)).unsqueeze(-1)
-        pools = [_gathered(pool, index) for pool in (reader.keys(), reader.values())]
-        self.kept[row] = Kept(first, stop, chosen.contiguous(), pools[0], pools[1], tokens.shape[1])
+        places = chosen if held is None else held.places(chosen)
+        num_held = first + chosen.shape[1] + self.lengths[row] - stop
+        pools = [_left(read, first, places, stop, num_held) for read in (reader.keys, reader.values)]
+        self.kept[row] = Kept(first, stop, chosen.contiguous(), pools[0], pools[1], num_held)
         if held is None:
             self.table.shrink(row, 0)
             self._shrink_pools()
@@ -108,6 +107,16 @@ class EvictingStore(DeviceStore):
         """Forget all tokens; the pools stay."""
         super().clear()
         self.kept.clear()
+        self.marked.clear()
+
+    def mark(self) -> None:
+        """What is left now may be come back to, of rows that have dropped tokens. It stays in memory once more."""
+        # nothing is written among the tokens of a row that has dropped some: what is left now can be shared
+        self.marked = {row: (self.lengths[row], replace(kept)) for row, kept in self.kept.items()}
+
+    def can_crop(self, row: int, length: int) -> bool:
+        """Whether everything is still there that ``crop`` needs."""
+        return row not in self.kept or length >= self.lengths[row] or self._marked_at(row, length)
 
     def check_crop(self, row: int, length: int) -> None:
         """Refuse to go back behind what was dropped.
@@ -115,7 +124,7 @@ class EvictingStore(DeviceStore):
         Raises:
             InputError: if this would.
         """
-        if row in self.kept and length < self.lengths[row]:
+        if not self.can_crop(row, length):
             gone = self.lengths[row] - self.num_held(row)
             raise InputError(
                 f"this cache cannot go back from {self.lengths[row]} tokens to {length}: {gone} of them were dropped "
@@ -126,7 +135,12 @@ class EvictingStore(DeviceStore):
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
         self.check_crop(row, length)
+        if row in self.kept and length < self.lengths[row]:
+            self.lengths[row], self.kept[row] = length, replace(self.marked[row][1])
         super().crop(row, length)
+
+    def _marked_at(self, row: int, length: int) -> bool:
+        return row in self.marked and self.marked[row][0] == length
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``."""
@@ -134,6 +148,7 @@ class EvictingStore(DeviceStore):
         self.kept = {
             row: replace(kept, keys=kept.keys.clone(), values=kept.values.clone()) for row, kept in copied.items()
         }
+        self.marked.clear()
         super().fork(sources)
 
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
@@ -152,8 +167,9 @@ class EvictingStore(DeviceStore):
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys, values and summaries."""
-        pools = [pool for kept in self.kept.values() for pool in (kept.keys, kept.values, kept.chosen)]
-        return super().num_bytes + sum(pool.numel() * pool.element_size() for pool in pools)
+        held = [*self.kept.values(), *(kept for _, kept in self.marked.values())]
+        pools = {id(pool): pool for kept in held for pool in (kept.keys, kept.values, kept.chosen)}
+        return super().num_bytes + sum(pool.numel() * pool.element_size() for pool in pools.values())
 
     def _own_partial_page(self, row: int) -> None:
         if row not in self.kept:
@@ -197,10 +213,13 @@ class KeptReader(RowReader):
         return slice(self._kept.place(start), self._kept.place(self.length if stop is None else stop))
 
 
-def _gathered(pool: Tensor, index: Tensor) -> Tensor:
-    """[num_kv_heads, count, head_dim] and room for more."""
-    chosen = pool.gather(1, index.expand(-1, -1, pool.shape[2]))
-    return _with_room(chosen, 0)
+def _left(read: Callable[..., Tensor], first: int, places: Tensor, stop: int, num_held: int) -> Tensor:
+    """What ``read`` yields below ``first``, at ``places`` of each head and from ``stop`` on, and room for more."""
+    held = read()
+    left = held.new_empty(held.shape[0], num_held + ROOM, held.shape[2])
+    heads, last = torch.arange(len(held), device=held.device).unsqueeze(1), first + places.shape[1]
+    left[:, :first], left[:, first:last], left[:, last:num_held] = read(0, first), held[heads, places], read(stop)
+    return left
 
 
 def _with_room(tokens: Tensor, num_new: int) -> Tensor:

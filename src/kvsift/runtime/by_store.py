@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from kvsift.methods.base import Method, Phase
+from kvsift.methods.base import Method
 from kvsift.placement.device import DeviceStore, RowReader
 from kvsift.placement.evicting import EvictingStore
 from kvsift.placement.offload import OffloadStore
@@ -30,9 +30,10 @@ def attend_everything(shape: LayerShape, segment: Segment, store: DeviceStore, r
 
 def attend_visible(
     shape: LayerShape, segment: Segment, store: DeviceStore, row: int, spans: Sequence[tuple[int, int]],
-    select: Select, whole_units: bool, method: Method, phase: Phase,
+    select: Select, whole_units: bool, method: Method, drops: bool,
 ) -> tuple[Part, Selection | None, int | float | Tensor]:  # fmt: skip
-    """Always-visible spans and what ``select`` chooses, what that is, and how many tokens, summed over queries."""
+    """Always-visible spans and what ``select`` chooses, what that is, and how many tokens, summed over queries. With
+    ``drops`` an evicting store forgets the rest."""
     if isinstance(store, OffloadStore):
         return attend_sparse_offload(shape, segment, store, row, spans[0], select, whole_units, method)
     if isinstance(store, SplitStore):
@@ -40,13 +41,13 @@ def attend_visible(
         return attend_sparse_split(shape, segment, store, row, spans[0], select, whole_units, moving)
     reader = store.row(row)
     chosen = select(segment, reader)
-    dropping = store if isinstance(store, EvictingStore) and phase == "decode" else None
+    dropping = store if drops and isinstance(store, EvictingStore) else None
     if dropping is not None:
         reader = drop_hidden(dropping, row, segment, spans[0], chosen)
     if method.moves:
         part, visible = attend_moved(shape, method, segment, reader, spans, chosen)
     elif dropping is not None:
-        part, visible = attend_kept(shape, segment, reader)
+        part, visible = attend_kept(shape, segment, reader, spans)
     else:
         part, visible = attend_sparse(shape, segment, reader, spans, chosen, whole_units)
     return part, chosen, visible

@@ -96,15 +96,24 @@ class Plan:
                 "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
             )
         if self.prefill is not None and self.prefill.evicts:
-            raise InputError(
-                "evict=true frees what is dropped once the prompt is read, so it belongs to the rule of decode. Leave "
-                "it out of prefill."
-            )
+            self._check_evicting(self.prefill)
         sizes = {rule.method.summary_page_size for rule in self.rules if rule.method.summaries}
         if len(sizes) > 1:
             raise InputError(
                 f"prefill and decode use pages of {' and '.join(map(str, sorted(sizes)))} tokens; summaries are kept "
                 "for one page size. Give both the same page_size."
+            )
+
+    def _check_evicting(self, rule: Rule) -> None:
+        if self.decode != rule:
+            raise InputError(
+                "evict=true in prefill frees tokens while the prompt is read, and decode can only go on with what is "
+                f"left of them. Give both phases the rule, both={rule}, or decode alone."
+            )
+        if rule.budget.layer_budgets == "pyramid":
+            raise InputError(
+                "layer_budgets='pyramid' gives lower layers more once the context is long enough, and what evict=true "
+                "has freed in prefill by then cannot come back. Leave out one of them, or the rule of prefill."
             )
 
     def rule(self, phase: Phase) -> Rule | None:
@@ -114,6 +123,11 @@ class Plan:
     @property
     def rules(self) -> tuple[Rule, ...]:
         return tuple(rule for rule in (self.prefill, self.decode) if rule is not None)
+
+    @property
+    def evicts_prompt(self) -> bool:
+        """Whether tokens are freed while the prompt is read; decode, by the same rule, goes on with what is left."""
+        return self.prefill is not None and self.prefill.evicts
 
     @property
     def is_sparse(self) -> bool:

@@ -66,6 +66,8 @@ class SparseAttention:
         self.stats = stats
         self.relay = Relay() if relay is None else relay
         page_size = plan.page_size or DEFAULT_PAGE_SIZE
+        if plan.evicts_prompt and evicts(plan, shape.layer):
+            reserve = 0  # not even the prompt will be there as a whole
         self.store = Place.of(placement).new_store(shape, num_rows, page_size, like, plan.summaries, reserve)
         if evicts(plan, shape.layer):
             self.store = EvictingStore.over(self.store)
@@ -167,6 +169,8 @@ class SparseAttention:
         """Go on with another plan over what is stored. Methods of new rules start from the stored keys."""
         self._join()
         plan = _in_layer(plan, self.shape)
+        if plan == self.plan:
+            return
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
         if evicts(plan, self.shape.layer) and not isinstance(self.store, EvictingStore):
             self.store = EvictingStore.over(self.store)
@@ -191,10 +195,9 @@ class SparseAttention:
         self.relay.forget()
         self._states.crop(row, length)
 
-    @property
-    def has_dropped(self) -> bool:
-        """Whether tokens of any row are gone for good."""
-        return isinstance(self.store, EvictingStore) and bool(self.store.kept)
+    def can_crop(self, row: int, length: int) -> bool:
+        """Whether no token was dropped for good that ``crop`` would need."""
+        return not isinstance(self.store, EvictingStore) or self.store.can_crop(row, length)
 
     def check_crop(self, row: int, length: int) -> None:
         """Refuse what ``crop`` could not do.
@@ -206,8 +209,10 @@ class SparseAttention:
             self.store.check_crop(row, length)
 
     def mark(self) -> None:
-        """This length may be come back to: states that forget remember it."""
+        """This length may be come back to: states that forget remember it, and so does a store that drops."""
         self._states.mark()
+        if isinstance(self.store, EvictingStore):
+            self.store.mark()
 
     def _foresee(self, row: int, queries: Tensor) -> None:
         """What the layer below passes up about the next token of a row: the query that this layer would ask of its
@@ -217,7 +222,7 @@ class SparseAttention:
 
     def _step(self, row: int, queries: Tensor, keys: Tensor, values: Tensor, phase: Phase) -> Part:
         if phase == "prefill":
-            refuse_prompt(self.store, row)
+            refuse_prompt(self.plan, self.store, row)
         start = self._take(row, queries, keys, values)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
         rule, tally = self.plan.rule(phase), self.stats.tally(self.shape.layer, phase)
@@ -257,7 +262,8 @@ class SparseAttention:
         method, budget = rule.method, rule.budget
         wanted = runs_on_triton(queries) if self.joins is None else self.joins
         alike = budget.mass is None and budget.head_budgets == "equal"  # all lists of a segment are as long
-        return wanted and method.selects and not method.slides and not method.moves and budget.window > 0 and alike
+        plain = method.selects and not method.slides and not method.moves and not rule.evicts
+        return wanted and plain and budget.window > 0 and alike
 
     def _sparse_joined(
         self, row: int, rule: Rule, queries: Tensor, segments: Sequence[Segment], reader: RowReader, tally: Tally
@@ -307,7 +313,7 @@ class SparseAttention:
             return selection or self._select(row, rule, asking, spans[0], reader, tally, phase)
 
         part, chosen, visible = attend_visible(
-            self.shape, segment, self.store, row, spans, select, whole, method, phase
+            self.shape, segment, self.store, row, spans, select, whole, method, rule.evicts
         )
         if chosen is not None and chosen.for_above:  # what was attended is little beside everything
             return self._dense(segment, row, tally)

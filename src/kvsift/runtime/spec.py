@@ -5,7 +5,8 @@
     {decode = {method = "quest", budget = 2048}}          TOML table, Python dict
     Plan(decode=Rule(Quest(), Budget(tokens=2048)))       Python objects
 
-A bare method applies to decode if it can, else to prefill; a phase that is not named is dense.
+A bare method applies to decode if it can, else to prefill; a phase that is not named is dense. ``both=`` names the two
+phases at once: both=streaming_llm:budget=4096.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 
 from kvsift.errors import InputError, unknown
 from kvsift.methods import method_class
+from kvsift.methods.base import Phase
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import PHASES, Plan, Rule
 
+NAMED: dict[str, tuple[Phase, ...]] = {"prefill": ("prefill",), "decode": ("decode",), "both": PHASES}
 BUDGET_KEYS = {"budget": "tokens"} | {field.name: field.name for field in fields(Budget) if field.name != "tokens"}
 
 SIZES = {"tokens", "ratio", "mass"}
@@ -41,19 +44,16 @@ def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
     if not isinstance(spec, str) or not spec.strip():
         raise InputError(f"a plan is text such as 'quest:budget=1024', a table or a Plan; got {spec!r}.")
     heads = [part.partition("=")[0].strip() for part in spec.split(",")]
-    if len(heads) == 1 and heads[0] not in PHASES and "=" not in spec.partition(":")[0]:
+    if len(heads) == 1 and heads[0] not in NAMED and "=" not in spec.partition(":")[0]:
         return _plan_of(_parse_rule(spec.strip()))
     rules: dict[str, Rule | None] = {}
     for part in spec.split(","):
         phase, _, rule = part.partition("=")
         phase = phase.strip()
-        if phase not in PHASES:
-            raise unknown("phase", phase.partition(":")[0], PHASES)
-        if phase in rules:
-            raise InputError(f"{phase} is given twice in {spec!r}.")
+        phases = _phases(phase, rules, spec)
         if not rule.strip():
             raise InputError(f"{phase}= is empty in {spec!r}; write for instance {phase}=dense.")
-        rules[phase] = _parse_rule(rule.strip())
+        rules |= dict.fromkeys(phases, _parse_rule(rule.strip()))
     return Plan(**rules)
 
 
@@ -91,10 +91,19 @@ def _plan_of(rule: Rule) -> Plan:
 def _from_mapping(table: Mapping[str, Any]) -> Plan:
     if "method" in table:
         return _plan_of(make_rule(table["method"], {k: v for k, v in table.items() if k != "method"}))
-    for key in table:
-        if key not in PHASES:
-            raise unknown("phase", str(key), PHASES)
-    return Plan(**{phase: _rule_of(value) for phase, value in table.items()})
+    rules: dict[str, Rule | None] = {}
+    for key, value in table.items():
+        rules |= dict.fromkeys(_phases(str(key), rules, table), _rule_of(value))
+    return Plan(**rules)
+
+
+def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[Phase, ...]:
+    """The phases that a name stands for, none of which has a rule yet."""
+    if name not in NAMED:
+        raise unknown("phase", name.partition(":")[0], NAMED)
+    if twice := given.keys() & NAMED[name]:
+        raise InputError(f"{min(twice)} is given twice in {spec!r}.")
+    return NAMED[name]
 
 
 def _rule_of(value: Any) -> Rule | None:

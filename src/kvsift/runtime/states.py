@@ -18,7 +18,8 @@ from kvsift.types import LayerShape, Limit
 
 
 class States(dict[Phase, list[Any]]):
-    """A memory per row, by the phase of the rule; phases without a rule have none.
+    """A memory per row, by the phase of the rule; phases without a rule have none. Both phases share one where decode
+    goes on with what prefill has left (``Plan.evicts_prompt``).
 
     Args:
         plan: whose methods they belong to.
@@ -35,12 +36,15 @@ class States(dict[Phase, list[Any]]):
             if (rule := plan.rule(phase)) is not None:
                 self[phase] = [rule.method.new_state(shape) for _ in range(num_rows)]
         self.update(kept or {})
+        if plan.evicts_prompt:
+            shared = next(iter((kept or {}).values()), self["decode"])
+            self["prefill"] = self["decode"] = shared
 
     def under(self, plan: Plan, num_rows: int) -> tuple[States, set[Phase]]:
         """Memories for another plan, those of unchanged rules among them, and the phases whose memories are new."""
         kept = {phase: states for phase, states in self.items() if plan.rule(phase) == self.plan.rule(phase)}
         states = States(plan, self.shape, num_rows, kept)
-        return states, states.keys() - kept.keys()
+        return states, {of for of in states if not any(states[of] is each for each in kept.values())}
 
     def observe(
         self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int,
@@ -80,8 +84,11 @@ class States(dict[Phase, list[Any]]):
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row i remembers what row ``sources[i]`` does."""
-        for phase, states in self.items():
-            self[phase] = [None if states[source] is None else states[source].fork() for source in sources]
+        forked = {
+            id(states): [None if states[source] is None else states[source].fork() for source in sources]
+            for states in self.values()
+        }
+        self.update({phase: forked[id(states)] for phase, states in self.items()})
 
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
@@ -98,6 +105,7 @@ class States(dict[Phase, list[Any]]):
 
     def _rules(self) -> list[tuple[Phase, Rule]]:
         """Phases and rules, but for methods that follow every token and would never choose here."""
-        rules = [(phase, rule) for phase in self if (rule := self.plan.rule(phase)) is not None]
+        heard: tuple[Phase, ...] = ("decode",) if self.plan.evicts_prompt else PHASES
+        rules = [(phase, rule) for phase in heard if (rule := self.plan.rule(phase)) is not None]
         layer = self.shape.layer
         return [(of, rule) for of, rule in rules if not (rule.method.follows and layer in rule.budget.dense_layers)]
