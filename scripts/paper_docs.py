@@ -127,11 +127,21 @@ def _made(results: list[dict[str, Any]]) -> str:
         if left:
             paths[-1] += f" ({len(left)} contexts left out for lack of time)"
     first, questions = results[0], max(of_cell)
-    effects = {task: effect for result in results for task, effect in result["design_effects"].items()}
+    effects: dict[str, float | None] = {}
+    for task, effect in (each for result in results for each in result["design_effects"].items()):
+        effects[task] = None if effect is None else max(effect, effects.get(task) or 1.0)
     return (
         f"{' and '.join(paths)}: {questions} questions per plan, task and length; at one half, the 95 % interval of "
-        f"such a cell is {_at_half(questions, effects)}. {first['machine']}, commit {first['commit'][:10]}."
+        f"such a cell is {_at_half(questions, effects)}. {first['machine']}, {commits(results)}."
     )
+
+
+def commits(results: Iterable[dict[str, Any]]) -> str:
+    """Of every session that something was asked in."""
+    sessions = (session for result in results for session in result["sessions"] if session.get("samples", 1))
+    named = [session["commit"] for session in sessions]
+    short = dict.fromkeys(f"{c[:10]}{' with changes' if c.endswith('+changes') else ''}" for c in named)
+    return f"{'commit' if len(short) == 1 else 'commits'} {', '.join(short)}"
 
 
 def _at_half(questions: int, effects: dict[str, float | None]) -> str:

@@ -81,12 +81,8 @@ def _made(name: str) -> str:
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
         f"at {result['recipe']['lengths'][0]:,} tokens on the embedded model; "
-        f"`results/{name}`: {result['machine']}, {versions}, commit {_short(result['commit'])}."
+        f"`results/{name}`: {result['machine']}, {versions}, {paper_docs.commits([result])}."
     )
-
-
-def _short(commit: str) -> str:
-    return commit[:10] + (" with changes" if commit.endswith("+changes") else "")
 
 
 def example() -> str:
