@@ -10,7 +10,11 @@ import torch
 from contracts.checks import (
     a_rolled_back_sequence_answers_as_if_nothing_had_been,
     chunking_does_not_change_the_answer,
+    forks_answer_as_if_each_had_always_been_alone,
     future_does_not_influence_the_past,
+    interleaved_sequences_answer_as_alone,
+    neighbours_and_padding_do_not_change_the_answer,
+    placements_do_not_change_the_answer,
 )
 from contracts.harness import SHAPE, Case, Runner, cases, draw_tokens, revealing_tokens, small, spy, visible_tokens
 from hypothesis import given
@@ -159,6 +163,25 @@ def test_every_head_keeps_a_fifth() -> None:
     assert head_counts(shares, 100).tolist() == [100, 100]
 
 
+def test_what_is_every_heads_own_is_not_compared() -> None:
+    """Seven of ten are: a fifth of the other three is none, so the second head wins all six. And with more of their own
+    than they may select, heads select alike, whichever is worth more."""
+    shares = torch.zeros(2, 100)
+    shares[1] = 1.0
+    assert head_counts(shares, 10, own=7).tolist() == [7, 13]
+    assert head_counts(shares, 10, own=5).tolist() == [6, 14]
+    assert head_counts(shares, 10, own=12).tolist() == [10, 10]
+
+
+def test_units_that_are_not_there_are_selected_by_nobody() -> None:
+    """The first head has one unit, less than a fifth of ten; then there are fewer than both may select."""
+    shares = torch.full((2, 30), 0.5)
+    shares[0, 1:] = -torch.inf
+    assert head_counts(shares, 10).tolist() == [1, 19]
+    assert head_counts(shares, 10, own=4).tolist() == [1, 19]
+    assert head_counts(shares, 20).tolist() == [1, 30]
+
+
 @given(
     shares=st.lists(st.lists(st.integers(0, 9), min_size=12, max_size=12), min_size=1, max_size=5), k=st.integers(1, 12)
 )
@@ -200,7 +223,7 @@ def test_an_oracle_divides_its_tokens_by_exact_shares() -> None:
     assert any(first != second for first, second in lengths)
 
 
-COMPARING = ["oracle_tokens", "oracle_pages", "quest", "sparq", "loki", "sample_attention", "pqcache"]
+COMPARING = ["oracle_tokens", "oracle_pages", "quest", "sparq", "loki", "sample_attention", "pqcache", "h2o", "snapkv"]
 
 
 @pytest.mark.parametrize("name", COMPARING)
@@ -208,7 +231,7 @@ def test_heads_see_different_numbers_of_tokens_and_the_budget_in_the_mean(name: 
     make = small(name, mean_value=False) if name == "sparq" else small(name)  # the mean would stand in for all others
     for phase in make().phases:
         budget = Budget(4 + 9 + 3 + 24, sinks=4, window=9, dense_layers=(), head_budgets="adaptive")
-        case = Case(*((2 * make().segment_size + 60, 0) if phase == "prefill" else (90, 6)), budget, 1)
+        case = Case(*((2 * make().segment_size + 60, 0) if phase == "prefill" else (90, 6)), budget, 2)
         rule = Rule(make(), budget)
         plan = Plan(prefill=rule) if phase == "prefill" else Plan(decode=rule)
         seen, runner = visible_tokens(plan, case, phase)
@@ -227,19 +250,37 @@ def test_every_method_that_compares_heads_is_tested_here() -> None:
     assert able == set(COMPARING)
 
 
+def adaptive_cases(method: Any, phase: Phase) -> Any:
+    drawn = cases(method, phase, ("tokens", "ratio"))
+    return drawn.map(lambda case: replace(case, budget=replace(case.budget, head_budgets="adaptive")))
+
+
 @pytest.mark.parametrize("check", [
     chunking_does_not_change_the_answer,
     future_does_not_influence_the_past,
     a_rolled_back_sequence_answers_as_if_nothing_had_been,
 ])  # fmt: skip
-@pytest.mark.parametrize("name", ["oracle_tokens", "quest"])
+@pytest.mark.parametrize("name", ["oracle_tokens", "quest", "h2o", "snapkv"])
 def test_contracts_hold_for_adaptive_budgets(name: str, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def adaptive(method: Any, phase: Phase) -> Any:
-        drawn = cases(method, phase, ("tokens", "ratio"))
-        return drawn.map(lambda case: replace(case, budget=replace(case.budget, head_budgets="adaptive")))
-
-    monkeypatch.setattr("contracts.checks.cases", adaptive)
+    monkeypatch.setattr("contracts.checks.cases", adaptive_cases)
     check(small(name), "decode")
+
+
+DROPPING_CHECKS = [
+    forks_answer_as_if_each_had_always_been_alone,
+    interleaved_sequences_answer_as_alone,
+    neighbours_and_padding_do_not_change_the_answer,
+    placements_do_not_change_the_answer,
+]
+
+
+@pytest.mark.parametrize("check", DROPPING_CHECKS)
+@pytest.mark.parametrize(("name", "phase"), [("h2o", "decode"), ("h2o", "prefill"), ("snapkv", "decode")])
+def test_contracts_hold_where_heads_that_drop_remember_different_numbers(
+    name: str, phase: Phase, check: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("contracts.checks.cases", adaptive_cases)
+    check(small(name), phase)
 
 
 def test_weights_show_that_pads_are_not_attended() -> None:
@@ -269,6 +310,8 @@ def test_plans_spell_them() -> None:
         ),
         ("quest:mass=0.9:head_budgets=adaptive", "with mass= each takes what it needs already"),
         ("keydiff:head_budgets=adaptive", "keydiff does not score what each head may see"),
+        ("tova:head_budgets=adaptive", "tova does not score what each head may see"),
+        ("h2o:evict=true:head_budgets=adaptive", "evict=true stores equally many tokens for every KV head"),
         ("less_is_more:head_budgets=adaptive", "less_is_more does not score"),
         ("streaming_llm:head_budgets=adaptive", "streaming_llm does not score"),
         ("random:head_budgets=adaptive", "random does not score"),

@@ -332,8 +332,9 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "sinks": draw(st.integers(0, 99)),
     }
     if "mass" not in budget:
+        shares = method.compares_heads and not getattr(method, "evict", False)
         budget["layer_budgets"] = draw(st.sampled_from(["equal", "pyramid"]))
-        budget["head_budgets"] = draw(st.sampled_from(["equal", "adaptive"] if method.compares_heads else ["equal"]))
+        budget["head_budgets"] = draw(st.sampled_from(["equal", "adaptive"] if shares else ["equal"]))
     if method.selects:
         budget["window"] = draw(st.integers(phase == "prefill", 999))
     return Rule(method, Budget(**budget))

@@ -7,7 +7,6 @@ rolled back, nor given another prompt unless prompts are dropped too, and nobody
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods import knobs
-from kvsift.methods.base import Method, Phase, top_units
+from kvsift.methods.base import Method, Phase
 from kvsift.methods.drops import Drops
+from kvsift.methods.keeping import select_left, select_left_together
 from kvsift.methods.recent_queries import RecentQueries
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
@@ -113,7 +113,8 @@ class DroppingMethod(Method):
     ) -> Tensor:
         """What each token that is left is worth, float32 [num_rows, count]; the smallest are dropped.
 
-        ``left`` int64 [num_rows, count], ascending, are all that are left of the tokens before ``start``.
+        ``left`` int64 [num_rows, count], ascending, are all that are left of the tokens before ``start``. If
+        ``state.drops`` are ragged they stand behind pads, whose worth nobody asks for.
         """
         raise InputError(f"{type(self).__name__} does not say how it ranks")
 
@@ -124,11 +125,23 @@ class DroppingMethod(Method):
         def worth(left: Tensor) -> Tensor:
             return self.rank(state, shape, queries, start, left, reader)
 
-        return select_left(state.drops, candidates, limit, start, queries.device, worth, self.best)
+        def own() -> int:
+            return self.own(state, start, candidates, limit.units)
 
-    def best(self, worth: Tensor, count: int) -> Tensor:
-        """Indices of the tokens to keep, ascending, int64 [num_rows, count]."""
-        return top_units(worth, count)
+        drops, device = state.drops, queries.device
+        if limit.adaptive:
+            return select_left_together(drops, candidates, limit, start, device, worth, self.prefer, own)
+        return select_left(drops, candidates, limit, start, device, worth, self.prefer)
+
+    def prefer(self, worth: Tensor, count: int) -> Tensor:
+        """Worths float32 [num_rows, count of what is left] with those at inf that are kept whatever their worth, if
+        ``count`` are kept."""
+        return worth
+
+    def own(self, state: Any, start: int, candidates: Candidates, count: int) -> int:
+        """How many candidates each head keeps for the query at ``start`` that are no share of attention, when heads are
+        compared and keep ``count`` in the mean; asked after ``rank``, and all of them must rank above the others."""
+        return 0
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
         return Drops.BYTES * self.num_rows(shape)
@@ -144,36 +157,11 @@ class DroppingMethod(Method):
 
 
 def dropped(drops: Drops, evict: bool) -> dict[str, Any]:
-    """What a report says about tokens that were dropped."""
+    """What a report says about tokens that were dropped; their number is the mean of heads that share a budget."""
+    by_head = drops.num_dropped
     how = "freed" if evict else "only hidden: keys and values of all tokens are kept (evict=true frees them)"
-    return {"dropped_tokens": drops.num_dropped, "dropped_are": how}
-
-
-def select_left(
-    drops: Drops, candidates: Candidates, limit: Limit, start: int, device: torch.device,
-    worth: Callable[[Tensor], Tensor], best: Callable[[Tensor, int], Tensor] = top_units,
-) -> Selection:  # fmt: skip
-    """Candidates that are left for the query at ``start``, once the least worth are dropped.
-
-    Args:
-        drops: of this sequence; what is dropped now is remembered there.
-        candidates, limit: as for ``Method.select``.
-        start: position of the query.
-        device: of the selection.
-        worth: float32 [num_rows, count] of the tokens int64 [num_rows, count], all that are left before the query.
-        best: which of them to keep: of worths and how many, indices, ascending.
-    """
-    first, stop = candidates.first, candidates.stop
-    if limit.units >= candidates.count:  # nothing can have been dropped under this limit
-        return Selection(torch.arange(first, stop, device=device).unsqueeze(0), 1, full=True)
-    left = drops.left(stop, device)  # [num_rows, first + count]: sinks are never dropped
-    if left.shape[1] - first > limit.units:
-        # with window=0 even the query's own token is a candidate: that one is kept
-        scores = torch.nn.functional.pad(worth(drops.left(start, device)), (0, max(stop - start, 0)), value=torch.inf)
-        kept = left[:, first:].gather(1, best(scores[:, first : left.shape[1]], limit.units))
-        left = torch.cat([left[:, :first], kept], 1)
-        drops.keep(left, stop, start)
-    return Selection(left[:, first:], 1, full=True)
+    said = {"dropped_tokens": sum(by_head) // len(by_head), "dropped_are": how}  # whole: they drop as many in all
+    return {**said, "dropped_by_head": by_head} if drops.ragged else said
 
 
 def attention_weights(shape: LayerShape, queries: Tensor, keys: Tensor, seen: Tensor | None = None) -> Tensor:

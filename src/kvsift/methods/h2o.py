@@ -30,7 +30,7 @@ from kvsift.methods import knobs
 from kvsift.methods.base import Phase
 from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.methods.drops import Drops, keys_of
-from kvsift.types import KVReader, LayerShape
+from kvsift.types import Candidates, KVReader, LayerShape
 
 BLOCK = 64  # queries whose weights are summed together, cut at its multiples
 SNAPSHOT = 256  # tokens from one remembered sum to the next; a multiple of the block
@@ -121,6 +121,7 @@ class H2O(DroppingMethod):
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+    compares_heads: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 2306.14048"
 
     mode: Mode = "online"
@@ -150,16 +151,22 @@ class H2O(DroppingMethod):
     ) -> Tensor:
         self._count(state, shape, start, reader)
         if state.sums.scores is None:
-            keys = keys_of(reader, left, start)
-            return by_kv_head(shape, attention_weights(shape, queries[:, :1], keys)).to(left.device)
+            keys = keys_of(reader, left, start, state.drops.ragged)
+            there = left.unsqueeze(1).to(keys.device) >= 0 if state.drops.ragged else None
+            return by_kv_head(shape, attention_weights(shape, queries[:, :1], keys, there)).to(left.device)
         scores = torch.nn.functional.pad(state.sums.scores, (0, max(start - state.sums.scores.shape[1], 0)))
-        worth = scores.gather(1, left.to(scores.device)).to(left.device)
+        worth = scores.gather(1, state.drops.index(left).to(scores.device)).to(left.device)
         return worth if self.mode != "oneshot" else _generated_last(state, left, worth)
 
-    def best(self, worth: Tensor, count: int) -> Tensor:
-        recent = int(self.recent * count)
-        worth[:, worth.shape[1] - recent :] = torch.inf
-        return super().best(worth, count)
+    def prefer(self, worth: Tensor, count: int) -> Tensor:
+        worth[:, worth.shape[1] - int(self.recent * count) :] = torch.inf
+        return worth
+
+    def own(self, state: HeavyState, start: int, candidates: Candidates, count: int) -> int:
+        # the recent ones, and of those before them the generated ones where they go last
+        first, stop = candidates.first, min(candidates.stop - int(self.recent * count), start)
+        runs = state.generated if self.mode == "oneshot" and state.sums.scores is not None else ()
+        return candidates.stop - stop + sum(max(min(end, stop) - max(begin, first), 0) for begin, end in runs)
 
     @torch.inference_mode()  # sums outlive the block they were made in
     def _count(self, state: HeavyState, shape: LayerShape, stop: int, reader: KVReader) -> None:
@@ -179,16 +186,17 @@ class H2O(DroppingMethod):
         """The sums with those of queries from ``start`` on, [num_query_heads, num_queries, head_dim]."""
         stop, drops = sums.position, state.drops
         tokens = drops.left_for(start, stop, queries.device)  # what the first of them saw, and what came since
-        keys = keys_of(reader, tokens, stop)
+        keys = keys_of(reader, tokens, stop, drops.ragged)
         tokens, scores = tokens.to(keys.device), _room(sums.scores, shape, keys, stop)
-        # only of the block's own tokens is the future to be hidden, unless some were dropped within it (a roll-back)
-        open_from = 0 if drops.newest > start else tokens.shape[1] - (stop - start)
+        # only of the block's own tokens is the future to be hidden, unless some were dropped within it (a roll-back) or
+        # there are pads
+        open_from = 0 if drops.newest > start or drops.ragged else tokens.shape[1] - (stop - start)
         tile = max(1, MAX_WEIGHTS // (shape.num_query_heads * keys.shape[1]))
         for first in range(start, stop, tile):
             positions = torch.arange(first, min(first + tile, stop), device=keys.device)
             seen = drops.seen(tokens[:, open_from:], positions)
             weights = attention_weights(shape, queries[:, first - start : first - start + tile], keys, seen)
-            scores.scatter_add_(1, tokens, by_kv_head(shape, weights))
+            scores.scatter_add_(1, drops.index(tokens), by_kv_head(shape, weights))  # of a pad: 0
         return Sums(stop, sums.counted + stop - start, scores)
 
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from kvsift.methods import knobs
 from kvsift.methods.base import Phase, top_units
 from kvsift.methods.chunked import ChunkedMethod, seen_by_all
-from kvsift.methods.dropping import dropped, select_left
+from kvsift.methods.dropping import dropped
 from kvsift.methods.drops import Drops, keys_of
+from kvsift.methods.keeping import select_left
 from kvsift.methods.key_norms import SMALLEST_NORM, KeyNorms
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

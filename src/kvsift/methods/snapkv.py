@@ -30,7 +30,7 @@ from kvsift.errors import InputError
 from kvsift.methods import knobs
 from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.methods.drops import Drops, keys_of
-from kvsift.types import KVReader, LayerShape
+from kvsift.types import Candidates, KVReader, LayerShape
 
 REMEMBERED = 2  # votes: of this prompt and of the one before, which a roll-back may come back to
 
@@ -68,6 +68,7 @@ class SnapKV(DroppingMethod):
             window is 64; "paper": as its LongBench runs: 4096 tokens, of which 32, max-pooled over 7.
     """
 
+    compares_heads: ClassVar[bool] = True
     source: ClassVar[str] = "arXiv 2404.14469"
 
     queries: int = 64
@@ -121,9 +122,13 @@ class SnapKV(DroppingMethod):
         if not state.voted or (voted_at < start and not state.is_generated(voted_at, start)):
             state.voted = (*state.voted, self._vote(state, shape, queries, start, left, reader))[-REMEMBERED:]
         _, window_start, votes = state.voted[-1]
-        among = votes.gather(1, left.clamp_max(votes.shape[1] - 1))
+        among = votes.gather(1, left.clamp(0, votes.shape[1] - 1))
         # no vote exceeds the number of votes; what nobody voted on ranks above all, the newest first
         return torch.where(left < window_start, among, left - window_start + self.queries + 1.0)
+
+    def own(self, state: SnapState, start: int, candidates: Candidates, count: int) -> int:
+        # what nobody voted on: the same tokens in every head, as none of them goes before all that votes are for
+        return max(candidates.stop - max(state.voted[-1].window_start, candidates.first), 0)
 
     @torch.inference_mode()  # votes outlive the block they were cast in
     def _vote(
@@ -134,14 +139,14 @@ class SnapKV(DroppingMethod):
         window = state.queries.read(first, start) if first < start else None
         if window is None:
             first, window = start, queries[:, :1]
-        keys = keys_of(reader, left, start)
+        keys = keys_of(reader, left, start, state.drops.ragged)
         positions = torch.arange(first, first + window.shape[1], device=left.device)
-        seen = left.unsqueeze(1) <= positions.unsqueeze(1)  # [num_rows, num_queries, count]
+        seen = state.drops.seen(left, positions)  # [num_rows, num_queries, count]
         weights = attention_weights(shape, window, keys, seen.to(keys.device)).to(left.device)
-        before = int((left[0] < first).sum())  # every row has dropped equally many, and none of the window
+        before = int((left[0] < first).sum())  # the window is the same in every row, and pads stand before it
         summed = weights[:, :, :before].sum(1).unflatten(0, (len(left), -1)).mean(1)  # [num_rows, before]
-        votes = torch.zeros(len(left), start, device=left.device)
-        return Vote(start, first, votes.scatter_(1, left[:, :before], self._pooled(summed)))
+        votes = torch.zeros(len(left), 1 + start, device=left.device)  # the first is of pads
+        return Vote(start, first, votes.scatter_(1, left[:, :before] + 1, self._pooled(summed))[:, 1:])
 
     def _pooled(self, weights: Tensor) -> Tensor:
         """Each with its neighbours, as many numbers."""

@@ -38,6 +38,11 @@ class Rule:
                 f"{_name_of(self.method)} does not score what each head may see, so head_budgets='adaptive' means "
                 "nothing to it; leave it out."
             )
+        if self.budget.head_budgets == "adaptive" and self.evicts:
+            raise InputError(
+                "evict=true stores equally many tokens for every KV head, so it frees nothing of what heads with fewer "
+                "save under head_budgets='adaptive'. Leave one of them out."
+            )
 
     @property
     def evicts(self) -> bool:
