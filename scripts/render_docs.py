@@ -97,6 +97,8 @@ BLOCKS = {
         "quality": quality,
         "published": paper_docs.tasks_by_plan("ruler"),
         "one-choice": paper_docs.grid(["one-choice-32k"], paper_docs.by_task, "mean"),
+        "dropping": paper_docs.grid(["dropping-32k"], paper_docs.by_task, "mean"),
+        "budgets": paper_docs.grid(["budgets-32k"], paper_docs.by_task, "mean"),
         "cheaper-recall": cheaper_recall,
         "cheaper-answers": cheaper_answers,
         "prefill-document": prefilled("prefill-32k"),
