@@ -10,6 +10,8 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.indexes import knn as module
 from kvsift.indexes.knn import knn
+from kvsift.indexes.sample_lists import sample_lists
+from kvsift.indexes.samples import QuerySamples
 
 
 def draw(num_query_heads: int, num_kv_heads: int, t: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -82,3 +84,16 @@ def test_what_does_not_fit_is_refused(heads: tuple[int, int], k: int) -> None:
     queries, keys = draw(*heads, 3, 10, torch.float32)
     with pytest.raises(InputError, match="multiple of KV heads"):
         knn(queries, keys, k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_lists_of_queries_on_a_gpu_are_made_there_and_come_back(dtype: torch.dtype) -> None:
+    queries, keys = draw(4, 2, 300, 6000, dtype)
+    positions = torch.arange(300) * 20
+    here, there = (
+        sample_lists(keys, QuerySamples(queries.to(device), positions), 200, 50, window=100)
+        for device in ("cpu", "cuda")
+    )
+    assert there.device.type == "cpu"
+    assert torch.equal(there, here)

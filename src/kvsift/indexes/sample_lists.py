@@ -26,7 +26,7 @@ def sample_lists(
 
     Args:
         keys: [num_kv_heads, n, d] of consecutive positions, on any device.
-        samples: queries of num_query_heads heads.
+        samples: queries of num_query_heads heads; where they are on a GPU, keys are brought there a head at a time.
         per_head: queries to use per query head, evenly spread; each head of a group takes others. All if there are
             fewer.
         k: ids per query.
@@ -46,21 +46,24 @@ def sample_lists(
         raise InputError(
             f"{t} sampled queries with {tuple(samples.positions.shape)} positions: give at least one each."
         )
-    count, device = min(per_head, t), keys.device
+    count, device = min(per_head, t), samples.queries.device if samples.queries.is_cuda else keys.device
     steps = torch.arange(count)
     group_size = max(1, num_query_heads // keys.shape[0])
     stop = max(first_position + keys.shape[1], int(samples.positions[-1]) + 1)
-    found = torch.empty(num_query_heads, count, k, dtype=torch.int32, device=device)
+    found = torch.empty(num_query_heads, count, k, dtype=torch.int32, device=keys.device)
+    there = -1  # the KV head that was brought last
     for head in range(num_query_heads):
         chosen = (steps * group_size + head % group_size) * t // (count * group_size)
         queries = samples.queries[head : head + 1, chosen.to(samples.queries.device)].to(device)
         positions = samples.positions.cpu()[chosen]
-        kv_head = head // group_size
+        if head // group_size != there:
+            there = head // group_size
+            of_head = keys[there : there + 1].to(device)
         causal_stop = None
         if rope is None:
             causal_stop = (positions + 1 - window - first_position).clamp(min=0)
         else:
             spread = (steps * GOLDEN + head / num_query_heads).frac() * decode_positions
             queries = rerotate(queries, positions, stop + spread.long(), rope)
-        found[head] = knn(queries, keys[kv_head : kv_head + 1], k, causal_stop)[0]
+        found[head] = knn(queries, of_head, k, causal_stop)[0]
     return found
