@@ -53,7 +53,8 @@ def document(title: str, body: str) -> str:
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escaped(title)}</title><style>{STYLE % (light, dark)}</style></head>"
         f"<body><main><h1>{escaped(title)}</h1>"
-        f"<p class=soft>Intervals are 95 %. Visible tokens are counted from selections, not taken from the budget.</p>"
+        "<p class=soft>Intervals are 95 %; questions that share a context count as fewer. "
+        "Visible tokens are counted from selections, not taken from the budget.</p>"
         f"{body}</main></body></html>\n"
     )
 
