@@ -362,6 +362,7 @@ def test_a_plan_is_what_it_prints(data: st.DataObject) -> None:
             Plan(Rule(StreamingLLM(), Budget(tokens=4096)), Rule(Quest(compat="code"), Budget(sinks=0, window=1))),
             "prefill=streaming_llm:budget=4096,decode=quest:budget=1024:heads=query:compat=code",
         ),
+        (Plan(*2 * [Rule(StreamingLLM(), Budget(tokens=64))]), "both=streaming_llm:budget=64"),
         (Plan(decode=Rule(Quest(), Budget(dense_layers=(), min_context=9))),
          "decode=quest:budget=1024:dense_layers=none:min_context=9"),
     ],

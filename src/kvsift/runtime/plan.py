@@ -164,6 +164,8 @@ class Plan:
         )
 
     def __str__(self) -> str:
+        if self.prefill is not None and self.prefill == self.decode:
+            return f"both={self.decode}"
         sparse = [f"{phase}={self.rule(phase)}" for phase in PHASES if self.rule(phase) is not None]
         return ",".join(sparse) or "dense"
 
