@@ -132,14 +132,16 @@ def _made(results: list[dict[str, Any]]) -> str:
         effects[task] = None if effect is None else max(effect, effects.get(task) or 1.0)
     return (
         f"{' and '.join(paths)}: {questions} questions per plan, task and length; at one half, the 95 % interval of "
-        f"such a cell is {_at_half(questions, effects)}. {first['machine']}, {commits(results)}."
+        f"so many is {_at_half(questions, effects)}. {first['machine']}, {commits(results)}."
     )
 
 
 def commits(results: Iterable[dict[str, Any]]) -> str:
     """Of every session that something was asked in."""
-    sessions = (session for result in results for session in result["sessions"] if session.get("samples", 1))
-    named = [session["commit"] for session in sessions]
+    named = []
+    for result in results:
+        asked = {sample.get("session", 0) for sample in result["samples"]}
+        named += [session["commit"] for number, session in enumerate(result["sessions"]) if number in asked]
     short = dict.fromkeys(f"{c[:10]}{' with changes' if c.endswith('+changes') else ''}" for c in named)
     return f"{'commit' if len(short) == 1 else 'commits'} {', '.join(short)}"
 

@@ -55,6 +55,15 @@ def test_set_ups_differ_in_the_phase_of_the_question(model: Path, tmp_path: Path
     assert queries == {"question_decoded": "decode", "whole_prompt": "prefill"}
 
 
+def test_memory_is_asked_for_what_each_plan_needs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freeing = "both=keydiff:budget={budget}:window=16:evict=true"
+    asked = asker(tmp_path, model, (PLANS, f'"dense", "{freeing}"'))
+    plans, check = [], asked.llm.check
+    monkeypatch.setattr(asked.llm, "check", lambda ids, most, plan: plans.append(plan) or check(ids, most, plan))
+    results(asked)
+    assert {str(plan).partition(":")[0] for plan in plans} == {"dense", "both=keydiff"}
+
+
 def test_sparse_prefill_reads_the_question_under_the_prefill_rule(model: Path, tmp_path: Path) -> None:
     plans = (PLANS, '"prefill=quoka:budget={budget}:chunk=64:window=16"')
     (sifted,) = results(asker(tmp_path, model, plans, ("seed = 5", "seed = 5\nsetup = 'sparse_prefill'")))
@@ -101,7 +110,7 @@ def test_turns_follow_the_questions_and_answers_before_them(
     asked, sample = talk
     prompts = []
     check = asked.llm.check
-    monkeypatch.setattr(asked.llm, "check", lambda ids, most: prompts.append(ids[0]) or check(ids, most))
+    monkeypatch.setattr(asked.llm, "check", lambda ids, *more: prompts.append(ids[0]) or check(ids, *more))
     answers = results(asked)
     tokenizer = asked.llm.tokenizer
     said = [tokenizer.decode(ids[len(sample.context_ids) :]) for ids in prompts]
@@ -156,6 +165,7 @@ def test_a_model_with_a_chat_template_is_asked_in_its_own_format(tmp_path: Path)
     asked = asker(tmp_path, chat, (PLANS, '"dense"'))
     sample = asked.contexts.sample(asked.recipe.jobs[0])
     question = Question("Which?", "x", 0.5, answer_prefix=" It is")
-    text = LLM(chat, "dense").tokenizer.decode(asked._prompt(asked._document(sample), sample, question))
+    ids = asked._prompt(asked._document(sample), sample, question, asked.recipe.rows[0])
+    text = LLM(chat, "dense").tokenizer.decode(ids)
     assert text.endswith("Which?\n[assistant]  It is")
     assert text.startswith("<bos>[user] ")

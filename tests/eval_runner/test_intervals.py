@@ -47,11 +47,24 @@ def test_equal_scores_leave_no_doubt() -> None:
 
 
 def test_questions_that_stand_or_fall_together_count_as_one() -> None:
-    """By hand. Two contexts of four questions, all right or all wrong: the mean varies as that of two questions, by
-    1 / 4 * 2 / 1 / 2 = 1 / 4, where eight independent ones vary by 2 / 7 / 8."""
+    """By hand. Two contexts of four questions, all right or all wrong: sums of deviations are 2 and -2, so the mean
+    varies by (4 + 4) / 64 * 2 / 1 = 1 / 4, and eight independent questions by (2 / 8 + 1 / 4) / 8 = 1 / 16."""
     together = [[1.0] * 4, [0.0] * 4]
-    assert design_effect([together]) == pytest.approx(1 / 4 / (2 / 7 / 8))
-    assert design_effect([together, [[1.0] * 4, [1.0] * 4]]) == pytest.approx(1 / 4 / (2 / 7 / 8))  # says nothing more
+    assert design_effect([together]) == pytest.approx(4)
+    assert design_effect([together, [[1.0] * 4, [1.0] * 4]]) == pytest.approx(4)  # the second says nothing more
+    assert design_effect([[[1.0] * 8, [0.0] * 8, [1.0] * 8, [1.0] * 8]]) == pytest.approx(8)
+
+
+def test_what_contexts_share_is_found_on_average() -> None:
+    """Context and question each decide a score half of the time: any two of a context agree by chance and a quarter
+    more, so the effect is 1 + 7 / 4."""
+    generator = random.Random(1)
+
+    def context() -> list[float]:
+        shared = float(generator.random() < 0.5)
+        return [shared if generator.random() < 0.5 else float(generator.random() < 0.5) for _ in range(8)]
+
+    assert design_effect([[context() for _ in range(3)] for _ in range(3000)]) == pytest.approx(1 + 7 / 4, rel=0.03)
 
 
 def test_independent_questions_count_as_they_are() -> None:

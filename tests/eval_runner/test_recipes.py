@@ -130,6 +130,10 @@ def test_references_select_in_the_phase_that_the_recipe_is_about(tmp_path: Path)
     rows = recipe_of(tmp_path, *changes, ("seed", "setup='sparse_prefill'\nseed")).rows
     assert {row.phase for row in rows if row.name != "dense"} == {"prefill"}
     assert all(parse_plan(row.plan).decode is None for row in rows)
+    changes = ("references = false\n", ""), (plans, '"both=keydiff:budget={budget}:window=16:evict=true"')
+    for setup, phase in (("sparse_prefill", "prefill"), ("question_decoded", "decode")):
+        rows = recipe_of(tmp_path, *changes, ("seed", f"setup='{setup}'\nseed")).rows
+        assert {row.phase for row in rows if row.name != "dense"} == {phase}
 
 
 def test_contexts_are_made_until_there_are_enough_questions_first_ones_first(tmp_path: Path) -> None:

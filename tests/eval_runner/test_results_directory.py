@@ -125,6 +125,29 @@ def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
         opened(tmp_path, recipe)
 
 
+def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_path: Path, recipe: Recipe) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    grown = ("[64, 256]", "[64, 128, 256]")
+    with pytest.raises(InputError, match="another process is writing"):
+        ResultsDirectory(tmp_path / "out", recipe_of(tmp_path, grown), recipe_text(grown))
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    first.close()
+    ResultsDirectory(tmp_path / "out", recipe_of(tmp_path, grown), recipe_text(grown)).close()
+    assert (tmp_path / "out" / "recipe.toml").read_text() == recipe_text(grown)
+
+
+def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> None:
+    referred = ("references = false", "references = true")
+    first = opened(tmp_path, recipe_of(tmp_path, referred))
+    first.write_summary({})
+    first.close()
+    instead = ('"dense", ', '"dense", "random:budget={budget}:window=16:page_size=8", ')
+    with pytest.raises(InputError, match=r"rows are lost, decode=random:budget=256\S* among them"):
+        opened(tmp_path, recipe_of(tmp_path, referred, instead))
+
+
 def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: Recipe) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})

@@ -244,5 +244,5 @@ def test_keys_on_another_device_are_refused() -> None:
     method = RetrievalAttention(index="flat")
     state = method.new_state(SHAPE)
     assert isinstance(state.recorder, QueryRecorder)
-    with pytest.raises(InputError, match="device cpu"):
+    with pytest.raises(InputError, match="placement=split"):
         method.select(state, SHAPE, torch.ones(4, 1, 16), 99, Candidates(4, 60, 1), Limit(5), Elsewhere())  # type: ignore[arg-type]

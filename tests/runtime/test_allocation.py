@@ -310,8 +310,6 @@ def test_plans_spell_them() -> None:
         ),
         ("quest:mass=0.9:head_budgets=adaptive", "with mass= each takes what it needs already"),
         ("keydiff:head_budgets=adaptive", "keydiff does not score what each head may see"),
-        ("tova:head_budgets=adaptive", "tova does not score what each head may see"),
-        ("h2o:evict=true:head_budgets=adaptive", "evict=true stores equally many tokens for every KV head"),
         ("less_is_more:head_budgets=adaptive", "less_is_more does not score"),
         ("streaming_llm:head_budgets=adaptive", "streaming_llm does not score"),
         ("random:head_budgets=adaptive", "random does not score"),

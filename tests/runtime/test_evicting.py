@@ -98,7 +98,7 @@ PREFILLING = [("h2o", {}), ("h2o", {"mode": "oneshot"}), ("keydiff", {}), ("stre
 
 @pytest.mark.parametrize(("name", "knobs"), PREFILLING, ids=["h2o", "h2o:oneshot", "keydiff", "streaming_llm"])
 def test_a_prompt_that_is_dropped_while_it_is_read_is_answered_as_one_that_is_hidden(
-    name: str, knobs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, knobs: dict[str, Any]
 ) -> None:
     dropped = []
 
@@ -113,8 +113,6 @@ def test_a_prompt_that_is_dropped_while_it_is_read_is_answered_as_one_that_is_hi
         tokens, size = draw_tokens(case.prompt + steps, case.seed), rule.method.segment_size
         chunk = size * data.draw(st.integers(1, 3))
         cuts = [*range(chunk, case.prompt, chunk), *range(case.prompt, tokens.length)]
-        for runner in (hidden, freed):
-            runner.attention.joins = data.draw(st.booleans())
         expected, answer = (each.feed_all(tokens, case.prompt, cuts) for each in (hidden, freed))
         assert_same_answer(answer, expected, "freeing changed the answer")
         for phase in ("prefill", "decode"):
@@ -276,11 +274,17 @@ def test_a_marked_point_is_come_back_to_though_prefill_has_dropped() -> None:
 
 
 def test_another_prompt_is_read_where_prompts_are_dropped_too() -> None:
-    tokens, plan = draw_tokens(300, 0), parse_plan(f"both={RULE}")
-    runner = Runner(plan)
-    runner.feed_all(tokens, 200, range(200, 210))
-    runner.feed(tokens.part(210, 300))
-    assert runner.store.num_held(0) < 64 + 90
+    tokens, plan = draw_tokens(700, 0), parse_plan(f"both={RULE}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sequence, "evicts", lambda plan, layer: False)
+        hidden = Runner(plan)
+    freed, outputs = Runner(plan), []
+    for runner in (hidden, freed):
+        first = runner.feed_all(tokens.part(0, 410), 400, range(400, 410))
+        second = runner.feed(tokens.part(410, 690))[0]  # beyond a multiple of the segment size
+        outputs.append(torch.cat([first, second, *runner.feed(tokens.part(690, 700), decode_tokens=10)], 1))
+    assert_same_answer(outputs[1], outputs[0], "freeing changed the answer")
+    assert freed.store.num_held(0) == 64
 
 
 @pytest.mark.parametrize(
@@ -321,3 +325,13 @@ def test_host_memory_is_refused(placement: Any) -> None:
     plan = parse_plan("h2o:evict=true")
     with pytest.raises(InputError, match="Leave out evict, or the placement"):
         SparseAttention(SHAPE, plan, 1, torch.empty(0), RunStats(), placement=placement)
+
+
+def test_what_a_plan_missed_is_known_though_another_one_could_have_dropped_it() -> None:
+    runner = Runner(parse_plan("keydiff:evict=true:budget=500:window=16:dense_layers=none"))
+    runner.stats.probe_every = 1
+    runner.feed_all(draw_tokens(100, 0), 95, range(95, 100))
+    runner.attention.replan(parse_plan("quest:budget=64:window=16:dense_layers=none"))
+    runner.feed(draw_tokens(1, 1), decode_tokens=1)
+    assert isinstance(runner.attention.store, EvictingStore)
+    assert runner.stats.phase("decode").report()["recall"] is not None

@@ -73,3 +73,16 @@ def test_packed_values_take_half_of_16_bits_and_a_scale() -> None:
     assert Place("split", "int8").value_share(128, torch.bfloat16) == 132 / 256
     assert Place("split", "int8").value_share(128, torch.float32) == 132 / 512
     assert Place("split").value_share(128, torch.bfloat16) == 1
+
+
+def test_an_index_of_host_memory_is_refused_before_a_gpu_reads_anything() -> None:
+    plan = parse_plan("retrieval_attention:index=flat")
+    assert Place().reason_against(plan) is None
+    assert "Take placement=split, or device=cpu" in str(Place().reason_against(plan, on_gpu=True))
+    assert Place("split").reason_against(plan, on_gpu=True) is None
+
+
+def test_dropping_while_reading_needs_no_second_hint() -> None:
+    plan = parse_plan("both=h2o:evict=true")
+    for name in ("split", "offload"):
+        assert "or take a rule of decode without evict" in str(Place(name).reason_against(plan))

@@ -213,7 +213,7 @@ def test_a_budget_that_can_never_select_in_prefill_is_refused() -> None:
     """What the others of a segment see of it comes on top of the budget; sinks and window of the first do not."""
     with pytest.raises(InputError, match="leaves nothing to select: sinks=4 and window=64 take up to 68 tokens"):
         parse_plan("prefill=oracle_tokens:budget=68:sinks=4:window=64")
-    assert parse_plan("prefill=oracle_tokens:budget=69:sinks=4:window=64").is_sparse
+    assert parse_plan("prefill=oracle_tokens:budget=69:sinks=4:window=64").prefill is not None
 
 
 def test_a_window_that_is_not_used_is_refused() -> None:
@@ -372,10 +372,7 @@ def test_plans_print_what_differs_from_the_defaults(plan: Plan, text: str) -> No
     assert str(plan) == text
 
 
-def test_a_plan_knows_whether_it_is_sparse_and_what_it_needs() -> None:
-    assert not Plan().is_sparse
-    assert not Plan(decode=Rule(Dense())).is_sparse
-    assert QUEST.is_sparse
+def test_a_plan_knows_what_it_needs() -> None:
     assert QUEST.page_size == 16
     assert QUEST.summaries == ("minmax",)
     both = Plan(Rule(PagesInPrefill(score_by="log_mass")), Rule(Quest()))

@@ -73,12 +73,6 @@ def kernel_tables(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def worst_spread(result: dict[str, Any]) -> float:
-    """Largest interquartile range over median of all variants."""
-    measured = [each["tpot_s"] for point in result["points"] for each in point.get("variants", [])]
-    return max(map(spread, measured), default=float("nan"))
-
-
 def point_text(point: dict[str, Any], bandwidth: float) -> str:
     """All variants of a point, one per line."""
     title = f"{tokens(point['context'])} tokens, batch {point['batch']}"

@@ -102,7 +102,7 @@ class LLM:
         self.probe_every = probe_every
         self.tokenizer = self.directory.tokenizer()
         self.dense_below = dense_below
-        if (reason := self.place.reason_against(self.plan)) is not None:
+        if (reason := self.place.reason_against(self.plan, self.device.type == "cuda")) is not None:
             raise InputError(reason)
         self.fast_path = FastPath(path, self.device, dense_below, self.placement if self.place.apart else "device")
         self._model: Any = None

@@ -73,8 +73,8 @@ class Asker:
     def _ask(self, document: Document, sample: Sample, row: Row, question: Question, turns: list[int]) -> Result:
         """Ask one question; ``turns`` is the conversation so far and grows if the sample is one."""
         chat = bool(self.llm.tokenizer.chat_template)
-        ids = turns + self.contexts.encode(question.tail) if turns else self._prompt(document, sample, question)
-        self.llm.check([ids], question.max_new_tokens)
+        ids = turns + self.contexts.encode(question.tail) if turns else self._prompt(document, sample, question, row)
+        self.llm.check([ids], question.max_new_tokens, row.plan)
         document = self._reader(document, ids, row)
         answer = document.go_on(
             ids,
@@ -98,11 +98,11 @@ class Asker:
             "path": answer.path,
         }
 
-    def _prompt(self, document: Document, sample: Sample, question: Question) -> list[int]:
+    def _prompt(self, document: Document, sample: Sample, question: Question, row: Row) -> list[int]:
         """A whole prompt: in the model's own chat format if it has one."""
         if not self.llm.tokenizer.chat_template:
             return [*sample.context_ids, *self.contexts.encode(question.tail)]
-        ids = document.check(question.text, question.max_new_tokens)
+        ids = document.check(question.text, question.max_new_tokens, row.plan)
         return ids + (self.contexts.encode(question.answer_prefix) if question.answer_prefix else [])
 
     def _reader(self, document: Document, ids: list[int], row: Row) -> Document:

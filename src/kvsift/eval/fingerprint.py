@@ -35,19 +35,24 @@ def asks_for_more(before: dict[str, Any], now: dict[str, Any]) -> bool:
     def rest(document: dict[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in document.items() if key not in MAY_GROW | NOT_PART_OF_A_RESULT}
 
-    def rows(document: dict[str, Any]) -> set[tuple[Any, ...]]:
-        return {tuple(row[key] for key in ("plan", "budget", "role", "phase")) for row in document["rows"]}
-
-    more = before["questions_per_task"] <= now["questions_per_task"] and rows(before) <= rows(now)
+    more = before["questions_per_task"] <= now["questions_per_task"] and _rows(before) <= _rows(now)
     wider = all(set(before[key]) <= set(now[key]) for key in ("tasks", "lengths"))
     return rest(before) == rest(now) and more and wider
+
+
+def _rows(document: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {tuple(row[key] for key in ("plan", "budget", "role", "phase")) for row in document["rows"]}
 
 
 def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What changed from one recipe to another, in words."""
     keys = [key for key in dict.fromkeys([*before, *now]) if key not in NOT_PART_OF_A_RESULT | {"rows"}]
     changed = [key for key in keys if before.get(key) != now.get(key)] or ["rows"]
-    return "; ".join(f"{key} is {_shown(now.get(key))} now and was {_shown(before.get(key))}" for key in changed)
+    words = [f"{key} is {_shown(now.get(key))} now and was {_shown(before.get(key))}" for key in changed]
+    lost = _rows(before) - _rows(now)
+    if changed != ["rows"] and lost:
+        words.append(f"rows are lost, {min(plan for plan, *_ in lost)} among them")
+    return "; ".join(words)
 
 
 def _shown(value: Any) -> str:

@@ -44,8 +44,10 @@ def design_effect(cells: Iterable[Sequence[Sequence[float]]]) -> float | None:
             continue
         known = True
         sums = [sum(score - mean for score in context) for context in contexts]
-        by_context += sum(each * each for each in sums) / count**2 * num_contexts / (num_contexts - 1)
-        by_question += sum((score - mean) ** 2 for score in scores) / (count - 1) / count
+        of_mean = sum(each * each for each in sums) / count**2 * num_contexts / (num_contexts - 1)
+        by_context += of_mean
+        # scores scatter around their own mean by less than they vary: by the variance of that mean
+        by_question += (sum((score - mean) ** 2 for score in scores) / count + of_mean) / count
     if not known:
         return None
     return max(1.0, by_context / by_question) if by_question else 1.0

@@ -131,7 +131,8 @@ class Recipe:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Every plan at every budget, references included."""
-        return rows_of(self.plans, self.budgets, self.settings, self.references)
+        about: Phase = "prefill" if self.setup == "sparse_prefill" else "decode"
+        return rows_of(self.plans, self.budgets, self.settings, self.references, about)
 
     @property
     def question_phase(self) -> Phase:
@@ -157,7 +158,8 @@ class Recipe:
 
 
 def _check_setup(setup: str, row: Row) -> None:
-    rule = parse_plan(row.plan).prefill
+    plan = parse_plan(row.plan)
+    rule = plan.prefill
     prefill = rule is not None and not rule.method.unbounded
     if setup == "whole_prompt" and prefill:
         raise InputError(
@@ -167,7 +169,7 @@ def _check_setup(setup: str, row: Row) -> None:
     if setup == "sparse_prefill" and row.phase is not None and not prefill:
         raise InputError(
             f'the plan {row.plan} has no rule for prefill, and setup = "sparse_prefill" is about nothing else. Write '
-            f'prefill={row.plan}, or choose setup = "whole_prompt".'
+            f'prefill={plan.decode}, or choose setup = "whole_prompt".'
         )
 
 

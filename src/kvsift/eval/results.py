@@ -45,13 +45,13 @@ class ResultsDirectory:
         self.sessions: list[dict[str, Any]] = before.get("sessions", [])
         try:
             path.mkdir(parents=True, exist_ok=True)
+            self._lines = Lines(path / SAMPLES)
+            self.samples = parse_samples(self._lines.text, path / SAMPLES)
             if not before or before["fingerprint"] != fingerprint(self._recipe):
                 write_atomically(path / RECIPE, text)
-            self._lines = Lines(path / SAMPLES)
         except OSError as error:
             raise InputError(f"{path} cannot hold results: {error.strerror}.") from None
         self.dropped = self._lines.dropped
-        self.samples = parse_samples(self._lines.text, path / SAMPLES)
         self._done: dict[Job, set[tuple[str, int]]] = {}
         for sample in self.samples:
             self._note(sample)

@@ -35,13 +35,17 @@ class Row:
     phase: Phase | None
 
 
-def rows_of(plans: Sequence[str], budgets: Sequence[int], settings: str, references: bool) -> tuple[Row, ...]:
-    """The rows of a recipe: its plans, then the references that it lacks, at every budget.
+def rows_of(
+    plans: Sequence[str], budgets: Sequence[int], settings: str, references: bool, about: Phase = "decode"
+) -> tuple[Row, ...]:
+    """The rows of a recipe: its plans, then the references that it lacks, at every budget. ``about`` is the phase that
+    counts of plans with one rule for both.
 
     Raises:
         InputError: if a plan cannot be read.
     """
-    rows = [row for plan, name in zip(plans, row_names(plans)) for row in _at_budgets(plan, name, budgets, settings)]
+    named = zip(plans, row_names(plans))
+    rows = [row for plan, name in named for row in _at_budgets(plan, name, budgets, settings, about)]
     return (*rows, *(_missing(rows, budgets) if references else ()))
 
 
@@ -58,13 +62,13 @@ def _without(plan: str, *keys: str) -> str:
     return ":".join(piece for piece in plan.split(":") if piece.partition("=")[0] not in keys)
 
 
-def _at_budgets(plan: str, name: str, budgets: Sequence[int], settings: str) -> Iterator[Row]:
+def _at_budgets(plan: str, name: str, budgets: Sequence[int], settings: str, about: Phase) -> Iterator[Row]:
     if BUDGET not in plan:
-        yield _row(plan, None, name)
+        yield _row(plan, None, name, about)
         return
     rest = _settings_for(plan, settings)
     for budget in budgets:
-        yield _row(plan.replace(BUDGET, str(budget)) + rest, budget, name)
+        yield _row(plan.replace(BUDGET, str(budget)) + rest, budget, name, about)
 
 
 def _settings_for(plan: str, settings: str) -> str:
@@ -77,18 +81,19 @@ def _settings_for(plan: str, settings: str) -> str:
     return "".join(f":{piece}" for piece in pieces)
 
 
-def _row(plan: str, budget: int | None, name: str) -> Row:
+def _row(plan: str, budget: int | None, name: str, about: Phase = "decode") -> Row:
     parsed = parse_plan(plan)
     methods = _methods(parsed)
     role = "ceiling" if not methods or methods & {*CEILINGS} else "floor" if methods & {*FLOORS} else "plan"
-    phase: Phase | None = None if not methods else "prefill" if _limits_prefill(parsed, budget) else "decode"
-    return Row(plan, budget, name, role, phase)
+    return Row(plan, budget, name, role, _limited(parsed, budget, about) if methods else None)
 
 
-def _limits_prefill(plan: Plan, budget: int | None) -> bool:
-    """Whether the budget is that of prefill, and of prefill alone."""
+def _limited(plan: Plan, budget: int | None, about: Phase) -> Phase:
+    """The phase that a budget is of."""
     prefill, decode = plan.prefill, plan.decode
-    return prefill is not None and prefill != decode and (decode is None or prefill.budget.tokens == budget)
+    if prefill is not None and prefill == decode:
+        return about
+    return "prefill" if prefill is not None and (decode is None or prefill.budget.tokens == budget) else "decode"
 
 
 def _methods(plan: Plan) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +24,6 @@ def jit(function: Callable[..., Any]) -> Any:
 def runs_on_triton(tensor: Tensor) -> bool:
     """Whether a twin should take this tensor: Triton is here, and the tensor is on an NVIDIA GPU."""
     return HAVE_TRITON and tensor.is_cuda
-
-
-def interpreting() -> bool:
-    """Whether twins run in Triton's interpreter, on CPU tensors: for tests."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def power_of_two(number: int) -> int:

@@ -52,6 +52,7 @@ class Method:
     wants_queries: ClassVar[bool] = False  # True: learns from the queries of the prompt, not only from its keys
     source: ClassVar[str] = ""  # paper
     granularity: ClassVar[str] = "token"  # of what it selects: "token", "page" or "block"
+    on_host: ClassVar[bool] = False  # True: decode reads keys in host memory, and only there
     keeps_all: ClassVar[bool] = True  # False: what it once leaves out never comes back
     follows: ClassVar[bool] = False  # True: ``follow`` wants to hear of tokens that were answered
     segment_size: ClassVar[int] = 256  # prefill queries that share a selection, cut at its multiples; or a property

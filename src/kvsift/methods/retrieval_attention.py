@@ -104,6 +104,7 @@ class RetrievalAttention(Method):
     """
 
     source: ClassVar[str] = "arXiv 2409.10516"
+    on_host: ClassVar[bool] = True
     wants_queries: ClassVar[bool] = True  # a cache that was filled without it has no queries to build from
     no_mass: ClassVar[str] = "knows nothing of the keys that its index left out"
 
@@ -205,7 +206,8 @@ class RetrievalAttention(Method):
         keys = reader.borrow(first, candidates.stop)  # what is built once is not read to choose
         if keys.device.type != "cpu":
             raise InputError(
-                f"retrieval_attention searches host memory, and this cache is on {keys.device}. Run with device cpu."
+                f"retrieval_attention searches host memory, and this cache is on {keys.device}. Read the document with "
+                "placement=split."
             )
         index, why = self._build(state, shape, keys, first, reader.length, k)
         state.parts.append(Part(index, first, candidates.stop, reader.length, why))

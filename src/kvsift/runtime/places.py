@@ -99,8 +99,18 @@ class Place:
         """Whether KV is in host memory although the model may be elsewhere."""
         return self.name in APART
 
-    def reason_against(self, plan: Plan) -> str | None:
-        """Why a plan cannot run with its KV there; None if it can."""
+    def reason_against(self, plan: Plan, on_gpu: bool = False) -> str | None:
+        """Why a plan cannot run with its KV there, the model on a GPU or not; None if it can."""
+        if on_gpu and not self.apart and plan.decode is not None and plan.decode.method.on_host:
+            return (
+                f"decode={plan.decode} searches host memory, and with placement={self.name} keys and values are on the "
+                "GPU. Take placement=split, or device=cpu."
+            )
+        if self.apart and plan.evicts_prompt:
+            return (
+                f"{plan} frees what it drops while it reads; placement={self.name} keeps everything in host memory. "
+                "Leave out the placement, or take a rule of decode without evict."
+            )
         if self.apart and plan.prefill is not None and not plan.prefill.method.unbounded:
             return (
                 f"prefill={plan.prefill} needs its KV on the device: with placement={self.name} prefill is dense. "
@@ -137,10 +147,10 @@ class Place:
 Placement = str | Place
 
 
-def reason_against(placement: Placement, plan: Plan) -> str | None:
-    """Why a plan cannot run with its KV there; None if it can.
+def reason_against(placement: Placement, plan: Plan, on_gpu: bool = False) -> str | None:
+    """Why a plan cannot run with its KV there, the model on a GPU or not; None if it can.
 
     Raises:
         InputError: if there is no such placement.
     """
-    return Place.of(placement).reason_against(plan)
+    return Place.of(placement).reason_against(plan, on_gpu)

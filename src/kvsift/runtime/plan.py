@@ -135,11 +135,6 @@ class Plan:
         return self.prefill is not None and self.prefill.evicts
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether any phase is meant to skip anything."""
-        return any(not rule.method.unbounded for rule in self.rules)
-
-    @property
     def page_size(self) -> int | None:
         """Tokens per page that this plan wants of the store; None if any will do."""
         paged = [rule.method.unit_size for rule in self.rules if rule.method.unit_size > 1]

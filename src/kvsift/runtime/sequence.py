@@ -59,7 +59,7 @@ class SparseAttention:
         self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0,
         relay: Relay | None = None, placement: Placement = "device",
     ) -> None:  # fmt: skip
-        if (reason := reason_against(placement, plan)) is not None:
+        if (reason := reason_against(placement, plan, like.is_cuda)) is not None:
             raise InputError(reason)
         plan = _in_layer(plan, shape)
         self.shape = shape
@@ -356,7 +356,7 @@ class SparseAttention:
         phase: Phase,
     ) -> None:  # fmt: skip
         every = self.stats.probe_every
-        if isinstance(self.store, EvictingStore):
+        if isinstance(self.store, EvictingStore) and self.store.has_dropped(row):
             return  # what was missed is gone
         if phase != "decode" or every == 0 or (tally.sparse_queries - 1) % every != 0:
             return
