@@ -31,7 +31,8 @@ def refuse_prompt(plan: Plan, store: DeviceStore, row: int) -> None:
         raise InputError(
             f"{store.lengths[row] - store.num_held(row)} tokens of this cache were dropped for good while it generated "
             "(evict=true), and another prompt would be read without them. Read everything into a new cache, or leave "
-            "evict out: the same tokens are then hidden from generated ones only."
+            "evict out: the same tokens are then hidden from generated ones only. Methods of both phases can read "
+            "prompts so: both=METHOD:evict=true."
         )
 
 
