@@ -87,6 +87,7 @@ def test_what_does_not_fit_is_refused(heads: tuple[int, int], k: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_lists_of_queries_on_a_gpu_are_made_there_and_come_back(dtype: torch.dtype) -> None:
     queries, keys = draw(4, 2, 300, 6000, dtype)
