@@ -26,7 +26,7 @@ def read(model: Any, plan: str, fused: bool, phase: Phase = "prefill") -> tuple[
     cache = make_cache(model, plan, probe_every=0)
     prefill = DecoderPrefill(DecoderStep(model)) if fused else None
     generator, found = torch.Generator().manual_seed(5), []
-    with torch.inference_mode(), feeding(model, phase):
+    with torch.inference_mode(), feeding(cache, phase):
         for size in CHUNKS:
             ids = torch.randint(3, model.config.vocab_size, (size,), generator=generator)
             if prefill is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from models.tiny import SPARSE, greedy, logits, prompt, ragged, tiny
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import kvsift
 from kvsift.models.transformers import SparseCache
@@ -129,3 +129,27 @@ def test_operations_on_a_cache_that_holds_nothing_do_nothing() -> None:
     cache.reset()
     expected = greedy(model, prompt(), past_key_values=kvsift.make_cache(model, SPARSE))
     assert torch.equal(greedy(model, prompt(), past_key_values=cache), expected)
+
+
+def test_keys_and_values_can_be_read_from_a_cache_as_from_a_stock_one() -> None:
+    model, batch = tiny(), ragged(30, 21)
+    stock = DynamicCache(config=model.config)
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp_min(0)
+    cache = kvsift.make_cache(model, "dense")
+    for each in (stock, cache):
+        logits(model, **batch, position_ids=positions, past_key_values=each)
+    real = batch["attention_mask"].bool()
+    for ours, theirs in zip(cache, stock, strict=True):
+        for mine, expected in zip(ours[:2], theirs[:2]):
+            assert mine.shape == expected.shape
+            torch.testing.assert_close(mine.transpose(1, 2)[real], expected.transpose(1, 2)[real])
+            assert not mine.transpose(1, 2)[~real].any()
+    assert kvsift.make_cache(model, "dense").layers[0].keys is None
+
+
+def test_keys_of_a_cache_that_dropped_some_are_refused_by_name() -> None:
+    model = tiny()
+    cache = kvsift.make_cache(model, "streaming_llm:budget=40:evict=true:dense_layers=none")
+    greedy(model, prompt(), past_key_values=cache)
+    with pytest.raises(kvsift.InputError, match="layer 0 has dropped tokens for good"):
+        _ = cache.layers[0].keys

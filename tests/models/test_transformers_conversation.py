@@ -90,7 +90,7 @@ def test_what_a_token_counts_as_can_be_said_and_does_not_depend_on_how_many_come
     for sizes in ([20], [1] * 20):
         cache = fed(model, prompt()[:, :130])
         cache.stats.clear()
-        with feeding(model, phase):
+        with feeding(cache, phase):
             pieces = prompt()[:, 130:].split(sizes, dim=1)
             answers.append(torch.cat([logits(model, piece, past_key_values=cache) for piece in pieces], 1))
         assert {row["phase"] for row in cache.run.report()["layers"]} == {phase}

@@ -111,3 +111,25 @@ def test_drafts_of_the_model_s_own_lower_layers_change_no_token() -> None:
     expected = greedy(model, prompt(100))
     with covered(model):
         assert torch.equal(greedy(model, prompt(100), assistant_early_exit=2), expected)
+
+
+@families
+@pytest.mark.parametrize("lengths", [(30,), (30, 41, 22)])
+def test_rows_that_end_in_padding_answer_as_stock(family: str, lengths: tuple[int, ...]) -> None:
+    """generate() goes on from the last column, which sees the real tokens before it."""
+    model = tiny(family)
+    batch = ragged(*lengths, side="right")
+    batch["attention_mask"][0, 20:] = 0
+    expected = greedy(model, **batch)
+    with covered(model):
+        assert torch.equal(greedy(model, **batch), expected)
+        assert torch.equal(greedy(model, **batch, prefill_chunk_size=8), expected)
+
+
+def test_classifier_free_guidance_answers_as_stock() -> None:
+    """Its unconditional half is a call without a cache, inside of generate()."""
+    model = tiny()
+    expected = greedy(model, prompt(), guidance_scale=1.5)
+    with covered(model) as run:
+        assert torch.equal(greedy(model, prompt(), guidance_scale=1.5), expected)
+    assert run.report()["phases"]["decode"]["queries"] == 2 * 9 * 2

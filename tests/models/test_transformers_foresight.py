@@ -126,7 +126,7 @@ def test_drafts_change_no_token() -> None:
 def test_where_nothing_is_foreseen_the_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rather than answered by a query that nobody foresaw."""
     model = tiny()
-    monkeypatch.setattr(Foresight, "begin", lambda self, wanted: setattr(self, "_wanted", False))
+    monkeypatch.setattr(Foresight, "_before_attention", lambda *_: None)
     with kvsift.sparse(model, PLAN), pytest.raises(UnsupportedModel, match="layer 1 were not foreseen"):
         greedy(model, prompt())
 

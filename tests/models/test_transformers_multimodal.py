@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.tiny import COVERING, SIZES, SPARSE, assert_sparse, covered, left_alone, prompt, randomised
+from models.tiny import COVERING, SIZES, SPARSE, assert_sparse, covered, greedy, left_alone, prompt, randomised
 from torch import Tensor
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
+from transformers import (
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    MllamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 import kvsift
 
@@ -63,3 +71,29 @@ def test_every_part_gets_its_own_attention_back(model: PreTrainedModel) -> None:
     with left_alone(model), kvsift.sparse(model, SPARSE):
         assert model.config.text_config._attn_implementation == "kvsift"
     assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_layers_that_attend_a_picture_stay_the_model_s_own() -> None:
+    """Llama 3.2 Vision: some layers attend to the picture, the others to the text."""
+    torch.manual_seed(1)
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    config = MllamaTextConfig(
+        **{**SIZES, "num_hidden_layers": 4, "bos_token_id": 1, "head_dim": 8}, cross_attention_layers=[1, 3], **rope
+    )
+    model, picture = randomised(MllamaForCausalLM(config)), torch.randn(1, 16, 32)
+    for name, parameter in model.named_parameters():
+        if "gate" in name:
+            parameter.data.fill_(0.7)
+
+    def answers() -> list[Tensor]:
+        with torch.no_grad():
+            output = model(prompt(60), cross_attention_states=picture, cross_attention_mask=torch.zeros(1, 1, 60, 16))
+            later = model(prompt(1, 2), past_key_values=output.past_key_values)
+            return [output.logits, later.logits, greedy(model, prompt(60))]
+
+    expected = answers()
+    with covered(model) as run:
+        found = answers()
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=1e-4)
+    assert {row["layer"] for row in run.report()["layers"]} == {0, 2}

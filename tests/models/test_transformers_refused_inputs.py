@@ -10,6 +10,7 @@ import torch
 from models.tiny import SPARSE, greedy, left_alone, logits, prompt, ragged, tiny
 
 import kvsift
+from kvsift.models.transformers_adapter import Adapter
 
 
 def test_a_block_inside_another_is_refused_and_the_outer_one_goes_on() -> None:
@@ -90,6 +91,42 @@ def test_generating_without_a_cache_is_refused() -> None:
     model = tiny()
     with kvsift.sparse(model, SPARSE), pytest.raises(kvsift.InputError, match="use_cache=False"):
         greedy(model, prompt(20), use_cache=False)
+
+
+@pytest.mark.parametrize("axes", [0, 3, 4])
+def test_packed_rows_are_noticed_in_every_layout_of_positions(axes: int) -> None:
+    """With axes of time, height and width positions are [3, rows, tokens], or [4, ...] with those of the text first."""
+    model = tiny()
+    packed = torch.cat([torch.arange(20), torch.arange(15)])[None]
+    packed = packed if not axes else packed.expand(axes, 1, -1)
+    with kvsift.sparse(model, "dense"), pytest.raises(kvsift.InputError, match="pack several sequences into one row"):
+        logits(model, prompt(35), position_ids=packed, use_cache=False)
+
+
+def test_rows_packed_by_their_lengths_are_refused() -> None:
+    model, ends = tiny(), torch.tensor([0, 20, 35], dtype=torch.int32)
+    with kvsift.sparse(model, "dense"), pytest.raises(kvsift.InputError, match="cu_seq_lens_q packs several sequences"):
+        logits(model, prompt(35), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_positions_of_a_picture_are_no_packed_rows() -> None:
+    """Patches share their time; it never goes back."""
+    adapter = Adapter(tiny())
+    time = torch.tensor([0, 1, 2, 2, 2, 2, 4, 5])[None]
+    adapter._refuse_uncached({"position_ids": time.expand(3, 1, -1)})
+
+
+@pytest.mark.parametrize("way", ["forward", "generate", "config"])
+def test_attention_weights_that_are_never_computed_are_refused(way: str) -> None:
+    model = tiny()
+    ways = {
+        "forward": lambda: logits(model, prompt(20), output_attentions=True),
+        "generate": lambda: greedy(model, prompt(20), return_dict_in_generate=True, output_attentions=True),
+        "config": lambda: logits(model, prompt(20)),
+    }
+    model.config.output_attentions = way == "config"
+    with pytest.raises(kvsift.InputError, match="^output_attentions=True"), kvsift.sparse(model, SPARSE):
+        ways[way]()
 
 
 @pytest.mark.parametrize("plan", ["qest:budget=64", "quest:budgt=64", "quest:budget=8", 7, "prefill=quest"])

@@ -52,7 +52,7 @@ def filled_cache(model: Any, plan: Plan, context: int, batch: int, steps: int) -
     rows = row_lengths([context + steps + SPARE_TOKENS] * batch, page_size)
     cache = make_cache(model, plan, probe_every=0, rows=rows)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), feeding(model, "prefill"):
+    with torch.inference_mode(), feeding(cache, "prefill"):
         model(input_ids=token, past_key_values=cache)  # its layers make their pools with the first token
         for attention in cache.attentions:
             store = attention.store

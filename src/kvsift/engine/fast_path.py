@@ -153,7 +153,7 @@ class FastPath:
         """Capture a step on a cache of its own: whether a model's code or a quantisation allows it shows only then."""
         page_size = plan.page_size or DEFAULT_PAGE_SIZE
         cache = make_cache(model, plan, rows=row_lengths([4 * page_size], page_size))
-        with torch.inference_mode(), feeding(model, "prefill"):
+        with torch.inference_mode(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
         slots = Session(self._step_of(model), cache, lambda cache, slots: 0).slots(1)
         try:

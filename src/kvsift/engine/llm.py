@@ -270,7 +270,7 @@ class LLM:
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
         fused = None if foreseeing else self.fast_path.fused(self.model)
-        with feeding(self.model, phase):
+        with feeding(cache, phase):
             for start in range(0, len(ids), self.chunk_size):
                 if first and start + self.chunk_size >= len(ids):
                     cache.prepare_after_next()

@@ -15,27 +15,26 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_adapter import Adapter, register
-from kvsift.models.transformers_cache import PlanSpec, SparseCache, SparseRun
-from kvsift.models.transformers_origin import origin_of
+from kvsift.models.transformers_cache import PlanSpec, SparseBlock, SparseCache, SparseRun
 from kvsift.runtime.sequence import Placement
 from kvsift.runtime.spec import parse_plan
 from kvsift.runtime.stats import RunStats
 
-__all__ = ["PlanSpec", "SparseCache", "SparseRun", "feeding", "make_cache", "register", "sparse"]
+__all__ = ["PlanSpec", "SparseBlock", "SparseCache", "SparseRun", "feeding", "make_cache", "register", "sparse"]
 
 
 @contextmanager
 def sparse(
     model: PreTrainedModel, plan: PlanSpec, *, strict: bool = False, probe_every: int = 16, reserve: int = 0,
     placement: Placement = "device",
-) -> Iterator[SparseRun]:  # fmt: skip
+) -> Iterator[SparseBlock]:  # fmt: skip
     """Run a transformers model under a plan: generate(), pipelines and plain forward calls alike.
 
     Args:
-        model: a decoder whose attention goes through transformers' attention interface.
+        model: a decoder whose attention goes through transformers' attention interface; a PEFT, torch.compile or data
+            parallel wrapper around one is unwrapped.
         plan: for instance "quest:budget=1024"; see ``kvsift.runtime.spec``.
         strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
@@ -43,25 +42,15 @@ def sparse(
         placement: where KV lives: "device", "split", "offload" or "host", with knobs if need be (``runtime.places``).
 
     Yields:
-        The run, with ``.stats`` and ``.report()``.
+        The block, with ``.stats`` and ``.report()``, which sum over its caches. Threads may run the model side by side.
 
     Raises:
         InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, placement=placement)
-    run.origin = origin_of(model)
-    adapter = Adapter.attach(model)
-    if adapter.run is not None:
-        raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
-    try:
-        run.know_rope(adapter.rope, adapter.no_rope)
-        adapter.run = run
-        yield run
-    finally:
-        adapter.run = None
-        if not adapter.stays:
-            adapter.detach()
-    run.check(strict)
+    with Adapter.attach(model).block_of(run) as block:
+        yield block
+    block.check(strict)
 
 
 def make_cache(
@@ -74,24 +63,14 @@ def make_cache(
     lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
-    run.origin = origin_of(model)
-    adapter = Adapter.attach(model)
-    try:
-        run.know_rope(adapter.rope, adapter.no_rope)
-    except InputError:
-        if adapter.run is None and not adapter.stays:
-            adapter.detach()
-        raise
-    adapter.stays = True
-    return SparseCache(model.config, run)
+    return Adapter.attach(model).explicit(run)
 
 
 @contextmanager
-def feeding(model: PreTrainedModel, phase: Phase) -> Iterator[None]:
-    """Forward calls in this block carry tokens of one phase, however many come at once."""
-    adapter = Adapter.attach(model)
-    adapter.feeding = phase
+def feeding(cache: SparseCache, phase: Phase) -> Iterator[None]:
+    """Forward calls with this cache in this block carry tokens of one phase, however many come at once."""
+    cache.run.feeding = phase
     try:
         yield
     finally:
-        adapter.feeding = None
+        cache.run.feeding = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
+from threading import RLock, local
 from typing import Any
+from weakref import ref
 
 import torch
 import transformers
@@ -13,16 +15,17 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
 from kvsift.errors import InputError
-from kvsift.methods.base import Phase
-from kvsift.models.transformers_cache import SparseCache, SparseRun, take_layers
+from kvsift.models.transformers_cache import SparseBlock, SparseCache, SparseRun, take_layers
 from kvsift.models.transformers_foresight import Foresight
-from kvsift.models.transformers_layer import SparseLayer, UnsupportedModel, attention_forward, mask_forward
+from kvsift.models.transformers_layer import NAME, Run, SparseLayer, UnsupportedModel, attention_forward, mask_forward
+from kvsift.models.transformers_origin import origin_of
 from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
 from kvsift.types import Rope
 
-NAME = "kvsift"
+WATCHED = "generate", "_prefill"
+ATTACHING = RLock()  # one thread at a time changes a model
 CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache prefills everything again
 
 
@@ -32,135 +35,235 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask_forward)
 
 
+class Calls(local):
+    """Which of the model's own methods this thread is inside of: that tells prompt tokens from generated ones."""
+
+    generate = prefill = False
+    chunked = False  # the prompt comes in chunks
+
+    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
+        return Calls, ()  # a copy of the model is inside of none
+
+
+class Watched:
+    """A method of the model that notes in ``Adapter.calls`` while it runs."""
+
+    def __init__(self, adapter: Adapter, name: str) -> None:
+        self._adapter, self._name = adapter, name
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._adapter.own_method(self._name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls, flag = self._adapter.calls, self._name.removeprefix("_")
+        if flag == "generate":
+            self._adapter.check_generate(kwargs)
+        else:
+            calls.chunked = _is_chunked(*args, **kwargs)
+        outer = getattr(calls, flag)  # a model that drafts for itself generates while it generates
+        setattr(calls, flag, True)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            setattr(calls, flag, outer)
+
+
 class Adapter:
-    """What kvsift has put on a model: attention and mask functions, a hook before forward, a watch on generate."""
+    """What kvsift has put on a model: attention and mask functions, a hook before forward, watched methods.
+
+    It holds nothing of a conversation, so that threads may run several at once. A copy of the model has a copy of it,
+    without the block.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.run: SparseRun | None = None
+        self.calls = Calls()
         self.stays = False  # a cache of ``make_cache`` needs it beyond the block it was made in
-        self.generating = self.prefilling = self.chunked = False
-        self.feeding: Phase | None = None
-        self.foresight: Foresight | None = None
+        self.rope: Rope | None = None  # by which every layer of ours is seen to rotate its keys
+        self.no_rope = ""  # why that is not known
+        self._block: SparseBlock | None = None
+        self._foresight: Foresight | None = None
+        self._own = {name: model.__dict__[name] for name in WATCHED if name in model.__dict__}
+        self._forward_names = list(signature(model.forward).parameters)
+        self._handle: Any = None
+        self._take_attention()
+
+    @classmethod
+    def attach(cls, model: Any) -> Adapter:
+        """The adapter of a model, or of the model inside a wrapper, put there if need be.
+
+        Raises:
+            UnsupportedModel: naming the architecture and the reason.
+        """
+        model = unwrapped(model)
+        with ATTACHING:
+            existing: Adapter | None = model.__dict__.get("_kvsift")
+            if existing is not None:
+                if model.config._attn_implementation != NAME:  # set_attn_implementation was called since
+                    existing._take_attention()
+                return existing
+            _refuse_unsupported(model)
+            register()
+            adapter = cls(model)
+            adapter._handle = model.register_forward_pre_hook(adapter._before_forward, with_kwargs=True)
+            for name in WATCHED:
+                if hasattr(model, name):
+                    model.__dict__[name] = Watched(adapter, name)
+            model.__dict__["_kvsift"] = adapter
+            try:
+                adapter._try_out()
+            except BaseException:
+                adapter.detach()
+                raise
+            return adapter
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        self._handle.remove()
+        if self._foresight is not None:
+            self._foresight.detach()
+        for name in (*WATCHED, "_kvsift"):
+            self.model.__dict__.pop(name, None)
+        self.model.__dict__.update(self._own)
+        self.model.set_attn_implementation(self._previous)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_block": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        register()  # in the process that the model was sent to
+
+    @contextmanager
+    def block_of(self, run: SparseRun) -> Iterator[SparseBlock]:
+        """Fresh caches of the model are kvsift's in this block, with the run's settings.
+
+        Raises:
+            InputError: if the model is in such a block, or the plan cannot run on it.
+        """
+        if self._block is not None:
+            raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
+        try:
+            self.describe(run)
+            self._block = block = SparseBlock(run)
+            yield block
+        finally:
+            self._block = None
+            if not self.stays:
+                self.detach()
+
+    def explicit(self, run: SparseRun) -> SparseCache:
+        """A cache of this run, for which the adapter stays on the model.
+
+        Raises:
+            InputError: if the plan cannot run on the model.
+        """
+        try:
+            self.describe(run)
+        except InputError:
+            if self._block is None and not self.stays:
+                self.detach()
+            raise
+        self.stays = True
+        return SparseCache(self.model.config, run)
+
+    def describe(self, run: SparseRun) -> None:
+        """Tell a run what it wants to know of the model.
+
+        Raises:
+            InputError: for a plan that needs to know more.
+        """
+        run.origin = origin_of(self.model)
+        model = ref(self.model)
+        run.attention_in_use = lambda: "" if (found := model()) is None else str(found.config._attn_implementation)
+        run.know_rope(self.rope, self.no_rope)
+
+    def own_method(self, name: str) -> Callable[..., Any]:
+        """A method of the model as it is without the adapter."""
+        method: Callable[..., Any] = self._own.get(name) or getattr(type(self.model), name).__get__(self.model)
+        return method
+
+    def check_generate(self, kwargs: dict[str, Any]) -> None:
+        """Refuse options of generate() that do not go with a block.
+
+        Raises:
+            InputError: saying what to leave out.
+        """
+        if self._block is not None and kwargs.get("cache_implementation") not in (None, "dynamic"):
+            raise InputError(
+                f"cache_implementation={kwargs['cache_implementation']!r} cannot hold kvsift's pages; leave it out."
+            )
+
+    def _take_attention(self) -> None:
+        model = self.model
         self._previous = {"": model.config._attn_implementation} | {
             key: config._attn_implementation
             for key in model.config.sub_configs
             if (config := getattr(model.config, key, None)) is not None
         }
-        self._own = {name: model.__dict__[name] for name in ("generate", "_prefill") if name in model.__dict__}
-        self._forward_names = list(signature(model.forward).parameters)
-        self._handle: Any = None
-        self.rope: Rope | None = None  # by which every layer of ours is seen to rotate its keys
-        self.no_rope = ""  # why that is not known
-
-    @classmethod
-    def attach(cls, model: PreTrainedModel) -> Adapter:
-        """The adapter of a model, put there if need be.
-
-        Raises:
-            UnsupportedModel: naming the architecture and the reason.
-        """
-        existing: Adapter | None = model.__dict__.get("_kvsift")
-        if existing is not None:
-            return existing
-        _refuse_unsupported(model)
-        adapter = cls(model)
-        register()
         model.set_attn_implementation(NAME)
         if model.config._attn_implementation != NAME:
             raise UnsupportedModel(
                 f"{type(model).__name__} does not use transformers' attention interface, so its attention cannot be "
                 "replaced."
             )
-        adapter._handle = model.register_forward_pre_hook(adapter._before_forward, with_kwargs=True)
-        adapter._watch("generate", "generating")
-        adapter._watch("_prefill", "prefilling")
-        model.__dict__["_kvsift"] = adapter
-        try:
-            adapter._try_out()
-        except BaseException:
-            adapter.detach()
-            raise
-        return adapter
 
-    def detach(self) -> None:
-        """Leave the model as it was."""
-        self._handle.remove()
-        if self.foresight is not None:
-            self.foresight.detach()
-        for name in ("generate", "_prefill", "_kvsift"):
-            self.model.__dict__.pop(name, None)
-        self.model.__dict__.update(self._own)
-        self.model.set_attn_implementation(self._previous)
-
-    def _watch(self, method: str, flag: str) -> None:
-        """Know when the model is inside one of its own methods: that tells prompt tokens from generated ones."""
-        original: Callable[..., Any] | None = getattr(self.model, method, None)
-        if original is None:
-            return
-
-        @wraps(original)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if method == "generate":
-                self._refuse_generate(kwargs)
-            else:
-                self.chunked = _is_chunked(*args, **kwargs)
-            outer = getattr(self, flag)  # a model that drafts for itself generates while it generates
-            setattr(self, flag, True)
-            try:
-                return original(*args, **kwargs)
-            finally:
-                setattr(self, flag, outer)
-
-        self.model.__dict__[method] = watched
-
-    def _refuse_generate(self, kwargs: dict[str, Any]) -> None:
-        if self.run is not None and kwargs.get("cache_implementation") not in (None, "dynamic"):
-            raise InputError(
-                f"cache_implementation={kwargs['cache_implementation']!r} cannot hold kvsift's pages; leave it out."
-            )
-
+    @torch.compiler.disable
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs |= dict(zip(self._forward_names, args))
         cache = kwargs.get("past_key_values")
-        if self.run is not None:
+        if self._block is not None:
             if cache is None:
                 self._refuse_uncached(kwargs)
-            cache = kwargs["past_key_values"] = self._with_layers(cache)
+            cache = kwargs["past_key_values"] = self._with_layers(cache, self._block)
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
-        if layers and isinstance(mask := kwargs.get("attention_mask"), Tensor):
-            layers[0].check_mask(mask)
-        for run in {layer.run for layer in layers}:
-            run.decode_tokens = self._decode_tokens(cache, kwargs)
-        self._foresee(any(layer.run.plan.wants_hidden and layer.run.decode_tokens for layer in layers))
+        if layers:
+            self._check_call(kwargs)
+            if isinstance(mask := kwargs.get("attention_mask"), Tensor):
+                layers[0].check_mask(mask)
+            run = layers[0].run
+            run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, kwargs), None
+            if run.foresees and self._foresight is None:
+                self._foresight = Foresight(self.model)
         return (), kwargs
 
-    def _foresee(self, wanted: bool) -> None:
-        """Tell the layers of the coming forward pass what they would ask, if they want to know."""
-        if wanted and self.foresight is None:
-            self.foresight = Foresight(self.model)
-        if self.foresight is not None:
-            self.foresight.begin(wanted)
+    def _check_call(self, kwargs: dict[str, Any]) -> None:
+        in_use = self.model.config._attn_implementation
+        if in_use != NAME:
+            raise InputError(
+                f"the attention implementation of the model is now {in_use!r}; a cache of kvsift needs {NAME!r}. Call "
+                "set_attn_implementation outside kvsift.sparse, or make the cache after it."
+            )
+        wanted = kwargs.get("output_attentions")
+        if wanted or (wanted is None and getattr(self.model.config, "output_attentions", False)):
+            raise InputError(
+                "output_attentions=True asks for all attention weights, which kvsift never computes. Leave it out; "
+                "kvsift.LLM and kvsift explain show what was attended."
+            )
+        if kwargs.get("cu_seq_lens_q") is not None:
+            raise _packed("cu_seq_lens_q packs")
 
     def _refuse_uncached(self, kwargs: dict[str, Any]) -> None:
-        positions = kwargs.get("position_ids")
-        if self.generating:
+        if kwargs.get("use_cache") is False and self.calls.generate:
             raise InputError(
                 "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
                 "whole sequence. Leave use_cache out."
             )
-        if positions is None or kwargs.get("attention_mask") is not None or positions.ndim != 2:
+        positions = kwargs.get("position_ids")
+        if positions is None or kwargs.get("attention_mask") is not None:
             return
-        if bool((positions.diff(dim=1) != 1).any()):
-            raise InputError(
-                "position_ids that start anew pack several sequences into one row; kvsift would let them see each "
-                "other. Pass one sequence per row."
-            )
+        if positions.ndim == 3:  # of several axes: those of the text come first where there are four, else time does
+            of_text, positions = len(positions) == 4, positions[0]
+            starts_anew = (positions.diff(dim=1) != 1) if of_text else (positions.diff(dim=1) < 0)
+        else:
+            starts_anew = positions.diff(dim=-1) != 1
+        if bool(starts_anew.any()):
+            raise _packed("position_ids that start anew pack")
 
-    def _with_layers(self, cache: Cache | None) -> Cache:
-        assert self.run is not None
+    def _with_layers(self, cache: Cache | None, block: SparseBlock) -> Cache:
         if cache is None:
-            return SparseCache(self.model.config, self.run)
+            return SparseCache(self.model.config, block.open())
         if any(isinstance(layer, SparseLayer) for layer in cache.layers):
             return cache
         if type(cache) is not DynamicCache or cache.offloading:
@@ -170,26 +273,28 @@ class Adapter:
             raise InputError(
                 "this cache was filled without kvsift. Start with an empty one, or with kvsift.make_cache(model, plan)."
             )
+        run = block.open()
         if not cache.layers:  # made without a config: all layers alike, created on the go
-            cache.layers, cache.layer_class_to_replicate = SparseCache(self.model.config, self.run).layers, None
-        take_layers(cache, self.run)
+            cache.layers, cache.layer_class_to_replicate = SparseCache(self.model.config, run).layers, None
+        take_layers(cache, run, self.model.config)
         return cache
 
-    def _decode_tokens(self, cache: Any, kwargs: dict[str, Any]) -> int:
+    def _decode_tokens(self, run: Run, cache: Any, kwargs: dict[str, Any]) -> int:
         """How many tokens at the end of this forward pass are generated ones (drafts to verify included)."""
         tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         num_new, past, kept = tokens.shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
         # assisted decoding wants one logit more than there are drafts
         drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
-        if self.feeding is not None:
-            return num_new if self.feeding == "decode" else 0
-        if self.prefilling and (past == 0 or num_new > 1 or self.chunked):
+        calls = self.calls
+        if run.feeding is not None:
+            return num_new if run.feeding == "decode" else 0
+        if calls.prefill and (past == 0 or num_new > 1 or calls.chunked):
             return 0  # generate() going on from a filled cache with one new token is a step like any other
         if past == 0:
-            return drafts or 0 if self.generating else 0
+            return drafts or 0 if calls.generate else 0
         if num_new == 1:
             return 1
-        if not self.generating:
+        if not calls.generate:
             return 0
         if drafts is not None and drafts != num_new - 1:
             raise InputError(
@@ -206,7 +311,7 @@ class Adapter:
         ours = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
         if not ours:
             raise UnsupportedModel(f"{name} has no full-attention layer; there is nothing for kvsift to make sparse.")
-        ids = torch.zeros(1, 2, dtype=torch.long, device=self.model.get_input_embeddings().weight.device)
+        ids = torch.zeros(1, 2, dtype=torch.long, device=_device_of_inputs(self.model))
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -215,6 +320,8 @@ class Adapter:
                 self._try_rope(ids[:, :1], cache)
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{name} cannot run under kvsift: {error}") from None
+        except InputError:  # of a setting, not of the architecture
+            raise
         except Exception as error:
             raise UnsupportedModel(
                 f"{name} cannot run under kvsift: a forward pass with its cache failed with {type(error).__name__}: "
@@ -250,6 +357,44 @@ class Adapter:
                 self.no_rope = f"its layer {index} rotates otherwise than its rotary embedding says, or not at all"
                 return
         self.rope = found
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The transformers model inside torch.compile, PEFT, TRL's value heads or data parallelism; itself where it is one.
+
+    Raises:
+        UnsupportedModel: if there is none.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # PEFT
+            inner = inner.get_base_model()
+        else:
+            names = (name for name in ("_orig_mod", "pretrained_model", "module") if hasattr(inner, name))
+            if (name := next(names, None)) is None:
+                raise UnsupportedModel(
+                    f"{model!r:.60} is a {type(model).__name__}; kvsift takes a model of transformers (a "
+                    'PreTrainedModel), as AutoModelForCausalLM.from_pretrained("...") returns it. For a directory or a '
+                    'name use kvsift.LLM("...").'
+                )
+            inner = getattr(inner, name)
+    return inner
+
+
+def _device_of_inputs(model: PreTrainedModel) -> torch.device:
+    """Where a forward pass wants its tokens; weights that accelerate has offloaded are on no device until then."""
+    embedding = model.get_input_embeddings()
+    for module in (embedding, model):
+        if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
+            return torch.device(device)
+    device = embedding.weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def _packed(what: str) -> InputError:
+    return InputError(
+        f"{what} several sequences into one row; kvsift would let them see each other. Pass one sequence per row."
+    )
 
 
 def _is_chunked(

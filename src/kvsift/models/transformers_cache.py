@@ -11,48 +11,83 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvsift.errors import NothingSkipped
+from kvsift.methods.base import Phase
 from kvsift.models.transformers_layer import Run, SparseLayer
 from kvsift.runtime.beside import new_thread
 from kvsift.runtime.moved import check_rope
 from kvsift.runtime.plan import PHASES, Plan
 from kvsift.runtime.sequence import SparseAttention
 from kvsift.runtime.spec import parse_plan
-from kvsift.runtime.stats import RunStats
+from kvsift.runtime.stats import RunStats, SharedStats
 
 PlanSpec = str | Mapping[str, Any] | Plan | None
 
 
 class SparseRun(Run):
-    """A run as its user sees it: the plan, the counters and their report."""
+    """The run of an explicit cache, as its user sees it: the plan, the counters and their report."""
+
+    def report(self) -> dict[str, Any]:
+        """Plan and counters, ready for JSON."""
+        return {"plan": str(self.plan), **self.stats.report()}
+
+
+class SparseBlock:
+    """A ``kvsift.sparse`` block, as its user sees it: the plan, and what all caches of the block have counted.
+
+    Args:
+        run: settings of the caches to come; each gets a run of its own.
+
+    Attributes:
+        plan: rules by phase.
+        stats: counters, summed over the caches.
+    """
+
+    def __init__(self, run: SparseRun) -> None:
+        self.plan = run.plan
+        self.stats = SharedStats(run.stats.probe_every)
+        self._run = run
+
+    def open(self) -> SparseRun:
+        """The run of another cache."""
+        run = self._run.fresh()
+        run.block_stats, run.stats = self.stats, self.stats.open(run)
+        return run
 
     def report(self) -> dict[str, Any]:
         """Plan and counters, ready for JSON."""
         return {"plan": str(self.plan), **self.stats.report()}
 
     def check(self, strict: bool = False) -> None:
-        """Say so if a phase that should have been sparse read everything.
+        """Warn if the model was not run under the plan, or a phase that should have been sparse read everything.
 
         Raises:
             NothingSkipped: instead of a warning, when ``strict``.
         """
-        for phase in PHASES:
-            rule = self.plan.rule(phase)
-            if rule is None or rule.method.unbounded or not self.stats.skipped_nothing(phase):
-                continue
-            message = self.plan.skipped_nothing(phase)
+        messages = [self.plan.skipped_nothing(phase) for phase in PHASES if self._skipped_nothing(phase)]
+        if not self.stats.opened:
+            messages = [
+                f"the model did not run under the plan {self.plan}: the block of kvsift.sparse has seen no query. Call "
+                "the model inside the block, and not with a cache of another plan."
+            ]
+        for message in messages:
             if strict:
                 raise NothingSkipped(message)
-            warnings.warn(message, stacklevel=3)
+            warnings.warn(message, stacklevel=4)
+
+    def _skipped_nothing(self, phase: Phase) -> bool:
+        rule = self.plan.rule(phase)
+        return rule is not None and not rule.method.unbounded and self.stats.skipped_nothing(phase)
 
 
 class SparseCache(DynamicCache):
     """A transformers cache whose full-attention layers are kvsift's; sliding and linear layers stay as they are."""
 
+    run: SparseRun
+
     def __init__(self, config: Any, run: SparseRun) -> None:
         super().__init__(config=config.get_text_config(decoder=True))
-        self.run = run
         self._mark: tuple[int, dict[int, Any]] = (0, {})
-        take_layers(self, run)
+        take_layers(self, run, config)
 
     @property
     def stats(self) -> RunStats:
@@ -157,9 +192,16 @@ class SparseCache(DynamicCache):
                 layer.attention.replan(self.run.plan)
 
 
-def take_layers(cache: Cache, run: SparseRun) -> None:
-    """Put kvsift's layers where the cache has stock full-attention ones."""
-    run.peers = tuple(i for i, layer in enumerate(cache.layers) if type(layer) in (DynamicLayer, SparseLayer))
+def take_layers(cache: Cache, run: SparseRun, config: Any) -> None:
+    """Put kvsift's layers where the cache has stock full-attention ones over text; the run is this cache's alone."""
+    over_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    run.peers = tuple(
+        index
+        for index, layer in enumerate(cache.layers)
+        if type(layer) in (DynamicLayer, SparseLayer) and index not in over_images
+    )
+    cache.run = run
     cache.layers = [
-        SparseLayer(run, index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(cache.layers)
+        SparseLayer(run, index) if type(layer) is DynamicLayer and index in run.peers else layer
+        for index, layer in enumerate(cache.layers)
     ]

@@ -28,8 +28,6 @@ class Foresight:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._below: Tensor | None = None  # what the attention below has read in this forward pass
-        self._wanted = False
         found = attentions_of(model)
         if not found:
             raise UnsupportedModel(
@@ -38,21 +36,18 @@ class Foresight:
             )
         self._handles = [each.register_forward_pre_hook(self._before_attention, with_kwargs=True) for each in found]
 
-    def begin(self, wanted: bool) -> None:
-        """A forward pass begins, in which queries are wanted or not."""
-        self._below, self._wanted = None, wanted
-
     def detach(self) -> None:
         """Leave the model as it was."""
         for handle in self._handles:
             handle.remove()
 
     def _before_attention(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._wanted:
+        cache = next((value for value in kwargs.values() if isinstance(value, Cache)), None)
+        run = getattr(cache, "run", None)
+        if cache is None or run is None or not run.foresees:
             return
-        below, self._below = self._below, args[0] if args else kwargs["hidden_states"]
-        caches = [value for value in kwargs.values() if isinstance(value, Cache)]
-        layer = caches[0].layers[attention.layer_idx] if caches else None
+        below, run.hidden_below = run.hidden_below, args[0] if args else kwargs["hidden_states"]
+        layer = cache.layers[attention.layer_idx]
         if below is not None and isinstance(layer, SparseLayer):
             layer.foreseen = foreseen(attention, below, args, kwargs)
 

@@ -8,8 +8,9 @@ used to be; no modeling file is changed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from copy import copy, deepcopy
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,12 +20,15 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.merge import with_sink_logit
+from kvsift.methods.base import Phase
 from kvsift.runtime.moved import check_rope
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.relay import Relay
 from kvsift.runtime.sequence import Placement, SparseAttention, reason_against
-from kvsift.runtime.stats import RunStats
+from kvsift.runtime.stats import RunStats, SharedStats
 from kvsift.types import Chunk, LayerShape, Origin, Rope
+
+NAME = "kvsift"  # of the attention implementation
 
 
 class UnsupportedModel(InputError, AttributeError):
@@ -32,7 +36,7 @@ class UnsupportedModel(InputError, AttributeError):
 
 
 class Run:
-    """What all layers of one run share: the plan, the counters, and which of the coming tokens are generated ones.
+    """What all layers of one cache share: the plan, the counters, and the state of the forward pass under way.
 
     Args:
         plan: rules by phase.
@@ -53,6 +57,7 @@ class Run:
             raise InputError(reason)
         self.plan = plan
         self.stats = stats
+        self.block_stats: SharedStats | None = None  # of the block whose counters ``stats`` belong to
         self.reserve = reserve
         self.rows = tuple(rows)
         self.rope: Rope | None = None  # how the model rotates queries and keys, where that is known
@@ -60,9 +65,34 @@ class Run:
         self.placement = placement
         self.peers: tuple[int, ...] = ()  # true indices of the model's layers that are kvsift's
         self.origin: Origin | None = None  # the model
+        self.attention_in_use: Callable[[], str] = str  # the model's attention implementation by now
         self.row = 0
+        self._begin()
+
+    def _begin(self) -> None:
         self.relay = Relay()  # between the layers, within a forward pass
+        self.feeding: Phase | None = None  # what the tokens of coming forward passes are; None: to be found out
         self.decode_tokens = 0  # of the forward pass under way, at the end of each row
+        self.hidden_below: Tensor | None = None  # what the attention below has read in it
+
+    def fresh(self) -> Self:
+        """The same settings for another cache."""
+        run = copy(self)
+        run._begin()
+        return run
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """For the copy of a cache: a run of its own, counted by the same block; what describes the model is shared."""
+        run = self.fresh()
+        run.stats = deepcopy(self.stats, memo) if self.block_stats is None else self.block_stats.open(run)
+        memo |= {id(self): run, id(self.stats): run.stats, id(self.relay): run.relay}
+        memo |= {id(shared): shared for shared in (self.rope, self.origin)}
+        return run
+
+    @property
+    def foresees(self) -> bool:
+        """Whether layers want to know, in this forward pass, what they would ask of the input of the layer below."""
+        return self.plan.wants_hidden and self.decode_tokens > 0
 
     def know_rope(self, rope: Rope | None, no_rope: str) -> None:
         """How the model rotates queries and keys, or why that is not known.
@@ -99,6 +129,7 @@ class AttendingLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -135,6 +166,37 @@ class SparseLayer(AttendingLayer):
         self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
         self.attention: SparseAttention | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        in_use = "" if "run" not in self.__dict__ else self.run.attention_in_use()
+        if in_use not in ("", NAME):
+            raise UnsupportedModel(
+                f"a cache of kvsift reached the attention implementation {in_use!r} of its model, which reads {name!r} "
+                "of it. Its kvsift.sparse block has ended, or set_attn_implementation was called. For a cache that "
+                "outlives a block use kvsift.make_cache(model, plan)."
+            )
+        return super().__getattr__(name)
+
+    # properties, but made by calls: transformers' constructor assigns None to both
+    keys = property(lambda self: self._gathered(0), lambda self, tensor: self._refuse_setting(tensor))
+    values = property(lambda self: self._gathered(1), lambda self, tensor: self._refuse_setting(tensor))
+
+    def _refuse_setting(self, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            raise InputError("a layer of kvsift's cache stores tokens by update(); its keys and values cannot be set.")
+
+    def _gathered(self, which: int) -> Tensor | None:
+        """A copy of all keys (0) or values (1), [batch, num_kv_heads, columns, head_dim], 0 in columns of padding."""
+        if self.attention is None:
+            return None
+        rows = [self.attention.stored(row)[which] for row in range(self.attention.store.num_rows)]
+        columns = max(self.columns, *(row.shape[1] for row in rows))
+        found = rows[0].new_zeros(len(rows), rows[0].shape[0], columns, rows[0].shape[2], device=self.device)
+        for row, tokens in enumerate(rows):
+            where = slice(tokens.shape[1]) if self.valid is None else self.valid[row].to(self.device)
+            found[row, :, where] = tokens.to(self.device)
+        return found
+
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.columns += key_states.shape[2]
         return super().update(key_states, value_states)
@@ -173,12 +235,15 @@ class SparseLayer(AttendingLayer):
         lengths, foreseen = new.sum(1).tolist(), None if foreseen is None else _take(foreseen, order)
         chunk = Chunk(_take(queries, order), _take(keys, order), _take(values, order), lengths, foreseen)
         packed = self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit)
-        return torch.zeros_like(packed).scatter_(2, order[:, None, :, None].expand_as(packed), packed)
+        output = torch.zeros_like(packed).scatter_(2, order[:, None, :, None].expand_as(packed), packed)
+        for row in (~new[:, -1]).nonzero().flatten().tolist():  # generation goes on from what this column sees
+            output[row, :, -1:] = self.attention.attend_stored(row, queries[row, :, -1:], sink_logit)
+        return output
 
     def _foresight(self) -> Tensor | None:
         """What the coming tokens would ask of the input of the layer below, where that is wanted and one lies below."""
         run = self.run
-        if self.foreseen is None and run.plan.wants_hidden and run.decode_tokens and self.layer != run.peers[0]:
+        if self.foreseen is None and run.foresees and self.layer != run.peers[0]:
             raise UnsupportedModel(
                 f"the queries of layer {self.layer} were not foreseen: this model's attention modules are not called "
                 f"with their cache by name, and the plan {run.plan} needs to hear from the layer below."
@@ -257,6 +322,7 @@ class SparseLayer(AttendingLayer):
     prefetch = offload
 
 
+@torch.compiler.disable  # a compiled model runs it as it is: it changes with every length
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -286,6 +352,7 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
+@torch.compiler.disable
 def mask_forward(
     *, attention_mask: Tensor | None, mask_function: Any, local_size: int | None = None, **kwargs: Any
 ) -> Tensor | None:

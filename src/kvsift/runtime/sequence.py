@@ -126,6 +126,33 @@ class SparseAttention:
                 output[row, :, tokens] = part.output[0]
         return torch.zeros_like(chunk.queries) if output is None else output
 
+    def attend_stored(self, row: int, queries: Tensor, sink_logit: Tensor | None = None) -> Tensor:
+        """Attend everything stored of a row with queries of padding, which is neither stored nor counted.
+
+        queries [num_query_heads, 1, head_dim] -> the same shape; 0 where nothing is stored.
+        """
+        self._join()
+        length = self.store.lengths[row]
+        if not length:
+            return torch.zeros_like(queries)
+        part = attend_everything(self.shape, Segment(queries.unsqueeze(0), length - 1, length), self.store, row)
+        return (part if sink_logit is None else with_sink_logit(part, sink_logit)).output[0]
+
+    def stored(self, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of a row, each [num_kv_heads, tokens, head_dim], where the store has them.
+
+        Raises:
+            InputError: if some were dropped for good.
+        """
+        self._join()
+        if isinstance(self.store, EvictingStore) and self.store.has_dropped(row):
+            raise InputError(
+                f"layer {self.shape.layer} has dropped tokens for good (evict=true), so not all of its keys and values "
+                "can be read. Leave evict=true out to keep them."
+            )
+        reader = self.store.row(row)
+        return reader.keys(), reader.values()
+
     def take(self, chunk: Chunk) -> None:
         """Store the tokens of a prompt and let the methods see them, without an answer."""
         self._join()

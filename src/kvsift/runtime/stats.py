@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -56,29 +60,16 @@ class Tally:
         }
 
 
-@dataclass
-class RunStats:
-    """Counters of one run, by layer and phase.
+Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase
 
-    Attributes:
-        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
-        probe_s: seconds spent on that, which are not part of the method.
-        watch: told of every chunk and what it was shown, if there is one.
-    """
 
-    probe_every: int = 16
-    probe_s: float = 0.0
-    tallies: dict[tuple[int, Phase], Tally] = field(default_factory=dict)
-    watch: Watch | None = None
+class Counters(ABC):
+    """Sums over layers and phases of whatever counts by layer and phase."""
 
-    def tally(self, layer: int, phase: Phase) -> Tally:
-        """The counters of one layer in one phase."""
-        return self.tallies.setdefault((layer, phase), Tally())
-
-    def clear(self) -> None:
-        """Start counting anew."""
-        self.tallies.clear()
-        self.probe_s = 0.0
+    @property
+    @abstractmethod
+    def tallies(self) -> Mapping[tuple[int, Phase], Tally]:
+        """Counters by layer and phase."""
 
     def phase(self, phase: Phase) -> Tally:
         """Sum over the layers."""
@@ -103,3 +94,82 @@ class RunStats:
                 for (layer, phase), tally in sorted(self.tallies.items())
             ],
         }
+
+
+class RunStats(Counters):
+    """Counters of one cache. One thread at a time writes them.
+
+    Attributes:
+        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
+        probe_s: seconds spent on that, which are not part of the method.
+        watch: observer of every chunk and what it was shown, if there is one.
+    """
+
+    def __init__(self, probe_every: int = 16, watch: Watch | None = None) -> None:
+        self.probe_every = probe_every
+        self.probe_s = 0.0
+        self.watch = watch
+        self._tallies: Tallies = {}
+
+    @property
+    def tallies(self) -> Tallies:
+        return self._tallies
+
+    def tally(self, layer: int, phase: Phase) -> Tally:
+        """The counters of one layer in one phase."""
+        return self._tallies.setdefault((layer, phase), Tally())
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        self._tallies.clear()
+        self.probe_s = 0.0
+
+
+class SharedStats(Counters):
+    """The sum over all caches of a block, each of which counts for itself; threads may run them side by side.
+
+    Args:
+        probe_every: see ``RunStats``.
+
+    Attributes:
+        opened: caches that have counted here so far.
+    """
+
+    def __init__(self, probe_every: int = 16) -> None:
+        self.probe_every = probe_every
+        self.opened = 0
+        self._lock = Lock()
+        self._of_caches: list[tuple[weakref.ref[Any], RunStats]] = []
+        self._of_freed_caches: Tallies = {}
+
+    def open(self, owner: object) -> RunStats:
+        """Counters of another cache, which writes them for as long as ``owner`` lives."""
+        stats = RunStats(self.probe_every)
+        with self._lock:
+            self.opened += 1
+            for _, done in (pair for pair in self._of_caches if pair[0]() is None):
+                _add(self._of_freed_caches, done.tallies)
+            self._of_caches = [pair for pair in self._of_caches if pair[0]() is not None]
+            self._of_caches.append((weakref.ref(owner), stats))
+        return stats
+
+    @property
+    def tallies(self) -> Tallies:
+        total: Tallies = {}
+        with self._lock:
+            _add(total, self._of_freed_caches)
+            for _, stats in self._of_caches:
+                _add(total, dict(stats.tallies))
+        return total
+
+    def clear(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            self._of_freed_caches.clear()
+            for _, stats in self._of_caches:
+                stats.clear()
+
+
+def _add(total: Tallies, tallies: Tallies) -> None:
+    for key, tally in tallies.items():
+        total.setdefault(key, Tally()).add(tally)
