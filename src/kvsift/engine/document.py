@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 class Document:
     """A prefilled context. Every question starts from the same cache and leaves it as it was.
 
+    Threads may share it; their questions are answered one after the other.
+
     Args:
         llm: the model that reads it.
         ids: the tokens that all questions share.
@@ -52,6 +56,7 @@ class Document:
         self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
         self._cache: SparseCache | None = None
         self._session: Session | None = None  # captured steps over the cache
+        self._lock, self._asked_by = Lock(), 0
         self.read_s = 0.0
         self.read_stats: dict[str, Any] = {}
 
@@ -158,9 +163,26 @@ class Document:
     ) -> Answer:
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is left as it is."""
         plan = self._plan if plan is None else parse_plan(plan)
-        cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
-        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
-        return self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
+        with self._llm.fast_path.turn, self._alone():
+            cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
+            request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
+            return self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One question at a time, as all of them use the same cache.
+
+        Raises:
+            InputError: if this thread is in the middle of another.
+        """
+        if self._asked_by == get_ident():
+            raise InputError("this document is being asked; ask it again when the answer is there, not from on_text.")
+        with self._lock:
+            self._asked_by = get_ident()
+            try:
+                yield
+            finally:
+                self._asked_by = 0
 
     def _answer(
         self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import RLock
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -26,7 +28,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
+T = TypeVar("T")
 SPARE_TOKENS = 4  # steps that run before the host knows that a row has ended need a place to write to
+
+
+def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Iterator[T]:
+    """The steps, each of them in a turn of its own, the closing too."""
+    try:
+        while True:
+            with turn:
+                try:
+                    step = next(steps)
+                except StopIteration:
+                    return
+            yield step
+    finally:
+        with turn:
+            steps.close()
 
 
 class FastPath:
@@ -37,6 +55,10 @@ class FastPath:
         device: of the model.
         dense_below: see ``LLM``.
         placement: see ``LLM``.
+
+    Attributes:
+        turn: held by the thread that uses the GPU. Capturing a graph and waiting for the device do not go together, so
+            threads take turns there; on a CPU they do not.
     """
 
     def __init__(
@@ -45,6 +67,8 @@ class FastPath:
         if path not in PATHS:
             raise unknown("path", str(path), PATHS)
         self._path, self._device, self._dense_below, self._placement = path, device, dense_below, placement
+        self.turn: AbstractContextManager[object] = RLock() if device.type == "cuda" else nullcontext()
+        self._making = RLock()  # of what all threads share: the step, and the trial
         self._step: Step | None = None
         self._prefill: DecoderPrefill | None = None
         self._model_reason: str | None = None  # against any step of the model; "" if there is none
@@ -93,19 +117,21 @@ class FastPath:
         uncaptured = self._path == "auto"
         if not (self.wanted or uncaptured) or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
-        if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
-            step = self._step_of(model)
-            assert isinstance(step, DecoderStep)
-            self._prefill = DecoderPrefill(step)
-        return self._prefill
+        with self._making:
+            if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
+                step = self._step_of(model)
+                assert isinstance(step, DecoderStep)
+                self._prefill = DecoderPrefill(step)
+            return self._prefill
 
     def take(self, llm: LLM, plan: Plan, lengths: Sequence[int]) -> tuple[SparseCache, Session | None]:
         """An empty cache for rows of these lengths, to be fed one by one, and captured steps over it if there are any:
         those of the last call, if they will do. They are the caller's until it gives them to ``keep``."""
         page_size = plan.page_size or DEFAULT_PAGE_SIZE
         rows = row_lengths([length + SPARE_TOKENS for length in lengths], page_size)
-        kept = self._kept
-        self.release()
+        with self._making:  # no two threads take the same
+            kept = self._kept
+            self.release()
         if kept is not None and kept.cache.run.plan == plan and kept.has_room(rows):
             kept.cache.clear(rows)
             return kept.cache, kept
@@ -135,19 +161,21 @@ class FastPath:
         return self.session(model, cache, kept)
 
     def _step_of(self, model: Any) -> Step:
-        if self._step is None:
-            self._step = TransformersStep(model) if DecoderStep.reason_against(model) else DecoderStep(model)
-        return self._step
+        with self._making:
+            if self._step is None:
+                self._step = TransformersStep(model) if DecoderStep.reason_against(model) else DecoderStep(model)
+            return self._step
 
     def _reason_against(self, plan: Plan, model: Any) -> str | None:
-        if self._model_reason is None:
-            reason = placement_reason(model)
-            if reason is None and DecoderStep.reason_against(model) is not None:
-                reason = TransformersStep.reason_against(model)
-            if reason is None and self._path != "eager":
-                reason = self._trial(plan, model)
-            self._model_reason = reason or ""
-        return self._model_reason or None
+        with self.turn, self._making:
+            if self._model_reason is None:
+                reason = placement_reason(model)
+                if reason is None and DecoderStep.reason_against(model) is not None:
+                    reason = TransformersStep.reason_against(model)
+                if reason is None and self._path != "eager":
+                    reason = self._trial(plan, model)
+                self._model_reason = reason or ""
+            return self._model_reason or None
 
     def _trial(self, plan: Plan, model: Any) -> str | None:
         """Capture a step on a cache of its own: whether a model's code or a quantisation allows it shows only then."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 from kvsift import native
 from kvsift.engine.counting import Row
 from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.fast_path import in_turns
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.result import Answer
 from kvsift.engine.session import Session
@@ -50,6 +51,9 @@ class Generation:
         self.answers: list[Answer] = []
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
+        return in_turns(self._llm.fast_path.turn, self._pieces())
+
+    def _pieces(self) -> Generator[tuple[int, str], None, None]:
         reason = self._llm.fast_path.reason_against(self._plan, self._llm.model)
         if reason is None:
             yield from self._captured()

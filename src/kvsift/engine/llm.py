@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, overload
 
@@ -50,6 +51,8 @@ class Options(TypedDict, total=False):
 
 class LLM:
     """A model with its tokenizer and a default plan. Weights are loaded when they are first needed.
+
+    Threads may share it: each answer has a state of its own. On a GPU they take turns, piece by piece in a stream.
 
     Args:
         model: a Hugging Face directory; None is the embedded model.
@@ -106,13 +109,15 @@ class LLM:
             raise InputError(reason)
         self.fast_path = FastPath(path, self.device, dense_below, self.placement if self.place.apart else "device")
         self._model: Any = None
+        self._loading = Lock()
 
     @property
     def model(self) -> Any:
         """The transformers model, loaded on first use."""
-        if self._model is None:
-            self._model = self.directory.load(self.device, self.dtype)
-        return self._model
+        with self._loading:
+            if self._model is None:
+                self._model = self.directory.load(self.device, self.dtype)
+            return self._model
 
     def load(self) -> float:
         """Load the weights if that has not happened yet; the seconds it took, which are no part of any answer."""

@@ -1,0 +1,91 @@
+"""Threads that share an LLM or a document: everyone gets the answer to the own question."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from engine.tiny_directory import text_of
+
+from kvsift import LLM, InputError
+from kvsift.engine.result import Answer
+
+BUDGET = "budget=128:window=16:dense_layers=none"
+QUEST = f"quest:{BUDGET}"
+PLANS = (
+    QUEST,
+    f"prefill=quoka:{BUDGET}:chunk=64,decode={QUEST}",
+    f"infinigen:{BUDGET}",
+    f"h2o:{BUDGET}:evict=true",
+    "retrieval_attention:budget=128:sinks=4:window=16:dense_layers=none",
+)
+QUESTIONS = [f"Which of the {count} mills grinds the least corn in a day?" for count in range(8)]
+
+
+def facts(answer: Answer) -> tuple[Any, ...]:
+    return answer.token_ids, answer.prompt_tokens, answer.decode("visible_tokens")
+
+
+def together(tasks: list[Callable[[], Answer]], rounds: int = 2) -> list[list[tuple[Any, ...]]]:
+    start = Barrier(len(tasks))
+
+    def run(task: Callable[[], Answer]) -> list[tuple[Any, ...]]:
+        start.wait()
+        return [facts(task()) for _ in range(rounds)]
+
+    with ThreadPoolExecutor(len(tasks)) as threads:
+        return list(threads.map(run, tasks))
+
+
+@pytest.mark.parametrize("path", ["auto", "eager", "composed"])
+def test_threads_that_ask_one_document_get_their_own_answers(path: str, llama: Path) -> None:
+    text = text_of(700)
+    plans = (QUEST, f"streaming_llm:{BUDGET.replace('window=16:', '')}")
+    alone, document = LLM(llama, path=path).read(text), LLM(llama, path=path).read(text)
+    asks = [(question, plans[number % 2]) for number, question in enumerate(QUESTIONS)]
+    expected = [facts(alone.ask(question, plan=plan, max_new_tokens=8)) for question, plan in asks]
+    answers = together([lambda ask=ask: document.ask(ask[0], plan=ask[1], max_new_tokens=8) for ask in asks])
+    assert answers == [[each] * 2 for each in expected]
+
+
+@pytest.mark.parametrize("path", ["auto", "eager", "composed"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_threads_that_generate_with_one_model_get_their_own_answers(plan: str, path: str, llama: Path) -> None:
+    texts, llm = [text_of(length) for length in (150, 400, 600)], LLM(llama, plan, path=path)
+    expected = [facts(llm.generate(text, max_new_tokens=8)) for text in texts]
+    answers = together([lambda text=text: llm.generate(text, max_new_tokens=8) for text in texts])
+    assert answers == [[each] * 2 for each in expected]
+
+
+def test_threads_that_load_one_model_load_it_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, loaded = LLM(llama), []
+    load = type(llm.directory).load
+    monkeypatch.setattr(type(llm.directory), "load", lambda *args: loaded.append(1) or load(*args))
+    together([lambda: llm.generate("One.", max_new_tokens=2)] * 4, rounds=1)
+    assert len(loaded) == 1
+
+
+def test_asking_a_document_while_it_answers_is_refused_and_the_answer_goes_on(llama: Path) -> None:
+    document = LLM(llama, QUEST).read(text_of(700))
+    expected, refused = facts(document.ask(QUESTIONS[0], max_new_tokens=8)), []
+
+    def on_text(piece: str) -> None:
+        with pytest.raises(InputError, match="this document is being asked"):
+            document.ask(QUESTIONS[1])
+        refused.append(piece)
+
+    assert facts(document.ask(QUESTIONS[0], max_new_tokens=8, on_text=on_text)) == expected
+    assert refused
+    assert facts(document.ask(QUESTIONS[0], max_new_tokens=8)) == expected
+
+
+def test_a_stream_that_is_dropped_leaves_the_model_to_others(llama: Path) -> None:
+    llm = LLM(llama, QUEST)
+    stream = llm.stream(text_of(200), max_new_tokens=8)
+    next(stream)
+    del stream
+    assert together([lambda: llm.generate("One.", max_new_tokens=2)] * 2, rounds=1)
