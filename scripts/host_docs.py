@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from paper_docs import RESULTS
-from speed_docs import measured_on, shown
+from speed_docs import measured_on, place, shown
 
 from kvsift.benchmarks import host_report, index_report
 from kvsift.eval.reading import load_result
@@ -66,7 +66,7 @@ BLOCKS = {
     "written": shown(
         WRITTEN,
         written,
-        lambda result: f"`results/{WRITTEN}`: {result['machine']}, commit {result['commit'][:10]}.",
+        lambda result: f"{place(WRITTEN)}: {result['machine']}, commit {result['commit'][:10]}.",
     ),
     "host": shown(HOST, points(host_report.point_text), measured_on(HOST)),
     "split": lambda: "\n\n".join(shown(name, split_table, measured_on(name))() for name in SPLIT),

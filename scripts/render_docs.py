@@ -81,7 +81,7 @@ def _made(name: str) -> str:
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
         f"at {result['recipe']['lengths'][0]:,} tokens on the embedded model; "
-        f"`results/{name}`: {result['machine']}, {versions}, {paper_docs.commits([result])}."
+        f"{speed_docs.place(name)}: {result['machine']}, {versions}, {paper_docs.commits([result])}."
     )
 
 

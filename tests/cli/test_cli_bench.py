@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,10 @@ def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> 
     (tmp_path / "result.json").write_text(json.dumps(attention_result()))
     assert run("bench", "chart", "result.json", "--output", "chart.svg").code == 0
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
+    (tmp_path / "packed.json.xz").write_bytes(lzma.compress(json.dumps(attention_result()).encode()))
+    for name in ("packed.json", "packed.json.xz"):
+        assert run("bench", "chart", name, "--output", "packed.svg").code == 0
+        assert (tmp_path / "packed.svg").read_bytes() == (tmp_path / "chart.svg").read_bytes()
     assert "charts are drawn as .svg or .png" in refused("bench", "chart", "result.json", "--output", "chart.pdf")
     (tmp_path / "result.json").write_text(json.dumps(decode_result()))
     assert "is none of kvsift bench attention" in refused("bench", "chart", "result.json", "--output", "other.svg")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from eval_runner.samples import recipe_of, recipe_text
 
 from kvsift import InputError
-from kvsift.eval import runner
+from kvsift.eval import packed, runner
 from kvsift.eval.reading import load_result
 from kvsift.eval.recipe import Job, Recipe
 from kvsift.eval.results import SAMPLES
@@ -106,6 +107,20 @@ def test_a_finished_run_makes_nothing_twice(whole: dict[str, Any], monkeypatch: 
     before = (whole["folder"] / SAMPLES).read_bytes(), (whole["folder"] / "summary.json").read_bytes()
     run(whole["recipe"], "", whole["folder"])
     assert ((whole["folder"] / SAMPLES).read_bytes(), (whole["folder"] / "summary.json").read_bytes()) == before
+
+
+def test_a_finished_run_is_packed_once_and_then_left_alone(
+    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "LARGE", 1)
+    shutil.copytree(whole["folder"], tmp_path / "out")
+    listed = []
+    for _ in range(2):
+        run(whole["recipe"], "", tmp_path / "out")
+        listed.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
+        assert load_result(tmp_path / "out")["samples"] == whole["result"]["samples"]
+    assert listed[0].keys() == {"samples.jsonl.xz", "summary.json.xz", "recipe.toml"}
+    assert listed[0] == listed[1]
 
 
 def test_an_interrupted_run_goes_on_where_it_was(whole: dict[str, Any], tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ def bench_chart(
 ) -> None:
     """Draw attention over context length: microseconds with floors, and speed-up."""
     from kvsift.benchmarks.chart import attention_chart
+    from kvsift.eval.packed import stored, unpacked
 
     o.require_writable(output, "--output")
     if output.suffix not in (".svg", ".png"):
         raise InputError(f"--output {output}: charts are drawn as .svg or .png.")
     try:
-        measured = json.loads(o.read_text(result, "result"))
+        found = stored(result)
+        measured = json.loads(unpacked(found) if found.suffix == ".xz" else o.read_text(found, "result"))
     except json.JSONDecodeError as error:
         raise InputError(f"the result {result} is not JSON: {error}") from None
     if not isinstance(measured, dict) or measured.get("kind") != "attention":

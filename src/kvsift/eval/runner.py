@@ -13,7 +13,7 @@ from kvsift.eval.contexts import Contexts
 from kvsift.eval.fingerprint import document_of
 from kvsift.eval.recipe import Job, Recipe
 from kvsift.eval.results import Done, Result, ResultsDirectory
-from kvsift.eval.summary import tables_of
+from kvsift.eval.summary import left_out, tables_of
 from kvsift.eval.workers import run_jobs
 
 Told = Callable[[float, int], None]
@@ -46,19 +46,19 @@ def run(
     jobs = Contexts(recipe, llm.tokenizer).jobs()
     results = ResultsDirectory(out, recipe, text)
     try:
-        results.sessions.append(_session(llm.device, workers))
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
-        return _fill(recipe, results, jobs, workers, stop_at, told or (lambda done, total: None), gpus)
+        told = told or (lambda done, total: None)
+        return _fill(recipe, results, jobs, _session(llm.device, workers), stop_at, told, gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], workers: int, stop_at: float | None, told: Told,
-    gpus: Sequence[str],
+    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], stop_at: float | None,
+    told: Told, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    started, total = monotonic(), len(jobs) * len(recipe.rows)
-    session, document = results.sessions[-1], document_of(recipe)
+    started, total, before = monotonic(), len(jobs) * len(recipe.rows), len(results.samples)
+    document, workers = document_of(recipe), session["workers"]
     done = sum(1 / sample["questions"] for sample in results.samples)
     told(done, total)
 
@@ -68,13 +68,12 @@ def _fill(
         results.write_summary(tables)
         return tables
 
-    before = len(results.samples)
-    tables = summarise()  # names the recipe before the first sample is there
-    unfinished = {Job(*(each[key] for key in Job._fields)) for each in tables["left_out"]}
+    unfinished = {Job(*(each[key] for key in Job._fields)) for each in left_out(document, results.samples, jobs)}
     missing = [(job, results.done(job)) for job in jobs if job in unfinished]
     if not missing:
-        results.sessions.pop()  # nothing was done in it
-        return summarise()
+        return summarise()  # without this session, in which nothing was done
+    results.sessions.append(session)
+    tables = summarise()  # names the recipe before the first sample is there
     threads = max(1, _cores() // workers)
     try:
         for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
