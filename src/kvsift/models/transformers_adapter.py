@@ -17,6 +17,7 @@ from kvsift.methods.base import Phase
 from kvsift.models.transformers_cache import SparseCache, SparseRun, take_layers
 from kvsift.models.transformers_foresight import Foresight
 from kvsift.models.transformers_layer import SparseLayer, UnsupportedModel, attention_forward, mask_forward
+from kvsift.models.transformers_pinning import RopePinning
 from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
@@ -50,6 +51,7 @@ class Adapter:
         self._own = {name: model.__dict__[name] for name in ("generate", "_prefill") if name in model.__dict__}
         self._forward_names = list(signature(model.forward).parameters)
         self._handle: Any = None
+        self.pinning: RopePinning | None = None  # of a RoPE that depends on the length
         self.rope: Rope | None = None  # by which every layer of ours is seen to rotate its keys
         self.no_rope = ""  # why that is not known
 
@@ -75,6 +77,7 @@ class Adapter:
         adapter._handle = model.register_forward_pre_hook(adapter._before_forward, with_kwargs=True)
         adapter._watch("generate", "generating")
         adapter._watch("_prefill", "prefilling")
+        adapter.pinning = RopePinning.attach(model, adapter.sifts)
         model.__dict__["_kvsift"] = adapter
         try:
             adapter._try_out()
@@ -86,6 +89,8 @@ class Adapter:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._handle.remove()
+        if self.pinning is not None:
+            self.pinning.detach()
         if self.foresight is not None:
             self.foresight.detach()
         for name in ("generate", "_prefill", "_kvsift"):
@@ -114,6 +119,10 @@ class Adapter:
 
         self.model.__dict__[method] = watched
 
+    def sifts(self, cache: Cache) -> bool:
+        """Whether the layers of a cache are ours, or would become so in a forward pass."""
+        return self.run is not None or any(isinstance(layer, SparseLayer) for layer in cache.layers)
+
     def _refuse_generate(self, kwargs: dict[str, Any]) -> None:
         if self.run is not None and kwargs.get("cache_implementation") not in (None, "dynamic"):
             raise InputError(
@@ -132,6 +141,8 @@ class Adapter:
             layers[0].check_mask(mask)
         for run in {layer.run for layer in layers}:
             run.decode_tokens = self._decode_tokens(cache, kwargs)
+        if self.pinning is not None:
+            self.pinning.begin(cache, layers, kwargs)
         self._foresee(any(layer.run.plan.wants_hidden and layer.run.decode_tokens for layer in layers))
         return (), kwargs
 

@@ -133,6 +133,9 @@ class SparseLayer(AttendingLayer):
         self.foreseen: Tensor | None = None  # what the coming tokens would ask of the input of the layer below
         self.columns = 0
         self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
+        self.rotation: int | None = (
+            None  # of the keys, decided by the first pass over the cache; see ``transformers_pinning``
+        )
         self.attention: SparseAttention | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -217,7 +220,7 @@ class SparseLayer(AttendingLayer):
 
     def reset(self) -> None:
         self.columns, self.valid, self.attention, self._pending = 0, None, None, None
-        self.is_initialized = False
+        self.is_initialized, self.rotation = False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end: -n removes n; a positive n keeps n (transformers 5.17 still calls it so)."""
@@ -230,6 +233,11 @@ class SparseLayer(AttendingLayer):
                 self.attention.crop(row, length)
         self.valid = None if self.valid is None else self.valid[:, :columns]
         self.columns = columns
+
+    @property
+    def num_padding(self) -> int:
+        """Columns that are padding in the row that has the fewest."""
+        return 0 if self.attention is None or self.valid is None else self.columns - max(self._lengths(self.columns))
 
     def _lengths(self, columns: int) -> list[int]:
         assert self.attention is not None

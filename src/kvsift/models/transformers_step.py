@@ -55,10 +55,11 @@ class TransformersStep:
 
     Args:
         model: one that ``Adapter.attach`` has taken, and for which ``reason_against`` has no objection.
+        rotation: of the cache (``transformers_pinning``).
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, rotation: int | None = None) -> None:
+        self._model, self._rotation = model, rotation
 
     @staticmethod
     def reason_against(model: Any) -> str | None:
@@ -84,10 +85,12 @@ class TransformersStep:
     ) -> Tensor:
         """Logits after one more token per sequence, float32 [batch, vocabulary]; see ``DecoderStep``."""
         layers = [StepLayer(layer, pools, dense, watched) for layer, pools in zip(attention, summaries, strict=True)]
+        cache = Cache(layers=layers)
+        cache.rotation = self._rotation
         output = self._model(
             input_ids=tokens.unsqueeze(1),
             position_ids=(batch.lengths - 1).long().unsqueeze(1),
-            past_key_values=Cache(layers=layers),
+            past_key_values=cache,
             use_cache=True,
         )
         logits: Tensor = output.logits[:, -1].float()
