@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import kvsift
 from kvsift.errors import InputError
 from kvsift.models.transformers_pinning import RopeLimits
+from kvsift.models.transformers_step import TransformersStep
 
 LENGTH = 300
 CHUNKS = [40, 120, 129, 1000]  # ends below the original maximum, or not
@@ -222,3 +224,24 @@ def test_rotations_are_told_apart_by_the_least_length_that_has_them(
     limits: RopeLimits, length: int, least: int
 ) -> None:
     assert limits.least(length) == least == limits.least(least)
+
+
+def test_a_cache_cropped_to_nothing_starts_anew() -> None:
+    model, ids = tiny("Llama", **rope("longrope")), prompt(LENGTH)
+    cache = kvsift.make_cache(model, "dense")
+    logits(model, ids[:, :60], past_key_values=cache)
+    cache.crop(-60)
+    assert_close(logits(model, ids, past_key_values=cache), in_one_pass(model, ids, LENGTH))
+
+
+def test_a_copy_of_the_model_rotates_for_itself() -> None:
+    model, ids = tiny("Llama", **rope("longrope")), prompt(LENGTH)
+    chunked(model, ids, 40, "dense", reserve=LENGTH)
+    copied = deepcopy(model)
+    copied.model.rotary_emb.attention_scaling *= 2
+    assert not torch.allclose(logits(copied, ids), logits(model, ids))
+
+
+def test_steps_that_follow_every_length_are_not_captured() -> None:
+    assert "original maximum 128" in str(TransformersStep.reason_against(tiny("Llama", **rope("dynamic"))))
+    assert TransformersStep.reason_against(tiny("Llama", **rope("longrope"))) is None

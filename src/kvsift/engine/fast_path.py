@@ -99,8 +99,9 @@ class FastPath:
         return self._prefill
 
     def take(self, llm: LLM, plan: Plan, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
-        """An empty cache for requests that RoPE rotates alike, to be fed one by one, and captured steps over it if there
-        are any: those of the last call, if they will do. They are the caller's until it gives them to ``keep``."""
+        """An empty cache for requests that RoPE rotates alike, to be fed one by one, and captured steps over it if
+        there are any: those of the last call, if they will do. They are the caller's until it gives them to ``keep``.
+        """
         page_size, length = plan.page_size or DEFAULT_PAGE_SIZE, max(request.length for request in requests)
         totals = [len(request.ids) + request.max_new_tokens for request in requests]
         rows = row_lengths([total + SPARE_TOKENS for total in totals], page_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypedDict, Unpack, overload
@@ -254,14 +255,17 @@ class LLM:
         return Plan(later if plan.evicts_prompt else plan.prefill, later)
 
     def rotation(self, length: int) -> int | None:
-        """How RoPE rotates a sequence that ends with so many cached tokens (``models.transformers_pinning``); None if always
-        alike. Dynamic NTK takes the next multiple of its original maximum, so that questions share a document."""
-        limits = RopeLimits.of(self.model)
+        """How RoPE rotates a sequence that ends with so many cached tokens (``models.transformers_pinning``); None if
+        always alike. Dynamic NTK takes the next multiple of its original maximum, so that questions share a document.
+        """
+        limits = self._rope_limits
         return None if limits is None else limits.least(limits.stepped(length))
 
-    def new_cache(
-        self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None
-    ) -> SparseCache:  # fmt: skip
+    @cached_property
+    def _rope_limits(self) -> RopeLimits | None:
+        return RopeLimits.of(self.model)
+
+    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
         """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
 
         ``length``, if it is not ``reserve``, is how many tokens will be cached in the end: RoPE may depend on it.

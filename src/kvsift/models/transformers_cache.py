@@ -72,7 +72,7 @@ class SparseCache(DynamicCache):
 
     @property
     def rotation(self) -> int | None:
-        """That of its keys, where the model's RoPE depends on the length; see ``transformers_pinning``. None: not decided."""
+        """Rotation of the keys, where RoPE depends on the length (``transformers_pinning``); None: not decided."""
         return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
 
     def pin(self, rotation: int | None) -> None:

@@ -133,9 +133,7 @@ class SparseLayer(AttendingLayer):
         self.foreseen: Tensor | None = None  # what the coming tokens would ask of the input of the layer below
         self.columns = 0
         self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
-        self.rotation: int | None = (
-            None  # of the keys, decided by the first pass over the cache; see ``transformers_pinning``
-        )
+        self.rotation: int | None = None  # of the keys (``transformers_pinning``); None: not decided
         self.attention: SparseAttention | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -232,7 +230,7 @@ class SparseLayer(AttendingLayer):
             for row, length in enumerate(self._lengths(columns)):
                 self.attention.crop(row, length)
         self.valid = None if self.valid is None else self.valid[:, :columns]
-        self.columns = columns
+        self.columns, self.rotation = columns, self.rotation if columns else None
 
     @property
     def num_padding(self) -> int:

@@ -16,6 +16,7 @@ from transformers import Cache
 from kvsift.kernels.append import append
 from kvsift.models.transformers_cache import SparseCache, SparseRun
 from kvsift.models.transformers_layer import AttendingLayer, SparseLayer
+from kvsift.models.transformers_pinning import RopeLimits
 from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
@@ -67,6 +68,9 @@ class TransformersStep:
         layers = SparseCache(model.config, SparseRun(Plan(), RunStats())).layers
         if not all(isinstance(layer, SparseLayer) for layer in layers):
             return f"{type(model).__name__} has layers without full attention"
+        limits = RopeLimits.of(model)
+        if limits is not None and limits.dynamic:  # a graph would hold those of one length
+            return f"{type(model).__name__} has RoPE frequencies of its own for every length ({limits})"
         return None
 
     def angles(self, num_positions: int) -> Tensor:
