@@ -107,16 +107,17 @@ class PinnedRotary:
 
     def __call__(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         rotation, forward = self._current.rotation, type(self._module).forward
-        if rotation is None and self._replaced is not None:
-            return self._replaced(x, position_ids, *args, **kwargs)
         if rotation is None:
-            return forward(self._module, x, position_ids, *args, **kwargs)
+            stock = self._replaced or forward.__get__(self._module)
+            return stock(x, position_ids, *args, **kwargs)
         key = rotation, *args, *kwargs.values()  # a layer type, where a module serves several
-        if key not in self._copies:
-            self._keep(key, self._copy(x, position_ids, rotation, *args, **kwargs))
+        module = self._copies.get(key)
+        if module is None:
+            module = self._copy(x, position_ids, rotation, *args, **kwargs)
+            self._keep(key, module)
         # PhiMoE chooses a factor by the largest position inside its forward, so that has to be there each time
         reaching = torch.cat([position_ids, _last_position(position_ids, rotation)], -1)
-        rotated = forward(self._copies[key], x, reaching, *args, **kwargs)
+        rotated = forward(module, x, reaching, *args, **kwargs)
         if isinstance(rotated, Tensor):
             return rotated[..., :-1, :]
         return tuple(part[..., :-1, :] for part in rotated)
@@ -218,18 +219,19 @@ class RopePinning:
             )
 
     def _announce(
-        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch: int, length: int, **kwargs: Any
-    ) -> Any:
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
+        max_cache_length: int, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """generate() says how many tokens its cache will hold in the end."""
         result = self._stock("_prepare_cache_for_generation")(
-            generation_config, model_kwargs, mode, batch, length, **kwargs
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs
         )
         cache = model_kwargs.get("past_key_values")
         if isinstance(cache, Cache):
-            cache.announced_length = length
+            cache.announced_length = max_cache_length
             layer = next((layer for layer in cache.layers if isinstance(layer, SparseLayer)), None)
             if layer is not None and layer.rotation is not None:
-                self._check(layer.rotation, layer.columns, length - layer.num_padding)
+                self._check(layer.rotation, layer.columns, max_cache_length - layer.num_padding)
         return result
 
     def _prepare_inputs(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -242,8 +244,9 @@ class RopePinning:
         return {**prepare(input_ids, *args, **{**kwargs, "past_key_values": None}), "past_key_values": cache}
 
     def _watch(self, name: str, method: Callable[..., Any]) -> None:
-        self._replaced[name] = self._model.__dict__.get(name)
-        self._model.__dict__[name] = method
+        if hasattr(self._model, name):  # a bare decoder cannot generate
+            self._replaced[name] = self._model.__dict__.get(name)
+            self._model.__dict__[name] = method
 
     def _stock(self, name: str) -> Callable[..., Any]:
         stock: Callable[..., Any] = self._replaced[name] or getattr(type(self._model), name).__get__(self._model)
