@@ -88,9 +88,17 @@ def test_tokens_equal_those_of_the_adapter(family: str, tmp_path: Path) -> None:
 
 
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": 32}
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(32)], "long_factor": [2.0 + i for i in range(32)]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 900}
 
 
-@pytest.mark.parametrize(("family", "settings"), [("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL), ("GptOss", FULL)])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL), ("GptOss", FULL),
+        ("Llama", {"rope_parameters": {**LONGROPE, **FACTORS}}),  # some of the prompts are longer, some shorter
+    ],
+)  # fmt: skip
 def test_other_architectures_answer_as_on_the_composed_path(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -91,22 +91,29 @@ class Document:
         self._llm.check([ids], max_new_tokens, self._plan if plan is None else plan)
         return ids
 
-    def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
-        """The cache of the document under a plan; read again only if the plan prefills differently, or the last answer
-        has dropped a part of it for good (evict=true)."""
+    def prefill(self, plan: Plan, more: int | None = None) -> SparseCache:
+        """The cache of the document under a plan, for ``more`` tokens after it; read again only if the plan prefills
+        differently, if the last answer has dropped a part of it for good (evict=true), or if RoPE rotates a sequence of
+        this length otherwise. None: nothing will be fed, so any rotation will do."""
         self._llm.load()
         fast = self._llm.fast_path.reason_against(plan, self._llm.model) is None
         plan = plan if fast else self._llm.composed_plan(plan)
-        if self._cache is not None and self._cache.can_rewind and _read_alike(self._cache.run.plan, plan):
+        length = self.num_tokens + (more or 0)
+        if (
+            self._cache is not None
+            and self._cache.can_rewind
+            and _read_alike(self._cache.run.plan, plan)
+            and (more is None or self._cache.rotation == self._llm.rotation(length))
+        ):
             self._cache.rewind()
             self._cache.replan(plan)
             return self._cache
         self._cache = self._session = None  # the memory of the old one is free before the new one grows
         self._llm.fast_path.release()
         started = perf_counter()
-        total = self.num_tokens + reserve
+        total = self.num_tokens + max(more or 0, 256)
         rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if fast else ()
-        cache = self._llm.new_cache(plan, total, rows)
+        cache = self._llm.new_cache(plan, total, rows, length)
         self._llm.prefill(cache, self._ids, self._progress)
         cache.prepare()
         self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
@@ -163,9 +170,9 @@ class Document:
     ) -> Answer:
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is left as it is."""
         plan = self._plan if plan is None else parse_plan(plan)
+        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
         with self._llm.fast_path.turn, self._alone():
-            cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
-            request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
+            cache = self.prefill(plan, request.length - self.num_tokens)
             return self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
 
     @contextmanager

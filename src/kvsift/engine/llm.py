@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -29,6 +30,7 @@ from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
+from kvsift.models.transformers_pinning import RopeLimits
 from kvsift.runtime.paged_decode import rule_of
 from kvsift.runtime.places import Place, Placement
 from kvsift.runtime.plan import Plan
@@ -257,11 +259,27 @@ class LLM:
         later = replace(rule, budget=replace(rule.budget, min_context=self.dense_below))
         return Plan(later if plan.evicts_prompt else plan.prefill, later)
 
-    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = ()) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one."""
-        return make_cache(
+    def rotation(self, length: int) -> int | None:
+        """How RoPE rotates a sequence that ends with so many cached tokens (``models.transformers_pinning``); None if
+        always alike. Dynamic NTK takes the next multiple of its original maximum, so that questions share a document.
+        """
+        limits = self._rope_limits
+        return None if limits is None else limits.least(limits.stepped(length))
+
+    @cached_property
+    def _rope_limits(self) -> RopeLimits | None:
+        return RopeLimits.of(self.model)
+
+    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
+
+        ``length``, if it is not ``reserve``, is how many tokens will be cached in the end: RoPE may depend on it.
+        """
+        cache = make_cache(
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
+        cache.pin(self.rotation(reserve if length is None else length))
+        return cache
 
     @torch.inference_mode()
     def prefill(

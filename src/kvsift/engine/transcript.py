@@ -33,6 +33,11 @@ class Request:
     stops: tuple[str, ...] = ()
     streamed: bool = False
 
+    @property
+    def length(self) -> int:
+        """Tokens cached in the end; the last one generated is not fed."""
+        return len(self.ids) + self.max_new_tokens - 1
+
 
 class Transcript:
     """What a request has been answered so far."""

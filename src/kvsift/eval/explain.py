@@ -157,7 +157,7 @@ def _answered(
     llm.load()
     stop = None if llm.tokenizer.chat_template else STOP
     transcript = Transcript(llm.request(ids, max_new_tokens, None, stop, False), llm.tokenizer)
-    cache = llm.new_cache(plan, len(ids) + max_new_tokens)
+    cache = llm.new_cache(plan, len(ids) + max_new_tokens, length=transcript.request.length)
     cache.stats.watch = panel
     llm.prefill(cache, ids[:-1], progress)
     cache.prepare()

@@ -138,8 +138,8 @@ class KVSiftLM(TemplateLM):
         """A cache that holds a context: the last one again if it is the same."""
         plan = parse_plan(self.llm.plan)
         if not ids:
-            return self.llm.new_cache(self.llm.composed_plan(plan), more + 1)
+            return self.llm.new_cache(self.llm.composed_plan(plan), more)
         if self._document is None or self._document[0] != ids:
             self._document = None  # its memory is free before the next one's is taken
             self._document = ids, Document(self.llm, list(ids), lambda text: list(ids), plan)
-        return self._document[1].prefill(plan, more + 1)
+        return self._document[1].prefill(plan, more)

@@ -19,6 +19,7 @@ from kvsift.models.transformers_cache import SparseBlock, SparseCache, SparseRun
 from kvsift.models.transformers_foresight import Foresight
 from kvsift.models.transformers_layer import NAME, Run, SparseLayer, UnsupportedModel, attention_forward, mask_forward
 from kvsift.models.transformers_origin import origin_of
+from kvsift.models.transformers_pinning import RopePinning
 from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
@@ -84,6 +85,7 @@ class Adapter:
         self.no_rope = ""  # why that is not known
         self._block: SparseBlock | None = None
         self._foresight: Foresight | None = None
+        self._pinning: RopePinning | None = None  # of a RoPE that depends on the length
         self._own = {name: model.__dict__[name] for name in WATCHED if name in model.__dict__}
         self._forward_names = list(signature(model.forward).parameters)
         self._handle: Any = None
@@ -110,6 +112,7 @@ class Adapter:
             for name in WATCHED:
                 if hasattr(model, name):
                     model.__dict__[name] = Watched(adapter, name)
+            adapter._pinning = RopePinning.attach(model, adapter.sifts)
             model.__dict__["_kvsift"] = adapter
             try:
                 adapter._try_out()
@@ -121,6 +124,8 @@ class Adapter:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._handle.remove()
+        if self._pinning is not None:
+            self._pinning.detach()
         if self._foresight is not None:
             self._foresight.detach()
         for name in (*WATCHED, "_kvsift"):
@@ -184,6 +189,10 @@ class Adapter:
         method: Callable[..., Any] = self._own.get(name) or getattr(type(self.model), name).__get__(self.model)
         return method
 
+    def sifts(self, cache: Cache) -> bool:
+        """Whether the layers of a cache are ours, or would become so in a forward pass."""
+        return self._block is not None or any(isinstance(layer, SparseLayer) for layer in cache.layers)
+
     def check_generate(self, kwargs: dict[str, Any]) -> None:
         """Refuse options of generate() that do not go with a block.
 
@@ -226,6 +235,8 @@ class Adapter:
             run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, kwargs), None
             if run.foresees and self._foresight is None:
                 self._foresight = Foresight(self.model)
+        if self._pinning is not None:
+            self._pinning.begin(cache, layers, kwargs)
         return (), kwargs
 
     def _check_call(self, kwargs: dict[str, Any]) -> None:

@@ -106,6 +106,17 @@ class SparseCache(DynamicCache):
         return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
 
     @property
+    def rotation(self) -> int | None:
+        """Rotation of the keys, where RoPE depends on the length (``transformers_pinning``); None: not decided."""
+        return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
+
+    def pin(self, rotation: int | None) -> None:
+        """Decide it before the first pass does."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.rotation = rotation
+
+    @property
     def attentions(self) -> list[SparseAttention]:
         """Of every layer, where all of them are kvsift's and have seen a token."""
         found = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]

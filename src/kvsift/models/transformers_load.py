@@ -77,6 +77,9 @@ class ModelDirectory:
     def max_positions(self) -> int | None:
         """Positions the model was made for, if it says so."""
         positions = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if positions and rope.get("rope_type") == "dynamic":  # the one type whose configurations give the original ones
+            positions *= rope.get("factor", 1)
         return int(positions) if positions else None
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
