@@ -17,9 +17,9 @@ def style_sheet() -> str:
 
 RULES = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1d2430;--soft:#5a6473;--line:#d5dae2;--panel:#f6f7f9;--warn:#fff4dc;
---link:#1c5d9e;--heat0:#eef2f7;--heat1:#1f6fc0;--mark:#d9480f;LIGHT}
+--link:#1c5d9e;--heat0:#eef2f7;--heat1:#1f6fc0;--mark:#d9480f;--seen:#dfe8f3;LIGHT}
 @media (prefers-color-scheme:dark){:root{--bg:#14181f;--ink:#e6eaf0;--soft:#9aa5b5;--line:#333c49;--panel:#1c222b;
---warn:#3a3018;--link:#8cc2f5;--heat0:#1f2630;--heat1:#3f86d8;--mark:#ff8a5c;DARK}}
+--warn:#3a3018;--link:#8cc2f5;--heat0:#1f2630;--heat1:#3f86d8;--mark:#ff8a5c;--seen:#25384f;DARK}}
 *{box-sizing:border-box}body{margin:0;background:var(--bg);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;overflow-wrap:break-word}
 main{max-width:1180px;margin:0 auto;padding:24px 20px 60px}
@@ -30,6 +30,7 @@ a{color:var(--link)}.lead{font-size:19px;line-height:1.4;margin:10px 0}
 nav{display:flex;flex-wrap:wrap;gap:4px 16px;margin:10px 0;font-size:14px}
 .warnings{background:var(--warn);border-radius:6px;padding:10px 14px 10px 30px;margin:10px 0}
 .grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,var(--column,350px)),1fr));gap:14px}
+.side{display:flex;flex-wrap:wrap;gap:0 28px}.side>*{max-width:100%}
 figure{margin:0;background:var(--panel);border-radius:8px;padding:10px;min-width:0}
 figcaption{font-size:13px;font-weight:600;overflow-wrap:anywhere}
 svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);font:11px system-ui,sans-serif}
@@ -63,5 +64,11 @@ width:var(--mean);background:var(--c0);border-radius:2px}.ref .bar i::before{bac
 .bar{grid-column:1/-1}
 .bar i{width:calc(100% - 24px)}}
 details{margin:8px 0}summary{cursor:pointer;color:var(--soft)}
+.answer a,.answer span{white-space:pre-wrap}.answer .here{background:color-mix(in srgb,var(--mark) 30%,transparent);
+border-radius:3px}.map svg{min-width:900px}.map svg text{font-size:10px}.map a text{fill:var(--link)}
+svg .seen{fill:var(--seen)}svg .heat{fill:var(--mark)}svg .oracle{fill:var(--c0)}
+.passage{border-left:3px solid var(--line);margin:10px 0;padding:0 0 0 12px;white-space:pre-wrap;overflow-wrap:anywhere}
+.passage:target{border-color:var(--mark)}tr:target>*{background:color-mix(in srgb,var(--mark) 20%,transparent)}
+mark{color:inherit;border-radius:2px;background:color-mix(in srgb,var(--mark) var(--v),transparent)}
 pre{background:var(--panel);border-radius:8px;padding:12px;font-size:12px;white-space:pre-wrap;overflow-wrap:anywhere}
 """
