@@ -115,9 +115,9 @@ def _run_map(e: Explanation) -> str:
             rows.append(Row(f"layer {reading.layer}, oracle", reading.oracle, [], kind="oracle"))
     caption = (
         "A column is a passage, from the beginning of the prompt to its end; click one for its text, and a row's name "
-        "for its numbers. Colour is attention, on a square-root scale from 0 to all of a head's; the pale ground is what "
-        "the head could see. The oracle's row below the heads of a layer is the share of a passage's tokens that exact "
-        "attention would choose at the budget of the methods, on the same scale."
+        "for its numbers. Colour is attention, on a square-root scale from 0 to all of a head's; the pale ground is "
+        "what the head could see. The oracle's row below the heads of a layer is the share of a passage's tokens that "
+        "exact attention would choose at the budget of the methods, on the same scale."
     )
     return heat_map(e, rows, caption, "{share:.1%} of the attention")
 
@@ -133,7 +133,7 @@ def _comparison(e: Explanation) -> list[str]:
         for c in e.choices
     ]
     rows = [Row(c.name, c.passages, [share > 0 for share in c.passages]) for c in e.choices]
-    caption = "Colour, on the same scale, is the share of a passage's tokens that a method shows, over layers and heads."
+    caption = "Colour is the share of a passage's tokens that a method shows, over layers and heads, on the same scale."
     budget = escape(e.choices[0].plan.partition(":")[2])
     return [
         "<h3>What methods would have read</h3>",
@@ -141,7 +141,7 @@ def _comparison(e: Explanation) -> list[str]:
         table(head, lines),
         heat_map(e, rows, caption, "{share:.1%} of the tokens"),
         "<h3>Layer by layer</h3>",
-        f'<div class=side>{"".join(_layers(e, measure) for measure in MEASURES)}</div>',
+        f"<div class=side>{''.join(_layers(e, measure) for measure in MEASURES)}</div>",
     ]
 
 

@@ -28,6 +28,7 @@ def _tables(result: dict[str, Any], means: Sequence[Mean], length: int | None) -
     cells = {(cell["task"], cell["name"], cell["budget"]): cell for cell in result["cells"] if cell["length"] == length}
     tasks = list(dict.fromkeys(task for task, *_ in cells))
     dense, chance = dense_of(means, length), chance_of(result, length)
+    ceilings = {task: cells.get((task, dense.name, dense.budget)) for task in tasks} if dense else {}
     parts = []
     for first in range(0, len(tasks), TASKS):
         some = tasks[first : first + TASKS]
@@ -35,7 +36,7 @@ def _tables(result: dict[str, Any], means: Sequence[Mean], length: int | None) -
         rows: list[list[Any]] = []
         for each in means:
             own = [cells.get((task, each.name, each.budget)) for task in some]
-            marks = [_mark(cell, cells.get((task, "dense", None))) for task, cell in zip(some, own, strict=True)]
+            marks = [_mark(cell, ceilings.get(task)) for task, cell in zip(some, own, strict=True)]
             means_cells = [shown(each.tokens, 0), shown(each.score, 3), percent_of_dense(each, dense)]
             rows.append([each.label, *(means_cells if overall else []), *marks])
         if chance:

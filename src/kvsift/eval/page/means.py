@@ -50,7 +50,7 @@ class Mean:
 
 
 def means_of(result: dict[str, Any]) -> list[Mean]:
-    """All plans at all budgets and lengths, those first that nothing can exceed, those last that know nothing."""
+    """All plans at all budgets and lengths: dense, then oracles, plans, and floors."""
     samples: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
     cells: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
@@ -58,7 +58,7 @@ def means_of(result: dict[str, Any]) -> list[Mean]:
     for cell in result["cells"]:
         cells[cell["length"], cell["plan"]].append(cell)
     lengths = sorted({length for length, _ in cells}, key=lambda length: length or 0)
-    rows = sorted(result["rows"], key=lambda row: ORDER.index(row["role"]))  # stable
+    rows = sorted(result["rows"], key=lambda row: (ORDER.index(row["role"]), row["phase"] is not None))  # stable
     several = len({row["budget"] for row in rows if row["budget"] is not None}) > 1
     found = []
     for length in lengths:
@@ -133,6 +133,8 @@ def headline(means: Sequence[Mean]) -> str:
     line = f"{best[0].name} at {shown:,.0f} tokens: mean {_score(best):.3f}"
     if dense is None:
         return f"{line}; dense was not asked."
+    if not _score(dense):
+        return f"{line}; dense scores 0."
     return f"{line}, {percent(_score(best), _score(dense))} of dense's {_score(dense):.3f}."
 
 

@@ -33,7 +33,7 @@ class Spot(NamedTuple):
 
 def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
     """A chart per length, over all tasks."""
-    timed = [each for each in means if each.tpot_s is not None and each.score is not None]
+    timed = [each for each in means if each.tpot_s and each.tpot_s[1] and each.score is not None]
     lengths = list(dict.fromkeys(each.length for each in timed))
     lines = lines_of(result)
     charts = [_figure([each for each in timed if each.length == length], length, lines) for length in lengths]

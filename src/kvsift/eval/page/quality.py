@@ -27,7 +27,7 @@ def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
         return "<p>Nothing has been asked yet.</p>"
     numbers = details("Every number", "".join(_numbers(where, cells) for where, cells in groups.items()))
     lines = lines_of(result)
-    if len(result["recipe"]["budgets"]) == 1 or len(lines) > MOST_LINES:
+    if len(result["recipe"]["budgets"]) < 2 or len(lines) > MOST_LINES:
         return dots.render(result, means) + numbers
     return _charts(result, groups, lines) + details("Scores by task", scores.by_task(result, means)) + numbers
 
