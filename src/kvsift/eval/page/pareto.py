@@ -43,6 +43,8 @@ def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
         "Mean score over all tasks; median TPOT as met while asking. Filled marks decode with a CUDA graph, hollow "
         "ones run eagerly and pay for the host. Oracles need exact attention to choose, so the front leaves them out."
     )
+    if any(each.phase == "prefill" for each in means):
+        note += " Plans that limit only prefill decode as dense does: see the prefill of the contexts under Times."
     return f"<p class=soft>{note} {at_a_time(result)}</p>" + "".join(charts)
 
 
@@ -69,9 +71,9 @@ def _figure(means: Sequence[Mean], length: int | None, lines: dict[str, Series])
     faster = [each for each in front if dense and _ms(each) < _ms(dense)]
     best = max(faster, key=lambda each: each.score or 0.0, default=None)
     said = f"Pareto front: {listed}."
-    if best and dense:
+    if best and dense and best.phase == "decode":
         said += f" {best.label} takes {percent(_ms(best), _ms(dense))} of dense's time."
-    elif dense:
+    elif dense and not best:
         said += " No plan is faster than dense here."
     chart, numbered = _chart(means, front, lines, where)
     key = f"<p class=soft>{escaped('; '.join(numbered))}</p>" if numbered else ""
@@ -131,9 +133,13 @@ def _placed(means: Sequence[Mean]) -> tuple[list[Spot], str]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """1, 2, 3, 5, 7 times powers of ten."""
+    """1, 2, 3, 5, 7 times powers of ten; every half where those are too few."""
     powers = range(floor(log10(low)), ceil(log10(high)) + 1)
-    return [each for p in powers for k in (1, 2, 3, 5, 7) if low <= (each := k * 10.0**p) <= high * 1.05]
+    for digits in ((10, 20, 30, 50, 70), range(10, 100, 5)):
+        ticks = [each for p in powers for k in digits if low <= (each := k * 10.0 ** (p - 1)) <= high * 1.1]
+        if len(ticks) > 2:
+            break
+    return ticks
 
 
 def _colour(mean: Mean, lines: dict[str, Series]) -> str:
@@ -196,7 +202,7 @@ def _labels(spots: Sequence[Spot], on_front: Sequence[Spot]) -> tuple[list[str],
 
 def _label(spot: Spot, text: str, kind: str, taken: list[Box], always: bool = False) -> str:
     """Text at the first place beside a spot where it covers nothing; if there is none, nothing or ``always`` there."""
-    width, gap = LETTER * len(text), RING + 5
+    width, gap = LETTER * len(text) * (1.15 if "onfront" in kind else 1), RING + 6
     sides = spot.x + gap, spot.x - gap - width
     near = [(x, spot.y - LINE / 2 + shift) for shift in (0, -LINE, LINE) for x in sides]
     corners = [*near, (spot.x - width / 2, spot.y - gap - LINE), (spot.x - width / 2, spot.y + gap)]
