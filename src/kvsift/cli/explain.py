@@ -27,7 +27,9 @@ def explain(
         Path | None, typer.Option("--context", help="Text file to ask about; without it, the demo's document.")
     ] = None,
     question: Annotated[str | None, typer.Option("--question", help="About it.")] = None,
-    token: Annotated[int, typer.Option("--token", min=0, help="Which token of the answer, from 0.")] = 0,
+    token: Annotated[
+        str, typer.Option("--token", help="Tokens of the answer, from 0: one, several as 0,2, a range as 0-3, or all.")
+    ] = "0",
     methods: Annotated[
         str, typer.Option("--methods", help="What to compare, at one budget: names with their settings, or none.")
     ] = METHODS,
@@ -55,9 +57,10 @@ def explain(
     names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
     if not all(names):
         raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
+    tokens = _tokens(token)
     text = None if context is None else o.read_text(context, "context")
     from kvsift.engine.llm import LLM
-    from kvsift.eval.explain import explain as explained
+    from kvsift.eval.explain import explain_tokens
     from kvsift.eval.explain_page import page
 
     llm = LLM(
@@ -65,16 +68,31 @@ def explain(
     )
     text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
     with prefill_progress("reading") as progress:
-        found = explained(
-            llm, text, question or FACTS[2][2], methods=names, budget=budget, token=token,
+        found = explain_tokens(
+            llm, text, question or FACTS[2][2], methods=names, budget=budget, tokens=tokens,
             max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress,
         )  # fmt: skip
     if html is not None:
-        o.write_whole(html, page(found))
+        o.write_whole(html, page(*found))
     if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
+        documents = [each.as_dict() for each in found]
+        print(json.dumps(documents[0] if token.strip().isdecimal() else documents, indent=1))
     else:
-        _print(found, html)
+        for each in found:
+            _print(each, html if each is found[-1] else None)
+
+
+def _tokens(text: str) -> list[int] | None:
+    """The tokens that are asked for; None for all."""
+    if text.strip() == "all":
+        return None
+    tokens: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not (first.isdecimal() and (last.isdecimal() if dash else True) and int(first) <= int(last or first)):
+            raise InputError(f"--token {text}: write a token such as 2, several as 0,2, a range as 0-3, or all.")
+        tokens += range(int(first), int(last or first) + 1)
+    return tokens
 
 
 def _shortened(llm: LLM, text: str, num_tokens: int | None) -> str:
