@@ -145,10 +145,11 @@ class LLM:
                 f"{positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use a "
                 "model made for longer ones."
             )
+        plan = self.plan if plan is None else parse_plan(plan)
+        plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
             if self.fast_path.wanted:  # rows are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
-            plan = self.plan if plan is None else parse_plan(plan)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
     def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:

@@ -67,6 +67,13 @@ class Method:
         """Tokens per page of the summaries that it reads; a unit may be several pages, or part of one."""
         return self.unit_size
 
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Refuse a model that cannot be run on, by the true indices of its attention layers.
+
+        Raises:
+            InputError: if hyper-parameters name layers that it lacks.
+        """
+
     def new_state(self, shape: LayerShape) -> Any:
         """Memory of one sequence in one layer."""
         return None

@@ -8,11 +8,12 @@ from math import inf
 from kvsift.errors import InputError
 
 
-def whole(name: str, value: object, least: int, most: int | None = None) -> None:
-    """A whole number in a range."""
+def whole(name: str, value: object, least: int, most: int | None = None, also: Sequence[str] = ()) -> None:
+    """A whole number in a range; ``also`` are words that would do instead."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
         limits = f"{least} or more" if most is None else f"{least} to {most}"
-        raise InputError(f"{name}={value!r} must be a whole number, {limits}.")
+        words = "".join(f", or {word!r}" for word in also)
+        raise InputError(f"{name}={value!r} must be a whole number, {limits}{words}.")
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:

@@ -78,12 +78,13 @@ def make_cache(
     adapter = Adapter.attach(model)
     try:
         run.know_rope(adapter.rope, adapter.no_rope)
+        cache = SparseCache(model.config, run)
     except InputError:
         if adapter.run is None and not adapter.stays:
             adapter.detach()
         raise
     adapter.stays = True
-    return SparseCache(model.config, run)
+    return cache
 
 
 @contextmanager

@@ -150,6 +150,7 @@ class SparseCache(DynamicCache):
         """Go on with another plan over what is cached; counters start anew."""
         wanted = parse_plan(plan)
         check_rope(wanted, self.run.rope, self.run.no_rope)
+        wanted.check_layers(self.run.peers)
         self.run.plan = wanted
         self.run.stats.clear()
         for layer in self.layers:
@@ -160,6 +161,7 @@ class SparseCache(DynamicCache):
 def take_layers(cache: Cache, run: SparseRun) -> None:
     """Put kvsift's layers where the cache has stock full-attention ones."""
     run.peers = tuple(i for i, layer in enumerate(cache.layers) if type(layer) in (DynamicLayer, SparseLayer))
+    run.plan.check_layers(run.peers)
     cache.layers = [
         SparseLayer(run, index) if type(layer) is DynamicLayer else layer for index, layer in enumerate(cache.layers)
     ]
