@@ -138,6 +138,25 @@ def test_a_key_that_is_no_number_is_never_first(level: str) -> None:
     assert not ((ids >= 500) & (ids < 1500)).any()
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("joins", ["at first", "later", "alone"])
+def test_codes_of_other_keys_outlive_one_that_is_infinite(core: None, bad: float, joins: str) -> None:
+    torch.manual_seed(0)
+    keys, queries = torch.randn(1, 2000, 64), torch.randn(2, 64)
+    keys[0, 1000, 7] = bad
+    codes = Codes.of(keys[:, {"at first": slice(None), "later": slice(500), "alone": slice(1000, 1001)}[joins]])
+    if joins == "alone":
+        codes.crop(0)
+    codes.extend(keys)
+    assert codes.centre.isfinite().all()
+    assert codes.scale.isfinite().all()
+    finite = keys.clone()
+    finite[0, 1000] = 0
+    for overfetch in (1.0, 1.5):
+        ids = native.scan_codes(queries, codes, finite, 100, overfetch=overfetch)[0]
+        assert recall(ids, native.scan(queries, finite, 100)[0]) >= (0.9 if overfetch == 1 else 0.98)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_queries_that_rank_nothing_are_refused(core: None, bad: float) -> None:
     queries = torch.ones(2, 64)

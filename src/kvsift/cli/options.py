@@ -24,7 +24,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 StrictOption = Annotated[bool, typer.Option("--strict", help="Fail if a sparse plan skipped nothing.")]
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Generate at most so many tokens.")]
 ChunkOption = Annotated[
-    int | None, typer.Option("--chunk-size", min=1, help="Prompt tokens per forward pass; 8192 on a GPU, else 2048.")
+    int | None,
+    typer.Option("--chunk-size", min=1, max=65_536, help="Prompt tokens per forward pass; 8192 on a GPU, else 2048."),
 ]
 ProbeOption = Annotated[
     int, typer.Option("--probe-every", min=0, help="Compare every so many decode steps with exact attention; 0 never.")

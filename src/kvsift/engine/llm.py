@@ -27,6 +27,7 @@ from kvsift.engine.result import Answer, TextStream
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
+from kvsift.methods import knobs
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
@@ -38,6 +39,7 @@ from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
 CHUNK_SIZES = 2048, 8192  # prompt tokens at a time: on a CPU, on a GPU
+MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
 
 
 class Options(TypedDict, total=False):
@@ -61,7 +63,7 @@ class LLM:
         plan: how to sift the KV cache; see ``kvsift.parse_plan``.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
-        chunk_size: prompt tokens per forward pass; 8192 on a GPU and 2048 elsewhere by default.
+        chunk_size: prompt tokens per forward pass, at most 65,536; 8192 on a GPU and 2048 elsewhere by default.
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
         dense_below: in contexts shorter than this, decode shows everything; "auto": where that is measured to be
             faster, on a GPU whose decode steps are captured.
@@ -89,8 +91,8 @@ class LLM:
         path: str = "auto",
         placement: Placement = "device",
     ) -> None:
-        if chunk_size is not None and chunk_size < 1:
-            raise InputError(f"chunk_size={chunk_size} must be 1 or more.")
+        if chunk_size is not None:
+            knobs.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
         if probe_every < 0:
             raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
         if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
@@ -150,10 +152,11 @@ class LLM:
                 f"{positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use a "
                 "model made for longer ones."
             )
+        plan = self.plan if plan is None else parse_plan(plan)
+        plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
             if self.fast_path.wanted:  # rows are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
-            plan = self.plan if plan is None else parse_plan(plan)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
     def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:

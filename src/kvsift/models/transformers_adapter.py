@@ -151,6 +151,7 @@ class Adapter:
             raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
         try:
             self.describe(run)
+            SparseCache(self.model.config, run)  # refuses layers that the model lacks
             self._block = block = SparseBlock(run)
             yield block
         finally:
@@ -166,12 +167,13 @@ class Adapter:
         """
         try:
             self.describe(run)
+            cache = SparseCache(self.model.config, run)
         except InputError:
             if self._block is None and not self.stays:
                 self.detach()
             raise
         self.stays = True
-        return SparseCache(self.model.config, run)
+        return cache
 
     def describe(self, run: SparseRun) -> None:
         """Tell a run what it wants to know of the model.
@@ -329,10 +331,8 @@ class Adapter:
             with torch.no_grad():
                 self.model(input_ids=ids, past_key_values=cache, use_cache=True)
                 self._try_rope(ids[:, :1], cache)
-        except UnsupportedModel as error:
+        except InputError as error:
             raise UnsupportedModel(f"{name} cannot run under kvsift: {error}") from None
-        except InputError:  # of a setting, not of the architecture
-            raise
         except Exception as error:
             raise UnsupportedModel(
                 f"{name} cannot run under kvsift: a forward pass with its cache failed with {type(error).__name__}: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -145,6 +146,11 @@ class Plan:
     def summaries(self) -> tuple[str, ...]:
         """Kinds of page summary to maintain."""
         return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
+
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Refuse a model of these attention layers, true indices, if a method cannot run on it (``InputError``)."""
+        for rule in self.rules:
+            rule.method.check_layers(layers)
 
     @property
     def wants_hidden(self) -> bool:
