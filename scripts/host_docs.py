@@ -6,11 +6,10 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from paper_docs import RESULTS
+from paper_docs import result_of
 from speed_docs import measured_on, place, shown
 
 from kvsift.benchmarks import host_report, index_report
-from kvsift.eval.reading import load_result
 from kvsift.eval.tables import quality_table
 
 HOST = "host-cpu.json"
@@ -43,7 +42,7 @@ def split_table(result: dict[str, Any]) -> str:
 
 def answers() -> str:
     """Exact match of what indexes find, on a GPU's host and on a machine without one."""
-    return "\n\n".join(quality_table(load_result(RESULTS / name)) for name in ANSWERS)
+    return "\n\n".join(quality_table(result_of(name)) for name in ANSWERS)
 
 
 def written(result: dict[str, Any]) -> str:
