@@ -236,7 +236,7 @@ def test_fewer_decode_queries_of_a_dump_are_evenly_spread() -> None:
         ({"indexes": ("grap",)}, "did you mean 'graph'"),
         ({"data": ()}, "nothing to measure"),
         ({"contexts": ()}, "at least one context"),
-        ({"data": ("P",)}, "kvsift bench dump --output FILE"),
+        ({"data": ("P",)}, "kvsift bench dump --out FILE"),
         ({"dumps": ("a.safetensors",)}, "belong together"),
         ({"num_kv_heads": 3}, "multiple of the KV heads"),
         ({"tokens": 1}, "at least 2 --tokens"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any, NoReturn
 
 import pytest
@@ -86,6 +88,7 @@ def test_several_recipes_share_the_time_and_have_a_directory_each(
         (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
         (("[64]", "[16]"), "budget=16 leaves nothing to select"),
         ((RECIPE, "tasks = "), "mine.toml cannot be read: "),
+        ((RECIPE, "tasks = " + "[" * 100_000), "mine.toml cannot be read: "),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(
@@ -183,3 +186,52 @@ def test_what_is_no_result_has_no_report(refused: Refused, recipe: Path, monkeyp
     assert refused("report", older(recipe.parent), "--out", "no/page.html").startswith(
         "--out no/page.html: the directory"
     )
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files may have 4096 bytes, the rest has no room."""
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    setrlimit(RLIMIT_FSIZE, before)
+
+
+def test_a_report_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
+    run: Run, tmp_path: Path, full_disk: None
+) -> None:
+    result = older(tmp_path)
+    outcome = run("report", result, "--out", "page.html")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "kvsift: page.html is not written: the disk is full. Make room or name another place, and give the command "
+        "again.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [result.name]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{}", '{"kind": "quality"'])
+def test_a_result_of_any_depth_or_kind_is_refused_in_a_sentence(refused: Refused, tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.json").write_text(text)
+    assert "deep.json" in refused("report", "deep.json")
+
+
+def test_a_result_that_is_not_there_says_so(refused: Refused) -> None:
+    said = refused("report", "nix")
+    assert said == "the result nix does not exist. Name a directory that kvsift eval wrote."
+
+
+def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: Path, tmp_path: Path) -> None:
+    made = json.loads(older(tmp_path).read_text())
+    made["samples"][0]["task"] = "pass\x1b[2Jkey"
+    (tmp_path / "older.json").write_text(json.dumps(made))
+    outcome = run("report", "older.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith("kvsift: a sample is of the task 'pass\\x1b[2Jkey', which the recipe")
+
+
+@pytest.mark.parametrize("command", ["eval", "report", "calibrate", "bench attention", "bench dump", "bench chart"])
+def test_every_command_that_writes_takes_out_and_output(run: Run, command: str) -> None:
+    told = run(*command.split(), "--help").out
+    assert "--out" in told
+    assert "--output" in told

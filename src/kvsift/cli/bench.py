@@ -22,7 +22,8 @@ BandwidthOption = Annotated[
     typer.Option("--bandwidth", help="Bytes per second for floors; 4.5e12 on an H200, else what a large read reaches."),
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", help="Write the result, raw samples in it, here; rewritten at every point.")
+    Path | None,
+    typer.Option("--out", "--output", help="Write the result, raw samples in it, here; rewritten at every point."),
 ]
 SecondsOption = Annotated[
     float | None, typer.Option("--max-seconds", min=0, help="Begin no point after so long; what is left is listed.")

@@ -49,7 +49,7 @@ def bench_index(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time the search of one decode step in one layer: every index at the same recall, in turns, with cold caches."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     num_query_heads, num_kv_heads = one_shape(heads)
     check_head_dim(head_dim)
     wanted: dict[str, Any] = {"data": names(data), "contexts": lengths(contexts, "--contexts"), "ks": lengths(k, "--k")}

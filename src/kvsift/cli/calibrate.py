@@ -15,7 +15,7 @@ CHARACTERS_PER_TOKEN = 8  # more than any text has; what is too much is not read
 
 
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", help="File to write, for loki:calibration=FILE.")],
+    out: Annotated[Path, typer.Option("--out", "--output", help="File to write, for loki:calibration=FILE.")],
     model: o.ModelOption = None,
     text: Annotated[
         list[Path] | None, typer.Option("--text", help="Text file to read, may be repeated; prose of ours without.")
@@ -29,6 +29,7 @@ def calibrate(
     """Read texts with a model and write the directions in which its keys and queries lie, layer by layer."""
     from rich.console import Console
     from rich.progress import Progress
+    from safetensors import SafetensorError
 
     from kvsift.engine.calibration import calibrate as run
     from kvsift.engine.llm import LLM
@@ -39,7 +40,8 @@ def calibrate(
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
         told = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
-        facts = run(llm, texts, out, tokens=tokens, length=length, progress=told)
+        with o.writing(out, SafetensorError):
+            facts = run(llm, texts, out, tokens=tokens, length=length, progress=told)
     if as_json:
         print(json.dumps(facts, indent=2))
         return

@@ -26,7 +26,10 @@ LINE_EVERY_S = 60.0
 def evaluate(
     recipes: Annotated[list[Path], typer.Argument(help="TOML files: tasks, lengths, plans, budgets.")],
     out: Annotated[
-        Path, typer.Option("--out", help="A results directory per recipe is made here, or gone on with, by its name.")
+        Path,
+        typer.Option(
+            "--out", "--output", help="A results directory per recipe is made here, or gone on with, by its name."
+        ),
     ] = Path("results"),
     workers: Annotated[int, typer.Option("--workers", min=1, help="Contexts in parallel, a process each.")] = 1,
     max_seconds: Annotated[

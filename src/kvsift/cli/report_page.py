@@ -12,7 +12,7 @@ from kvsift.cli import options as o
 
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval, or older result files.")],
-    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file that needs no other.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "--output", help="The page, one HTML file that needs no other.")] = Path(
         "report.html"
     ),
     kvpress: Annotated[
