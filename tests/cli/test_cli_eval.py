@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 import pytest
 from cli.watched import Refused, Run, files_in
 
+from kvsift.cli.eval import TimeLeft, progress_text
+from kvsift.eval.runner import Progress
+
 RECIPE = """
 tasks = ["passkey"]
 length = 500
@@ -41,7 +44,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     def run(recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any) -> dict[str, Any]:
         asked.append((recipe, text, out, workers, stop_at))
-        told(1.0, 3)
+        told(Progress(1, 3, 1 / 3))
         return made
 
     monkeypatch.setattr("kvsift.eval.runner.run", run)
@@ -235,3 +238,42 @@ def test_every_command_that_writes_takes_out_and_output(run: Run, command: str) 
     told = run(*command.split(), "--help").out
     assert "--out" in told
     assert "--output" in told
+
+
+def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> None:
+    """Reading takes a minute, and the plans of a context from one to ten seconds: after the first context every
+    estimate is within a tenth of what is really left."""
+    left, now, contexts, plans = TimeLeft(), 0.0, 20, 10
+    whole = 60 + sum(range(1, plans + 1))
+    assert left.at(0.0, Progress(0, contexts, 0.0)) is None
+    for context in range(contexts):
+        now += 60
+        for plan in range(plans):
+            now += plan + 1
+            done = context + (plan + 1) / plans
+            estimate = left.at(now, Progress(int(done), contexts, done / contexts))
+            if context == 0 and plan < plans - 1:
+                assert estimate is None
+            else:
+                assert estimate == pytest.approx(whole * contexts - now, rel=0.1, abs=0.1)
+
+
+def test_progress_is_said_in_contexts_and_plain_units() -> None:
+    half = Progress(3, 6, 0.5)
+    assert progress_text(half, None) == "3 of 6 contexts (50%)"
+    assert progress_text(half, 45.2) == "3 of 6 contexts (50%), about 45 seconds left"
+    assert progress_text(half, 600.0) == "3 of 6 contexts (50%), about 10 minutes left"
+    assert progress_text(half, 9000.0) == "3 of 6 contexts (50%), about 2.5 hours left"
+
+
+def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(
+    run: Run, recipe: Path, tables: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsift.cli.eval.LINE_EVERY_S", 0.0)
+    assert run("eval", recipe).err.splitlines()[0] == "mine: 1 of 3 contexts (33%)"
+
+
+def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: Refused, recipe: Path) -> None:
+    nameless = recipe.with_name("...toml")
+    nameless.write_text(recipe.read_text())
+    assert "has no name that a results directory could have" in refused("eval", nameless)

@@ -25,10 +25,10 @@ def load_result(path: Path) -> dict[str, Any]:
     """
     if path.is_dir():
         return {**_directory(path), "path": str(path)}
-    if not path.exists():
-        raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.")
     try:
         found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.") from None
     except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
         raise InputError(f"the result {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("kind") not in KINDS:
