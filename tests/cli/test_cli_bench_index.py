@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,16 @@ def test_a_generated_document_is_dumped(run: Run, model: Path, tmp_path: Path) -
     assert made.code == 0, made.err
     assert Dump(tmp_path / "kv.safetensors").length == 1024
     assert "key_value, seed 0" in made.out
+
+
+def test_what_is_not_installed_is_said_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    told = run(
+        "bench", "index", *SMALL, "--data", "T", "--contexts", 256, "--k", "4,8", "--tokens", 2,
+        "--indexes", "flat,faiss_flat,ivf,hnsw",
+    ).out  # fmt: skip
+    assert told.count("faiss_flat, ivf, hnsw: the indexes ivf, hnsw and faiss_flat need faiss") == 1
+    assert told.count("pip install") == told.count("pip install faiss-cpu") == 1
 
 
 def test_index_and_host_end_with_one_document(run: Run) -> None:

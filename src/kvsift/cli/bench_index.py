@@ -67,7 +67,7 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Path | None, 
     import torch
 
     from kvsift.benchmarks.index_bench import Recipe, head, run
-    from kvsift.benchmarks.index_report import medians, point_text
+    from kvsift.benchmarks.index_report import medians, point_text, reasons
     from kvsift.benchmarks.qk_dump import Dump
     from kvsift.engine.provenance import versions_and_machine
 
@@ -78,9 +78,11 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Path | None, 
     result: dict[str, Any] = {**head(recipe), **versions_and_machine(torch.device("cpu")), "points": []}
     say = teller(quiet)
     say_what_is_missing(result, say)
+    known: set[str] = set()
     for point in run(recipe):
         result["points"].append(point)
-        say(point_text(point))
+        say(point_text(point, known))
+        known |= reasons(point).keys()
         keep(result, output)
     if len(result["points"]) > len(recipe.ks):
         say(f"medians\n{medians(result['points'])}")

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.escaping import printable
 
 CHARACTERS_PER_TOKEN = 8  # more than any text has; what is too much is not read
 
@@ -18,7 +19,8 @@ def calibrate(
     out: Annotated[Path, typer.Option("--out", "--output", help="File to write, for loki:calibration=FILE.")],
     model: o.ModelOption = None,
     text: Annotated[
-        list[Path] | None, typer.Option("--text", help="Text file to read, may be repeated; prose of ours without.")
+        list[Path] | None,
+        typer.Option("--text", help="Text file to read, may be repeated; without it, prose that kvsift makes."),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Read at most so many.")] = 16384,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of one context.")] = 4096,
@@ -45,7 +47,8 @@ def calibrate(
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    print(f"{out}: {facts['layers']} layers of {facts['model']}, from {facts['recipe']['tokens']} tokens of text")
+    architecture, tokens = facts["model"].partition(",")[0], facts["recipe"]["tokens"]
+    print(printable(f"{out}: {facts['layers']} layers of {architecture}, from {tokens:,} tokens of text"))
 
 
 def _prose(tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""A model for lm-eval (EleutherAI's harness), an extra: pip install 'kvsift[lm-eval]', then
+"""A model for lm-eval (EleutherAI's harness), an extra: pip install lm-eval, then
 
     import lm_eval, kvsift.eval.lm_eval                       # registers "kvsift"
     lm_eval.simple_evaluate(model="kvsift", model_args="pretrained=./Qwen3-4B,plan=quest:budget=1024", tasks=[...])
