@@ -167,6 +167,20 @@ def test_doctor_shows_the_same_to_a_person(run: Run, monkeypatch: pytest.MonkeyP
     assert "versions torch" in outcome.out
 
 
+def test_doctor_prints_a_path_with_markup_as_it_is(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "[red]m [" / "x]\x1b[2J"
+    odd.parent.mkdir()
+    odd.symlink_to(model)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("kvsift.models.transformers_load.embedded_model", lambda: odd)
+    outcome = run("doctor", "--device", "cpu")
+    assert outcome.code == 0
+    assert "[red]m [/x]\ufffd[2J" in outcome.out
+    assert "\x1b" not in outcome.out
+
+
 @pytest.mark.usefixtures("embedded")
 def test_doctor_refuses_an_unknown_device(run: Run) -> None:
     outcome = run("doctor", "--device", "gpu")

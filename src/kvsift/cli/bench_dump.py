@@ -10,6 +10,7 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.bench import bench, lengths
+from kvsift.cli.escaping import printable
 from kvsift.cli.progress import prefill_progress
 from kvsift.errors import InputError
 
@@ -77,7 +78,7 @@ def bench_dump(
             llm, ids, encode, asked, output,
             source=source, layers=wanted, samples=samples, max_new_tokens=max_new_tokens, progress=progress,
         )  # fmt: skip
-    print(_summary(about, output))
+    print(printable(_summary(about, output)))
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:

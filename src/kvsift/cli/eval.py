@@ -83,7 +83,8 @@ def _print(made: dict[str, Any], recipe: Recipe) -> None:
         print(f"kvsift: WARNING: {printable(warning)}", file=sys.stderr)
     left = len(made["left_out"])
     more = f"; {left} of {len(made['contexts'])} contexts are not finished, the same command goes on" if left else ""
-    print(f"{made['results']}{more}. See it with kvsift report {made['results']}")
+    where = printable(made["results"])
+    print(f"{where}{more}. See it with kvsift report {where}")
 
 
 class TimeLeft:
