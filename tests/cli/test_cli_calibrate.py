@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any
 
 import pytest
@@ -118,6 +119,21 @@ def test_the_command_writes_one_file_and_says_so(run: Run, model: Path, text: Pa
     assert again.document["recipe"]["tokens"] == 901  # a file counts once
     plan = "loki:rank=4:budget=64:window=16:calibration=axes.safetensors"
     assert run("generate", "--model", model, "--plan", plan, "--prompt-file", text, "--max-new-tokens", 2).code == 0
+
+
+def test_a_calibration_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
+    run: Run, model: Path, text: Path, tmp_path: Path
+) -> None:
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        outcome = run("calibrate", "--model", model, "--text", text, "--out", "axes.safetensors")
+    finally:
+        setrlimit(RLIMIT_FSIZE, before)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: axes.safetensors is not written: ")
+    assert outcome.err.endswith("Make room or name another place, and give the command again.\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_text_it_reads_prose_of_ours(run: Run, model: Path) -> None:

@@ -122,9 +122,10 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
     """
     from kvsift.eval.durable import reason
 
+    caught: tuple[type[Exception], ...] = (OSError, *errors)
     try:
         yield
-    except (OSError, *errors) as error:
+    except caught as error:
         path.with_name(path.name + ".partial").unlink(missing_ok=True)
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise InputError(
