@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import host_docs
 import paper_docs
 import speed_docs
 
-from kvsift.cli.methods import budget_knobs, method_rows, state_note
+from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
 from kvsift.eval.tables import budget_table, prefill_table, quality_table, recall_table
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +22,15 @@ def method_table() -> str:
     heads = ("method", "chooses", "phases", "unit", "keeps", "state", "knobs", "source")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in method_rows():
-        knobs = ", ".join(f"`{key}={value}`" for key, value in row["knobs"].items())
+        knobs = _code(spelled(row["knobs"])) + (f"; budget: {_code(own)}" if (own := own_budget(row)) else "")
         phases, state = ", ".join(row["phases"]), f"{row['state_bytes_per_token']:,.0f} B"
         about = (f"`{row['name']}`", row["summary"], phases, row["granularity"], row["keeps"], state)
         lines.append(f"| {' | '.join((*about, knobs, row['source']))} |")
-    common = ", ".join(f"`{key}={value}`" for key, value in budget_knobs().items())
-    return "\n".join(lines) + f"\n\n{state_note()} Every method but `dense` also takes {common}."
+    return "\n".join(lines) + f"\n\n{state_note()} {budget_note(_code(spelled(budget_knobs())))}"
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 RESULT = "selection-32k"

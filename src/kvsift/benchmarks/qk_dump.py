@@ -159,11 +159,11 @@ class Dump:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise InputError(f"the dump {path} does not exist. kvsift bench dump --output {path} makes one.")
+            raise InputError(f"the dump {path} does not exist. kvsift bench dump --out {path} makes one.")
         try:
             with safe_open(path, framework="pt") as file:
                 self.about: dict[str, Any] = json.loads((file.metadata() or {}).get("kvsift", "{}"))
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read as a dump of kvsift bench dump: {error}.") from None
         if self.about.get("kind") != KIND:
             raise InputError(f"{path} is no dump of kvsift bench dump; give a file that it wrote.")

@@ -40,7 +40,7 @@ def bench_host(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time attention of one decode step in one layer on the processor: cold caches, all variants in turns."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     num_query_heads, num_kv_heads = one_shape(heads)
     check_head_dim(head_dim)
     wanted: dict[str, Any] = {"contexts": lengths(contexts, "--contexts"), "tokens": counts(tokens, "--tokens")}

@@ -49,7 +49,7 @@ def bench_index(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time the search of one decode step in one layer: every index at the same recall, in turns, with cold caches."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     num_query_heads, num_kv_heads = one_shape(heads)
     check_head_dim(head_dim)
     wanted: dict[str, Any] = {"data": names(data), "contexts": lengths(contexts, "--contexts"), "ks": lengths(k, "--k")}
@@ -67,7 +67,7 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Path | None, 
     import torch
 
     from kvsift.benchmarks.index_bench import Recipe, head, run
-    from kvsift.benchmarks.index_report import medians, point_text
+    from kvsift.benchmarks.index_report import medians, point_text, reasons
     from kvsift.benchmarks.qk_dump import Dump
     from kvsift.engine.provenance import versions_and_machine
 
@@ -78,9 +78,11 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Path | None, 
     result: dict[str, Any] = {**head(recipe), **versions_and_machine(torch.device("cpu")), "points": []}
     say = teller(quiet)
     say_what_is_missing(result, say)
+    known: set[str] = set()
     for point in run(recipe):
         result["points"].append(point)
-        say(point_text(point))
+        say(point_text(point, known))
+        known |= reasons(point).keys()
         keep(result, output)
     if len(result["points"]) > len(recipe.ks):
         say(f"medians\n{medians(result['points'])}")

@@ -36,7 +36,7 @@ def bench_split(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time decoding of a model with random weights whose KV is in host memory, all but what is always visible."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     from statistics import median
 
     from kvsift import native

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -99,11 +101,37 @@ def require_writable(path: Path | None, option: str) -> None:
         raise InputError(f"{option} {path}: no file can be written there.")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A file that is the old one or the new one, never half of either."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is the old one or the new one, never half of either.
+
+    Raises:
+        InputError: if that fails, for instance because the disk is full; the old one stays.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
+    with writing(path):
+        partial.write_bytes(data)
+        partial.replace(path)
+
+
+@contextmanager
+def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Turn what writing a file raises, an OSError or one of ``errors``, into a sentence, and leave no half of it.
+
+    Raises:
+        InputError: if the block raised one of these.
+    """
+    from kvsift.eval.durable import reason
+
+    caught: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        yield
+    except caught as error:
+        path.with_name(path.name + ".partial").unlink(missing_ok=True)
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(
+            f"{path} is not written: {why}. Make room or name another place, and give the command again."
+        ) from None
 
 
 def read_plan(text: str) -> str | dict[str, Any]:
@@ -112,7 +140,7 @@ def read_plan(text: str) -> str | dict[str, Any]:
         return text
     try:
         tables = tomllib.loads(read_text(Path(text), "plan"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{text} is not TOML: {error}") from None
     if "plan" not in tables:
         raise InputError(f"{text} holds no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")

@@ -28,7 +28,9 @@ def load_result(path: Path) -> dict[str, Any]:
         return {**_directory(path), "path": str(path)}
     try:
         found: dict[str, Any] = json.loads(read_stored(path))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.") from None
+    except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
         raise InputError(f"the result {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("kind") not in KINDS:
         raise InputError(f"{path} is no result of an evaluation. Name the directory that kvsift eval wrote.")

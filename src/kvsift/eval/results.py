@@ -155,7 +155,7 @@ def parse_samples(text: str, path: Path) -> list[Result]:
         try:
             sample = json.loads(line)
             job_of(sample)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(
                 f"line {number} of {path} is no sample: something else wrote there, or the disk lost it. Take the line "
                 "out, and the same command makes that sample again."
@@ -177,7 +177,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(read_stored(path / SUMMARY))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is no results directory: {SUMMARY} cannot be read ({error}).") from None
     if not isinstance(found, dict) or found.get("kind") != "evaluation":
         raise InputError(f"{path / SUMMARY} is no summary of an evaluation.")

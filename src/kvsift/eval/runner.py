@@ -3,21 +3,63 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvsift.eval.contexts import Contexts
 from kvsift.eval.fingerprint import document_of
 from kvsift.eval.recipe import Job, Recipe
-from kvsift.eval.results import Done, Result, ResultsDirectory
+from kvsift.eval.results import Done, Result, ResultsDirectory, job_of
 from kvsift.eval.summary import left_out, tables_of
 from kvsift.eval.workers import run_jobs
 
-Told = Callable[[float, int], None]
-"""(cells done, cells in all), a cell being a plan on a context."""
+
+class Progress(NamedTuple):
+    """How far a run is.
+
+    Attributes:
+        contexts: that have been asked everything.
+        of: contexts in all.
+        share: of the work, from 0 to 1. A context counts by its length, and in part once some plans have been asked.
+    """
+
+    contexts: int
+    of: int
+    share: float
+
+
+Told = Callable[[Progress], None]
+
+
+class Meter:
+    """Progress from samples."""
+
+    def __init__(self, jobs: Sequence[Job], num_rows: int) -> None:
+        self._num_rows = num_rows
+        known = [job.length for job in jobs if job.length is not None]
+        usual = fmean(known) if known else 1.0  # contexts of files have a length only when they are made
+        self._weights = {job: job.length or usual for job in jobs}
+        self._counts: dict[Job, int] = defaultdict(int)
+        self._contexts, self._work = 0, 0.0
+
+    def add(self, sample: Result) -> Progress:
+        """One more sample."""
+        job, wanted = job_of(sample), sample["questions"] * self._num_rows
+        self._counts[job] += 1
+        self._contexts += self._counts[job] == wanted
+        self._work += self._weights.get(job, 0.0) / wanted
+        return self.progress
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands."""
+        total = sum(self._weights.values())
+        return Progress(self._contexts, len(self._weights), min(self._work / total, 1.0) if total else 1.0)
 
 
 def run(
@@ -31,7 +73,7 @@ def run(
         out: the results directory, made if it is not there.
         workers: contexts in parallel, a process each; on a host with several GPUs they take them in turns.
         stop_at: ``time.monotonic`` after which nothing more is made.
-        told: called with every sample.
+        told: called at the start and with every sample.
 
     Returns:
         The tables of the summary.
@@ -47,8 +89,8 @@ def run(
     results = ResultsDirectory(out, recipe, text)
     try:
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
-        told = told or (lambda done, total: None)
-        return _fill(recipe, results, jobs, _session(llm.device, workers), stop_at, told, gpus)
+        session = _session(llm.device, workers)
+        return _fill(recipe, results, jobs, session, stop_at, told or (lambda progress: None), gpus)
     finally:
         results.close()
 
@@ -57,10 +99,11 @@ def _fill(
     recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], stop_at: float | None,
     told: Told, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    started, total, before = monotonic(), len(jobs) * len(recipe.rows), len(results.samples)
+    started, meter, before = monotonic(), Meter(jobs, len(recipe.rows)), len(results.samples)
     document, workers = document_of(recipe), session["workers"]
-    done = sum(1 / sample["questions"] for sample in results.samples)
-    told(done, total)
+    for sample in results.samples:
+        meter.add(sample)
+    told(meter.progress)
 
     def summarise() -> dict[str, Any]:
         session.update(seconds=round(monotonic() - started, 1), samples=len(results.samples) - before)
@@ -78,8 +121,7 @@ def _fill(
     try:
         for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
             results.append({**sample, "session": len(results.sessions) - 1})
-            done += 1 / sample["questions"]
-            told(done, total)
+            told(meter.add(sample))
     finally:
         tables = summarise()
     return tables

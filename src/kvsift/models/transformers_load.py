@@ -194,7 +194,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         files = sorted({index.parent / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(f"{index} cannot be read: {_reason(error)}.") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:
