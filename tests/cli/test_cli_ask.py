@@ -63,7 +63,7 @@ def test_json_holds_every_number_and_stdout_nothing_else(ask: Run) -> None:
     assert outcome.err == ""
     assert document.keys() >= KEYS
     assert document["answers"][0].keys() >= ANSWER_KEYS
-    assert document["plan"] == f"decode={PLAN}"
+    assert document["plan"] == PLAN
     assert (document["model"], document["device"], document["dtype"]) == ("tiny", "cpu", "float32")
     assert document["prompt_tokens"] == 901 + len("\n\nQuestion: Why?\nAnswer:")
     assert 100 < document["visible_tokens"] <= 128
@@ -136,7 +136,7 @@ def test_a_budget_above_the_context_is_said_aloud(ask: Run) -> None:
     outcome = ask("--plan", COVERING, "--json")
     assert outcome.document["density"] == 1
     assert outcome.err == (
-        f"kvsift: WARNING: the plan decode={COVERING} skipped nothing in decode: every query saw its whole context. "
+        f"kvsift: WARNING: the plan {COVERING} skipped nothing in decode: every query saw its whole context. "
         "The context is shorter than the budget, or every layer is in dense_layers.\n"
     )
 
@@ -145,7 +145,7 @@ def test_strict_fails_when_nothing_was_skipped_and_still_answers(ask: Run) -> No
     outcome = ask("--plan", COVERING, "--json", "--strict")
     assert outcome.code == 2
     assert '"answers"' in outcome.out
-    assert outcome.err.startswith(f"kvsift: the plan decode={COVERING} skipped nothing in decode")
+    assert outcome.err.startswith(f"kvsift: the plan {COVERING} skipped nothing in decode")
     assert outcome.err.count("\n") == 1
 
 
@@ -188,7 +188,7 @@ def test_for_a_person_there_is_a_table_with_questions_answers_and_proof(
     for shown in (
         "Why?",
         "How many sacks?",
-        f"decode={PLAN}",
+        PLAN,
         "dense",
         "TTFT",
         "TPOT",

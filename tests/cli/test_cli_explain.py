@@ -19,7 +19,7 @@ def test_text_for_people(run: Run, model: Path, text: Path, monkeypatch: pytest.
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
-    assert lines[0].startswith(f"{ASKED}  (tiny, decode={QUEST}")
+    assert lines[0].startswith(f"{ASKED}  (tiny, {QUEST}")
     for shown in (
         "most read but sinks and window",
         "by layer and head",

@@ -29,7 +29,7 @@ def test_json_is_one_document_with_the_text_and_its_numbers(generate: Run, model
     assert (document["text"], document["token_ids"]) == (answer.text, answer.token_ids)
     assert document["prompt_tokens"] == 901
     assert 0 < document["density"] < 0.2
-    assert document["plan"] == f"decode={PLAN}"
+    assert document["plan"] == PLAN
 
 
 def test_for_a_person_stdout_is_the_text_and_stderr_the_proof(generate: Run, text: Path) -> None:

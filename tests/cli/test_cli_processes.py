@@ -86,4 +86,4 @@ def test_stdout_is_one_json_document_and_stderr_is_empty(model: Path, text: Path
         "--json",
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert json.loads(ended.stdout)["plan"] == f"decode={plan}"
+    assert json.loads(ended.stdout)["plan"] == plan
