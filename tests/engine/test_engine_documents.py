@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of
 from kvsift import LLM, InputError
 from kvsift.engine.llm import Document
 from kvsift.engine.result import Answer
+from kvsift.methods import kmeans
 
 TEXT = text_of(700)
 QUESTIONS = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
 BUDGET = "budget=128:dense_layers=none"
+PQCACHE = "pqcache:budget=128:dense_layers=none"
 PLANS = (
     f"quest:{BUDGET}:window=16",
     "dense",
@@ -180,6 +183,37 @@ def test_a_dense_answer_is_the_same_in_both_question_phases(family: str, request
         for phase in ("prefill", "decode")
     )
     assert first == second
+
+
+@pytest.mark.parametrize("first", ["dense", PQCACHE])
+def test_building_an_index_is_in_ttft_whether_its_plan_comes_first_or_not(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    fit = kmeans.fit
+
+    def slow(*args: Any) -> Any:
+        sleep(0.1)
+        return fit(*args)
+
+    document = LLM(llama, first).read(TEXT)
+    monkeypatch.setattr(kmeans, "fit", slow)
+    if first == "dense":
+        document.ask(QUESTIONS[0], max_new_tokens=2)
+        assert document.read_s > 0
+    answer = document.ask(QUESTIONS[0], plan=PQCACHE, max_new_tokens=5)
+    assert answer.ttft_s > answer.build_s >= 0.3, "a fit per layer"
+    assert max(answer.itl_s) < 0.1
+    again = document.ask(QUESTIONS[0], plan=PQCACHE, max_new_tokens=5)
+    assert again.build_s < 0.1, "built once"
+    assert again.token_ids == answer.token_ids
+
+
+def test_an_answer_says_whether_it_was_cut(llama: Path) -> None:
+    llm = LLM(llama)
+    assert llm.generate(TEXT, max_new_tokens=3).finish_reason == "length"
+    text = llm.generate(TEXT, max_new_tokens=8).text
+    stopped = llm.generate(TEXT, max_new_tokens=8, stop=text[3])
+    assert (stopped.finish_reason, stopped.as_dict()["finish_reason"]) == ("stop", "stop")
 
 
 def test_an_unknown_question_phase_is_refused(llama: Path) -> None:

@@ -52,7 +52,7 @@ class Document:
         self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
         self._cache: SparseCache | None = None
         self._session: Session | None = None  # captured steps over the cache
-        self.read_s = 0.0
+        self.read_s = self._build_s = 0.0  # reading; what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
     @property
@@ -94,7 +94,11 @@ class Document:
         plan = plan if fast else self._llm.composed_plan(plan)
         if self._cache is not None and self._cache.can_rewind and _read_alike(self._cache.run.plan, plan):
             self._cache.rewind()
+            started, is_new = perf_counter(), self._cache.run.plan != plan
             self._cache.replan(plan)
+            if is_new:
+                self._cache.prepare()  # now, and not in the first decode step
+            self._build_s = perf_counter() - started
             return self._cache
         self._cache = self._session = None  # the memory of the old one is free before the new one grows
         self._llm.fast_path.release()
@@ -103,8 +107,10 @@ class Document:
         rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if fast else ()
         cache = self._llm.new_cache(plan, total, rows)
         self._llm.prefill(cache, self._ids, self._progress)
+        read = perf_counter()
         cache.prepare()
-        self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
+        self.read_s, self._build_s = read - started, perf_counter() - read
+        self.read_stats = cache.stats.report()
         cache.stats.clear()
         cache.mark()
         self._cache = cache  # only now: a reading that was interrupted leaves nothing behind
@@ -132,7 +138,8 @@ class Document:
                 harder protocol of Quest's evaluation.
 
         Returns:
-            The answer; its ``ttft_s`` counts from the cached document, see ``read_s`` for the document itself.
+            The answer. Its ``ttft_s`` counts from the cached document and includes ``build_s``, in which
+            the plan built its index over it, the first time; see ``read_s`` for the document itself.
         """
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
@@ -165,7 +172,7 @@ class Document:
     def _answer(
         self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
     ) -> Answer:
-        llm, started, cached = self._llm, perf_counter(), cache.get_seq_length()
+        llm, started, cached = self._llm, perf_counter() - self._build_s, cache.get_seq_length()
         loops: list[DecodeLoop] = []
         reason = llm.fast_path.reason_against(cache.run.plan, llm.model)
         for piece in (
@@ -178,7 +185,7 @@ class Document:
         total = len(transcript.request.ids)
         return answer_of(
             llm, cache, transcript, started, total, new_prompt_tokens=total - cached,
-            loop=next(iter(loops), None), path=reason or "",
+            loop=next(iter(loops), None), path=reason or "", build_s=self._build_s,
         )  # fmt: skip
 
     def _captured(

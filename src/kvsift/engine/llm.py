@@ -52,7 +52,8 @@ class LLM:
     """A model with its tokenizer and a default plan. Weights are loaded when they are first needed.
 
     Args:
-        model: a Hugging Face directory; None is the embedded model.
+        model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
+            cache if it is not there; None is the embedded model.
         plan: how to sift the KV cache; see ``kvsift.parse_plan``.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
@@ -128,7 +129,7 @@ class LLM:
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
-        name, vocabulary = self.directory.path.name, getattr(self.directory.config, "vocab_size", None)
+        name, vocabulary = self.directory.name, getattr(self.directory.config, "vocab_size", None)
         largest = max((max(ids, default=0) for ids in prompts), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
