@@ -46,7 +46,7 @@ def check_layers(llm: LLM, layers: Collection[int]) -> None:
     """
     there = llm.directory.config.num_hidden_layers
     if missing := [layer for layer in layers if layer >= there]:
-        raise InputError(f"layer {missing[0]} is not there: {llm.directory.path.name} has layers 0 to {there - 1}.")
+        raise InputError(f"layer {missing[0]} is not there: {llm.directory.name} has layers 0 to {there - 1}.")
 
 
 def dump(
@@ -111,12 +111,12 @@ def dump(
         ):
             tensors[f"{record.shape.layer}.{name}"] = stored(tensor)
     if missing := sorted(set(layers or ()) - {shape.layer for shape in shapes}):
-        raise InputError(f"layer {missing[0]} of {llm.directory.path.name} is no full-attention layer; leave it out.")
+        raise InputError(f"layer {missing[0]} of {llm.directory.name} is no full-attention layer; leave it out.")
     if rope is not None:
         tensors["rope.inv_freq"] = rope.inv_freq
     about = {
         "kind": KIND,
-        "model": llm.directory.path.name,
+        "model": llm.directory.name,
         "source": source,
         "length": len(ids),
         "layers": [{"layer": s.layer, "scale": s.scale, "softcap": s.softcap} for s in shapes],

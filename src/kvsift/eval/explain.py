@@ -84,7 +84,7 @@ def explain(
     passages = _passages(llm, fed, rules[ORACLE].budget.always(position, 1), passage_tokens)
     layers = panel.layers()
     return Explanation(
-        model=llm.directory.path.name,
+        model=llm.directory.name,
         plan=str(plan),
         question=question,
         answer=transcript.text.strip(),
