@@ -29,6 +29,7 @@ from torch import Tensor
 from kvsift.benchmarks.qk_record import Listener, sample_positions, stored
 from kvsift.engine.document import Document
 from kvsift.engine.llm import LLM
+from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.errors import InputError
 from kvsift.models.transformers_layer import SparseLayer
@@ -86,7 +87,7 @@ def dump(
         raise InputError(f"{samples} sampled queries are too few; keep at least 2, or leave it out for 8192.")
     listener = Listener(sample_positions(len(ids), samples), len(ids))
     plan = Plan(decode=Rule(listener))
-    document = Document(llm, list(ids), encode, plan, progress)
+    document = Document(llm, list(ids), encode, plan, progress, PromptFormat(llm.tokenizer).stop)
     for question in questions:
         document.check(question, max_new_tokens)
     answers = [document.ask(question, max_new_tokens=max_new_tokens).text for question in questions]

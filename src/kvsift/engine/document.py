@@ -14,7 +14,7 @@ from kvsift.engine.generation import (
     decode_composed,
     first_token,
 )
-from kvsift.engine.prompt import STOP
+from kvsift.engine.prompt import require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.session import Session, row_lengths
@@ -39,6 +39,7 @@ class Document:
         encode: the whole prompt of a question, which begins with ``ids``.
         plan: unless a question brings its own.
         progress: called while the document is prefilled, which happens with the first question.
+        stop: text that ends an answer to ``ask``.
     """
 
     def __init__(
@@ -48,8 +49,10 @@ class Document:
         encode: Callable[[str], list[int]],
         plan: Plan,
         progress: Progress | None = None,
+        stop: str | None = None,
     ) -> None:
         self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
+        self._stop = stop
         self._cache: SparseCache | None = None
         self._session: Session | None = None  # captured steps over the cache
         self.read_s = self._build_s = 0.0  # reading; what the last call of ``prefill`` built for decode
@@ -71,6 +74,7 @@ class Document:
         """
         if not question.strip():
             raise InputError("the question is empty.")
+        require_text(question, "question")
         asked = len(self._llm.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
         if asked > self.num_tokens:
             raise InputError(
@@ -144,9 +148,8 @@ class Document:
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
         ids = self.check(question, max_new_tokens, plan)
-        stop = None if self._llm.tokenizer.chat_template else STOP
         answer = self.go_on(
-            ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, on_text=on_text,
+            ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=self._stop, on_text=on_text,
             question_phase=question_phase,
         )  # fmt: skip
         answer.text = answer.text.strip()
