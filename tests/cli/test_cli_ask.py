@@ -273,6 +273,13 @@ def test_every_plan_to_compare_with_is_asked(ask: Run) -> None:
     assert all(part in shown for part in ("quest:", "dense", "256"))
 
 
+def test_an_empty_answer_is_shown_as_nothing(ask: Run) -> None:
+    (answer,) = ask("--plan", PLAN, "--json").document["answers"]
+    outcome = ask("--plan", PLAN, "--stop", answer["text"][0])
+    assert "tokens read in" in outcome.out
+    assert "Why?\n(nothing)\n" in outcome.out
+
+
 def test_an_answer_that_was_cut_says_so(ask: Run) -> None:
     assert "[cut after 6 tokens]" in ask("--plan", PLAN, "--raw").out
     answer = ask("--plan", PLAN, "--raw", "--json").document["answers"][0]

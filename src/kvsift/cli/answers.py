@@ -142,14 +142,12 @@ class Shown:
 
     def end(self, answer: Answer) -> None:
         """Its answer is complete."""
+        if self._streams:
+            if not self._text.strip():
+                self._print_head()
+                print("(nothing)", end="")
+            print("" if self._quiet else f"{cut_mark(answer)}\n", flush=True)
         self._done += 1
-        if not self._streams:
-            self._progress.answering(self._done, self._total)
-            return
-        if not self._text.strip():
-            self._print_head()
-            print("(nothing)", end="")
-        print("" if self._quiet else f"{cut_mark(answer)}\n", flush=True)
         if self._done < self._total:
             self._progress.answering(self._done, self._total)
 

@@ -9,6 +9,7 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
+from kvsift.cli.progress import Progress
 
 # (what is hidden, how deep in the document, what is asked)
 FACTS = (
@@ -34,7 +35,9 @@ def demo(
 ) -> None:
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
     o.require_writable(document, "--document")
-    spec, text = o.read_plan(plan), make_document(tokens)
+    spec = o.read_plan(plan)
+    with Progress(quiet, "making a document"):
+        text = make_document(tokens)
     if document is not None:
         o.write_whole(document, text)
     if not quiet:

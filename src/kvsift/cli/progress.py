@@ -6,8 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
+from typing import TYPE_CHECKING
 
 from kvsift.cli.escaping import plain
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 LINE_EVERY_S = 10.0
 
@@ -21,24 +25,13 @@ class Progress:
     """
 
     def __init__(self, quiet: bool = False, what: str = "loading") -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-        from rich.table import Column
-
-        self._in_log = not quiet and not sys.stderr.isatty()
-        self._what, self._since, self._said, self._first = "", 0.0, 0.0, 0
-        note = TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-        columns = TextColumn("{task.description}"), BarColumn(20), TaskProgressColumn(), TimeRemainingColumn(), note
-        # stdout is left alone: what a command prints there is no business of stderr's console
-        self._bar = Bar(
-            *columns, console=Console(stderr=True), disable=quiet or self._in_log, transient=True, expand=True,
-            redirect_stdout=False,
-        )  # fmt: skip
-        self._task = self._bar.add_task(what, total=None, note="")
+        self._on_terminal = sys.stderr.isatty() and not quiet
+        self._in_log = not sys.stderr.isatty() and not quiet
+        self._bar: Bar | None = None
+        self._what, self._since, self._said, self._first = what, 0.0, 0.0, 0
 
     def __enter__(self) -> Progress:
-        self._bar.start()
+        self.loading(self._what)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -50,9 +43,7 @@ class Progress:
 
     def reading(self, done: int, total: int) -> None:
         """So many tokens of a prompt are prefilled."""
-        speed = self._show("reading", done, total, f"{done:,} of {total:,} tokens")
-        if speed:
-            self._bar.update(self._task, note=f"{done:,} of {total:,} tokens, {speed:,.0f}/s")
+        self._show("reading", done, total, f"{done:,} of {total:,} tokens")
 
     def answering(self, done: int, total: int, text: str = "") -> None:
         """So many answers are complete; the text of the next one so far."""
@@ -61,22 +52,40 @@ class Progress:
 
     def clear(self) -> None:
         """Make room for output; the next call shows the bar again."""
-        self._bar.stop()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
-    def _show(self, what: str, done: int, total: int | None, note: str, more: str = "") -> float:
-        """Show it where it is due. Returns what is done per second."""
+    def _show(self, what: str, done: int, total: int | None, note: str, more: str = "") -> None:
         now = monotonic()
         if what != self._what:
+            self.clear()
             self._what, self._since, self._said, self._first = what, now, now, done
-            self._bar.reset(self._task, description=what)
-        speed = (done - self._first) / (now - self._since) if now > self._since else 0.0
-        self._bar.start()
-        self._bar.update(self._task, completed=done, total=total, note=f"{note} {more}".strip())
-        if self._in_log and total is not None and now - self._said >= LINE_EVERY_S:
-            self._said = now
+        if self._on_terminal:
+            self._bar = self._bar or _new_bar(what)
+            self._bar.update(self._bar.task_ids[0], completed=done, total=total, note=f"{note} {more}".strip())
+        elif self._in_log and total is not None and now - self._said >= LINE_EVERY_S:
+            self._said, speed = now, (done - self._first) / (now - self._since)
             left = f", {(total - done) / speed:,.0f} s left" if speed else ""
             print(f"kvsift: {what}: {note}{left}", file=sys.stderr, flush=True)
-        return speed
+
+
+def _new_bar(what: str) -> Bar:
+    """A bar that is drawn; one that was stopped would begin a line too high."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    console = Console(stderr=True)
+    note = TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1))
+    bars = [BarColumn(20)] if console.width >= 70 else []
+    columns = (TextColumn("{task.description}"), *bars, TaskProgressColumn(), TimeRemainingColumn(), note)
+    # stdout is left alone: what a command prints there is no business of stderr's console
+    bar = Bar(*columns, console=console, transient=True, expand=True, redirect_stdout=False)
+    bar.add_task(what, total=None, note="")
+    bar.start()
+    return bar
 
 
 @contextmanager
