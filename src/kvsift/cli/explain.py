@@ -26,7 +26,8 @@ TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
 
 def explain(
     context: Annotated[
-        Path | None, typer.Option("--context", help="Text file to ask about; without it, the demo's document.")
+        str | None,
+        typer.Option("--context", help="Text file to ask about; - is stdin. By default, the demo's document."),
     ] = None,
     question: Annotated[str | None, typer.Option("--question", help="Question about the text.")] = None,
     token: Annotated[int, typer.Option("--token", min=0, help="Token of the answer to explain, from 0.")] = 0,
@@ -61,7 +62,7 @@ def explain(
     names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
     if not all(names):
         raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
-    text = None if context is None else o.read_text(context, "context")
+    text = None if context is None else o.read_texts([context], "context")
     spec = o.read_plan(plan)
     with Progress() as progress:
         from kvsift.engine.llm import LLM

@@ -23,7 +23,11 @@ ModelOption = Annotated[
 ]
 PlanOption = Annotated[
     str,
-    typer.Option("--plan", help="How to sift, e.g. quest:budget=1024, or a TOML file with a \\[plan] table."),
+    typer.Option(
+        "--plan",
+        help="How to sift, e.g. quest:budget=1024, or a TOML file with a \\[plan] table. The budget includes sinks (4) "
+        "and window (64).",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
