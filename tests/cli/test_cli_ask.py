@@ -346,6 +346,14 @@ def test_an_answer_is_written_before_the_next_is_asked(ask: Run, monkeypatch: py
     assert json.loads(line)["question"] == "Why?"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_a_sentence(ask: Run) -> None:
+    Path("questions.jsonl").write_text('"Why?"\n')
+    outcome = ask("--questions-file", "questions.jsonl", "--out", "/dev/full", question=())
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: the answer cannot be written: No space left on device. Those before it")
+
+
 @pytest.mark.parametrize("line", ["Why?", "5", '{"q": "Why?"}', '{"question": 5}', "[" * 100_000])
 def test_a_line_that_is_no_question_is_named(refused: Refused, model: Path, text: Path, line: str) -> None:
     Path("questions.jsonl").write_text(f'"Why?"\n{line}\n')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -49,10 +49,23 @@ def lines_to(path: Path | None) -> Iterator[TextIO]:
     if path is None:
         yield sys.stdout
         return
-    with path.open("w") as file:
+    file = path.open("w")
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # every line was flushed when it was written
+            file.close()
 
 
 def write_line(file: TextIO, item: dict[str, Any], answer: Answer) -> None:
-    """An answer as a line of its own, at once: the question's fields, then those of the answer."""
-    print(json.dumps({**item, "plan": answer.plan, **answer.as_dict()}), file=file, flush=True)
+    """Write an answer as a line of its own, at once: the question's fields, then those of the answer.
+
+    Raises:
+        InputError: if that fails, for instance because the disk is full.
+    """
+    try:
+        print(json.dumps({**item, "plan": answer.plan, **answer.as_dict()}), file=file, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(f"the answer cannot be written: {error.strerror}. Those before it are safe.") from None
