@@ -19,7 +19,7 @@ def test_text_for_people(run: Run, model: Path, text: Path, monkeypatch: pytest.
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
-    assert lines[0].startswith(f"{ASKED}  (tiny, decode={QUEST}")
+    assert lines[0].startswith(f"{ASKED}  (tiny, {QUEST}")
     for shown in (
         "most read but sinks and window",
         "by layer and head",
@@ -113,3 +113,17 @@ def test_an_answer_that_ends_early_says_which_tokens_it_has(run: Run) -> None:
     outcome = run("explain", "--context-tokens", 800, "--token", 20, "--methods", "none")
     assert outcome.code == 2
     assert outcome.err == "kvsift: the answer has no token 20; its tokens are: 0 ' v', 1 'el', 2 'vet', 3 ' canyon'.\n"
+
+
+def test_escapes_and_markup_of_a_context_are_printed_as_they_are(
+    run: Run, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("hostile.txt").write_text(f"{text.read_text()[:200]} \x1b]0;mine\x07\x1b[2J[/INST] {text.read_text()[200:]}")
+    outcome = run(
+        "explain", "--model", model, "--context", "hostile.txt", "--question", "Who[/x]?\x1b[2J", "--plan", "dense",
+        "--methods", "none", "--passage-tokens", 500, "--max-new-tokens", 2,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert not set("\x1b\x07") & set(outcome.out)
+    assert "Who[/x]?\\x1b[2J" in outcome.out

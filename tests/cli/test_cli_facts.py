@@ -191,3 +191,29 @@ def test_doctor_refuses_an_unknown_device(run: Run) -> None:
 def test_version_is_that_of_the_package(run: Run) -> None:
     outcome = run("--version")
     assert (outcome.code, outcome.out, outcome.err) == (0, f"kvsift {kvsift.__version__}\n", "")
+
+
+def test_without_a_command_there_is_help(run: Run) -> None:
+    outcome = run()
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "--install-completion" in outcome.out
+    assert all(command in outcome.out for command in ("demo", "ask", "generate", "explain", "eval", "doctor"))
+
+
+def test_the_help_of_a_plan_has_all_its_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("ask", "generate", "explain", "demo"):
+        assert "a TOML file with a [plan] table." in run(command, "--help").out
+
+
+def test_an_interrupted_eval_says_that_its_samples_are_safe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvsift.cli.eval._load", interrupted)
+    outcome = run("eval", "recipe.toml")
+    assert (outcome.code, outcome.out) == (130, "")
+    assert "The samples so far are safe; give the same command again to go on." in outcome.err
+    monkeypatch.setattr("kvsift.cli.doctor._versions", interrupted)
+    outcome = run("doctor")
+    assert (outcome.code, outcome.err.strip()) == (130, "kvsift: interrupted. No file was left half written.")

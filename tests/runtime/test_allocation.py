@@ -297,7 +297,7 @@ def test_plans_spell_them() -> None:
     plan = parse_plan("quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive")
     assert plan.decode is not None
     assert (plan.decode.budget.layer_budgets, plan.decode.budget.head_budgets) == ("pyramid", "adaptive")
-    assert str(plan) == "decode=quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive"
+    assert str(plan) == "quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive"
     assert parse_plan(str(plan)) == plan
 
 

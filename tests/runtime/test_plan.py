@@ -109,6 +109,7 @@ REFUSED = [
     ("dense:budget=64", "dense sees everything and takes no settings; leave out budget"),
     ("prefil=quest,decode=quest", "unknown phase 'prefil'; did you mean 'prefill'? Known: both, decode, prefill"),
     ("quest:budget=1024,decode=dense", "unknown phase 'quest'"),
+    ("quest,budget=100", "Commas separate phases and colons the settings of a method: quest:budget=1024, or"),
     ({"prefil": "quest"}, "unknown phase 'prefil'; did you mean 'prefill'?"),
     ("decode=quest,decode=random", "decode is given twice in 'decode=quest,decode=random'"),
     ("both=random,decode=quest", "decode is given twice in 'both=random,decode=quest'"),
@@ -360,15 +361,17 @@ def test_a_plan_is_what_it_prints(data: st.DataObject) -> None:
     ("plan", "text"),
     [
         (Plan(), "dense"),
-        (QUEST, "decode=quest:budget=1024"),
-        (Plan(decode=Rule(Random(seed=3), Budget(ratio=0.1))), "decode=random:ratio=0.1:seed=3"),
+        (QUEST, "quest:budget=1024"),
+        (Plan(decode=Rule(Random(seed=3), Budget(ratio=0.1))), "random:ratio=0.1:seed=3"),
+        (Plan(prefill=Rule(StreamingLLM())), "prefill=streaming_llm:budget=1024"),
+        (Plan(prefill=Rule(CritiPrefill())), "critiprefill:budget=1024:dense_layers=0+1"),
         (
             Plan(Rule(StreamingLLM(), Budget(tokens=4096)), Rule(Quest(compat="code"), Budget(sinks=0, window=1))),
             "prefill=streaming_llm:budget=4096,decode=quest:budget=1024:heads=query:compat=code",
         ),
         (Plan(*2 * [Rule(StreamingLLM(), Budget(tokens=64))]), "both=streaming_llm:budget=64"),
         (Plan(decode=Rule(Quest(), Budget(dense_layers=(), min_context=9))),
-         "decode=quest:budget=1024:dense_layers=none:min_context=9"),
+         "quest:budget=1024:dense_layers=none:min_context=9"),
     ],
     ids=str,
 )  # fmt: skip

@@ -128,6 +128,7 @@ def decode_composed(llm: LLM, cache: SparseCache, transcript: Transcript, phase:
     request = transcript.request
     choose = request.sampling.chooser(llm.device)
     logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
+    cache.prepare()  # what these tokens have outdated is no part of the first step's time
     while True:
         token = choose(logits[0, -1])
         piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
@@ -155,7 +156,7 @@ def decode_captured(
 def answer_of(
     llm: LLM, cache: SparseCache, transcript: Transcript, started: float, prompt_tokens: int, *,
     new_prompt_tokens: int | None = None, stats: RunStats | None = None, loop: DecodeLoop | None = None,
-    path: str = "",
+    path: str = "", build_s: float = 0.0,
 ) -> Answer:  # fmt: skip
     """A finished transcript with its numbers."""
     return Answer(
@@ -174,6 +175,8 @@ def answer_of(
         index=cache.describe(),
         dense_below=0 if loop is None else loop.dense_below,
         setup_s=0.0 if loop is None else loop.setup_s,
+        build_s=build_s,
+        finish_reason=transcript.finish_reason,
     )
 
 

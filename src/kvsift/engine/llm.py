@@ -22,7 +22,7 @@ from kvsift.engine.document import Document
 from kvsift.engine.fast_path import FastPath
 from kvsift.engine.generation import Generation, Progress
 from kvsift.engine.memory import require_memory
-from kvsift.engine.prompt import prompt
+from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.result import Answer, TextStream
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.transcript import Request
@@ -59,7 +59,8 @@ class LLM:
     Threads may share it: each answer has a state of its own. On a GPU they take turns, piece by piece in a stream.
 
     Args:
-        model: a Hugging Face directory; None is the embedded model.
+        model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
+            cache if it is not there; None is the embedded model.
         plan: how to sift the KV cache; see ``kvsift.parse_plan``.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
@@ -137,7 +138,7 @@ class LLM:
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
-        name, vocabulary = self.directory.path.name, getattr(self.directory.config, "vocab_size", None)
+        name, vocabulary = self.directory.name, getattr(self.directory.config, "vocab_size", None)
         largest = max((max(ids, default=0) for ids in prompts), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
@@ -159,18 +160,30 @@ class LLM:
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
-    def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:
-        """Prefill a document once; ask as often as you like.
+    def read(
+        self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None, template: str | None = None,
+        system: str | None = None, stop: str | None = None,
+    ) -> Document:  # fmt: skip
+        """A document to ask about. It is prefilled with its first question, under that question's plan, and once.
+
+        Args:
+            context: the document.
+            plan: instead of the default one.
+            progress: called while the document is prefilled.
+            template: text with {context} and {question}, instead of the chat template or kvsift's own format.
+            system: a system message for the chat template.
+            stop: end answers when this appears; by default at a line's end in kvsift's own format, else nowhere.
 
         Raises:
             InputError: if it is empty, or too long for the model or the machine.
         """
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
-        plan = self.plan if plan is None else parse_plan(plan)
+        require_text(context, "context")
+        plan, form = self.plan if plan is None else parse_plan(plan), PromptFormat(self.tokenizer, template, system)
         # what every question's prompt begins with is the document
-        ids = _common_prefix(self._encode(context, "a"), self._encode(context, "Which?"))
-        return Document(self, ids, lambda question: self._encode(context, question), plan, progress)
+        ids = _common_prefix(form.encode(context, "a"), form.encode(context, "Which?"))
+        return Document(self, ids, lambda question: form.encode(context, question), plan, progress, stop or form.stop)
 
     @overload
     def generate(self, text: str, **options: Unpack[Options]) -> Answer: ...
@@ -232,6 +245,8 @@ class LLM:
         streamed: bool,
     ) -> Generation:  # fmt: skip
         started = perf_counter()
+        for text in texts:
+            require_text(text, "prompt")
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
             raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
@@ -308,15 +323,6 @@ class LLM:
                 if progress is not None:
                     progress(min(start + self.chunk_size, len(ids)), len(ids))
         return logits
-
-    def _encode(self, context: str, question: str) -> list[int]:
-        if not self.tokenizer.chat_template:
-            ids: list[int] = self.tokenizer(prompt(context, question), verbose=False)["input_ids"]
-            return ids
-        turn = [{"role": "user", "content": f"{context.rstrip()}\n\n{question.strip()}"}]
-        text = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        templated: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return templated
 
     def _end_ids(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

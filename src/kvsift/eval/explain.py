@@ -115,7 +115,7 @@ def explain_tokens(
         passages = passages_of(fed, rules[ORACLE].budget.always(position, 1), passage_tokens)
         explanations.append(
             Explanation(
-                model=llm.directory.path.name,
+                model=llm.directory.name,
                 plan=str(plan),
                 question=question,
                 answer=transcript.text.strip(),

@@ -64,7 +64,7 @@ class KVSiftLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Part of the name of lm-eval's cache of requests."""
-        return self.llm.directory.path.name
+        return self.llm.directory.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Tokens of a text, with bos where the tokenizer adds it and the text has none yet."""

@@ -50,6 +50,11 @@ class Rule:
         """Whether what is dropped is freed."""
         return getattr(self.method, "evict", False)
 
+    @property
+    def bare_phase(self) -> Phase:
+        """The phase of this rule in a plan that names none."""
+        return "decode" if "decode" in self.method.phases else "prefill"
+
     def is_dense(self, layer: int, start: int, stop: int) -> bool:
         """Whether queries at positions start to stop see everything before them in this layer."""
         budget, method = self.budget, self.method
@@ -167,6 +172,8 @@ class Plan:
     def __str__(self) -> str:
         if self.prefill is not None and self.prefill == self.decode:
             return f"both={self.decode}"
+        if len(self.rules) == 1 and self.rule(self.rules[0].bare_phase) and not self.rules[0].method.unbounded:
+            return str(self.rules[0])
         sparse = [f"{phase}={self.rule(phase)}" for phase in PHASES if self.rule(phase) is not None]
         return ",".join(sparse) or "dense"
 

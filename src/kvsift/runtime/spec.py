@@ -117,7 +117,7 @@ def _with_colons(spec: str) -> str:
 def _plan_of(rule: Rule) -> Plan:
     if rule.method.unbounded:
         return Plan()
-    return Plan(decode=rule) if "decode" in rule.method.phases else Plan(prefill=rule)
+    return Plan(**{rule.bare_phase: rule})
 
 
 def _from_mapping(table: Mapping[str, Any]) -> Plan:
@@ -132,7 +132,13 @@ def _from_mapping(table: Mapping[str, Any]) -> Plan:
 def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[Phase, ...]:
     """The phases that a name stands for, none of which has a rule yet."""
     if name not in NAMED:
-        raise unknown("phase", name.partition(":")[0], NAMED)
+        error = unknown("phase", name.partition(":")[0], NAMED)
+        if isinstance(spec, Mapping):
+            raise error
+        raise InputError(
+            f"{error}. Commas separate phases and colons the settings of a method: quest:budget=1024, or "
+            "prefill=quoka:budget=1024,decode=quest:budget=1024"
+        )
     if twice := given.keys() & NAMED[name]:
         raise InputError(f"{min(twice)} is given twice in {spec!r}.")
     return NAMED[name]
