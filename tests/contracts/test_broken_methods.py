@@ -289,7 +289,7 @@ def test_a_method_with_memory_keeps_the_contracts(phase: Phase, check: Check) ->
     check(RememberedMeans, phase)
 
 
-@pytest.mark.usefixtures("_no_shrinking")
+@pytest.mark.usefixtures("_no_shrinking", "fewer_examples")
 @pytest.mark.parametrize(("broken", "phase"), BROKEN, ids=lambda value: getattr(value, "__name__", value))
 def test_contracts_catch_a_method_that(broken: type[Method], phase: Phase) -> None:
     objecting = any(objects(check, broken, phase) for check in ALL_CHECKS)
