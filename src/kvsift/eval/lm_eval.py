@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import lm_eval.models  # noqa: F401, lm-eval lists its own models only while its registry is empty: before ours is in it
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
