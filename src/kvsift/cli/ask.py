@@ -37,6 +37,7 @@ def ask(
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
     placement: o.PlacementOption = "device",
+    threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -46,6 +47,7 @@ def ask(
     under another.
     """
     text = o.read_text(context, "context")
+    o.use_threads(threads)
     from kvsift.cli.report import Reading, check_skipped, print_answers
     from kvsift.engine.llm import LLM
     from kvsift.engine.sampling import Sampling

@@ -28,6 +28,7 @@ def demo(
     plan: o.PlanOption = PLAN,
     document: Annotated[Path | None, typer.Option("--document", help="Keep the document in this file.")] = None,
     device: o.DeviceOption = "auto",
+    threads: o.ThreadsOption = None,
 ) -> None:
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
     o.require_writable(document, "--document")
@@ -47,6 +48,7 @@ def demo(
             plan=plan,
             compare="dense",
             device=device,
+            threads=threads,
         )
 
 

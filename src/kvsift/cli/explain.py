@@ -45,6 +45,7 @@ def explain(
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
     chunk_size: o.ChunkOption = None,
+    threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
@@ -56,6 +57,7 @@ def explain(
     if not all(names):
         raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
     text = None if context is None else o.read_text(context, "context")
+    o.use_threads(threads)
     from kvsift.engine.llm import LLM
     from kvsift.eval.explain import explain as explained
     from kvsift.eval.explain_page import page

@@ -29,6 +29,7 @@ def generate(
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
     placement: o.PlacementOption = "device",
+    threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -37,6 +38,7 @@ def generate(
         raise InputError("give the text to continue with either --prompt or --prompt-file.")
     text = prompt if prompt_file is None else o.read_text(prompt_file, "prompt")
     assert text is not None
+    o.use_threads(threads)
     from rich.console import Console
 
     from kvsift.cli.report import check_skipped, proof_table, summary

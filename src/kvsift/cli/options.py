@@ -36,6 +36,9 @@ DenseBelowOption = Annotated[
     str,
     typer.Option("--dense-below", help="Shorter contexts are decoded in full; auto: on a GPU, where that is faster."),
 ]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads on the processor; as many as torch uses by default.")
+]
 
 PlacementOption = Annotated[
     str,
@@ -50,6 +53,14 @@ PlacementOption = Annotated[
 def dense_below(text: str) -> int | str:
     """A number of tokens, or the word as given."""
     return int(text) if text.isdecimal() else text
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch, and all that follows it, use so many threads from now on; None changes nothing."""
+    if threads is not None:
+        from kvsift.threads import use
+
+        use(threads)
 
 
 def read_text(path: Path, what: str) -> str:

@@ -15,14 +15,16 @@ from kvsift.eval.recipe import Job, Recipe
 from kvsift.eval.results import Done, Result, ResultsDirectory
 from kvsift.eval.summary import tables_of
 from kvsift.eval.workers import run_jobs
+from kvsift.threads import per_process
 
 Told = Callable[[float, int], None]
 """(cells done, cells in all), a cell being a plan on a context."""
 
 
 def run(
-    recipe: Recipe, text: str, out: Path, workers: int = 1, stop_at: float | None = None, told: Told | None = None
-) -> dict[str, Any]:
+    recipe: Recipe, text: str, out: Path, workers: int = 1, stop_at: float | None = None, told: Told | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Make the samples that a directory lacks, and its summary.
 
     Args:
@@ -32,6 +34,7 @@ def run(
         workers: contexts in parallel, a process each; on a host with several GPUs they take them in turns.
         stop_at: ``time.monotonic`` after which nothing more is made.
         told: called with every sample.
+        threads: of each process; by default OMP_NUM_THREADS, or a share of the processors.
 
     Returns:
         The tables of the summary.
@@ -48,14 +51,15 @@ def run(
     try:
         results.sessions.append(_session(llm.device, workers))
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
-        return _fill(recipe, results, jobs, workers, stop_at, told or (lambda done, total: None), gpus)
+        told = told or (lambda done, total: None)
+        return _fill(recipe, results, jobs, workers, threads or per_process(workers), stop_at, told, gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], workers: int, stop_at: float | None, told: Told,
-    gpus: Sequence[str],
+    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], workers: int, threads: int,
+    stop_at: float | None, told: Told, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     started, total = monotonic(), len(jobs) * len(recipe.rows)
     session, document = results.sessions[-1], document_of(recipe)
@@ -75,7 +79,6 @@ def _fill(
     if not missing:
         results.sessions.pop()  # nothing was done in it
         return summarise()
-    threads = max(1, _cores() // workers)
     try:
         for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
             results.append({**sample, "session": len(results.sessions) - 1})
@@ -84,11 +87,6 @@ def _fill(
     finally:
         tables = summarise()
     return tables
-
-
-def _cores() -> int:
-    """Cores that this process may use: in a container or under taskset they are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[str]:

@@ -20,6 +20,7 @@ from kvsift.models.transformers_layer import SparseLayer, UnsupportedModel, atte
 from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
+from kvsift.threads import yield_to_others
 from kvsift.types import Rope
 
 NAME = "kvsift"
@@ -121,6 +122,7 @@ class Adapter:
             )
 
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        yield_to_others()
         kwargs |= dict(zip(self._forward_names, args))
         cache = kwargs.get("past_key_values")
         if self.run is not None:
