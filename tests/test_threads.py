@@ -85,15 +85,16 @@ class Processors:
     """Four of them, with other processes on some, and torch's threads."""
 
     def __init__(self) -> None:
-        self.time, self.others, self.threads = 0.0, 0.0, 4
-        self.busy = 0.0
+        self.time = self.busy = self.own = 0.0
+        self.threads = 4
 
     def read(self) -> _Reading:
-        return _Reading(self.time, self.busy, 0.5 * self.time)
+        return _Reading(self.time, self.busy, self.own)
 
-    def after(self, seconds: float, others: float) -> None:
+    def after(self, seconds: float, others: float, own: float = 0.5) -> None:
         self.time += seconds
-        self.busy += (others + 0.5) * seconds
+        self.own += own * seconds
+        self.busy += (others + own) * seconds
 
     def set(self, number: int) -> None:
         self.threads = number
@@ -108,6 +109,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processors]:
     monkeypatch.setattr(threads, "_read", machine.read)
     monkeypatch.setattr(threads, "processors", lambda: 4)
     monkeypatch.setattr(threads, "monotonic", lambda: machine.time)
+    monkeypatch.setattr(threads, "process_time", lambda: machine.own)
     monkeypatch.setattr(torch, "get_num_threads", lambda: machine.threads)
     monkeypatch.setattr(torch, "set_num_threads", machine.set)
     monkeypatch.setattr(_Share, "latest", 0)
@@ -120,6 +122,15 @@ def test_fewer_threads_run_beside_other_processes(machine: Processors, others: f
     machine.after(1.0, others)
     threads.yield_to_others()
     assert machine.threads == number
+    machine.after(1.0, 0.0)
+    threads.yield_to_others()
+    assert machine.threads == 4
+
+
+def test_what_others_did_while_nothing_ran_does_not_count(machine: Processors) -> None:
+    threads.yield_to_others()
+    machine.after(600.0, 4.0, own=0.0)
+    threads.yield_to_others()
     machine.after(1.0, 0.0)
     threads.yield_to_others()
     assert machine.threads == 4

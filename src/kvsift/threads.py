@@ -18,12 +18,13 @@ import os
 import sys
 import threading
 from pathlib import Path
-from time import monotonic
+from time import monotonic, process_time
 from typing import Any, NamedTuple
 
 SPINS = 1000
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how a user says how threads wait
 PERIOD_S = 0.5  # between two looks at the processors, which count in hundredths of a second
+IDLE = 0.25  # seconds of work per second between two forward passes; with less, what others did then says nothing
 
 log = logging.getLogger("kvsift")
 TORCH_WAS_FIRST = "torch" in sys.modules
@@ -101,8 +102,7 @@ def _read() -> _Reading | None:
                 busy += user + nice + system + irq + softirq
     except (AttributeError, OSError, ValueError):
         return None
-    times = os.times()
-    return _Reading(monotonic(), busy / os.sysconf("SC_CLK_TCK"), times.user + times.system)
+    return _Reading(monotonic(), busy / os.sysconf("SC_CLK_TCK"), process_time())
 
 
 class _Share(threading.local):
@@ -115,13 +115,19 @@ class _Share(threading.local):
 
     def __init__(self) -> None:
         self.before, self.chosen = _START, type(self).latest or _DEFAULT
+        self.last_pass: tuple[float, float] | None = None  # seconds of the clock and of work when it began
 
     def keep(self) -> None:
         """Leave the number as it is from now on."""
         self.before = None
 
     def update(self) -> None:
-        if self.before is None or monotonic() - self.before.clock < PERIOD_S:
+        if self.before is None:
+            return
+        if self._was_idle():
+            self.before = _read()
+            return
+        if monotonic() - self.before.clock < PERIOD_S:
             return
         import torch
 
@@ -135,6 +141,14 @@ class _Share(threading.local):
             log.info("other processes leave %.1f processors free: %d of %d threads run", free, threads, _DEFAULT)
             torch.set_num_threads(threads)
             self.chosen = type(self).latest = threads
+
+    def _was_idle(self) -> bool:
+        """Whether little was done since the forward pass before this one began."""
+        last, self.last_pass = self.last_pass, (monotonic(), process_time())
+        if last is None:
+            return False
+        clock, own = (new - old for new, old in zip(self.last_pass, last))
+        return clock > PERIOD_S and own < IDLE * clock
 
 
 def _default() -> int:
