@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from paper_docs import result_of
+import busy_machine
+from paper_docs import RESULTS, result_of
 from speed_docs import measured_on, place, shown
 
 from kvsift.benchmarks import host_report, index_report
@@ -16,6 +18,7 @@ HOST = "host-cpu.json"
 SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
 WRITTEN = "generation-recall-cpu.json"
+BUSY = "busy-machine*.json"
 INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
 
@@ -60,7 +63,19 @@ def written(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def busy() -> str:
+    """Time per token beside busy loops, on each machine that measured it."""
+    results = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob(BUSY))]
+    if not results:
+        return "Not measured yet: `python scripts/busy_machine.py results/busy-machine.json`, then `make docs`."
+    return "\n\n".join(
+        f"{busy_machine.table(result)}\n\n`results/{name}`: {busy_machine.conditions(result)}"
+        for name, result in results
+    )
+
+
 BLOCKS = {
+    "busy": busy,
     "answers": answers,
     "written": shown(
         WRITTEN,

@@ -23,6 +23,7 @@ SOURCE = Path(kvsift.__file__).parent
 LAYERS = {
     "types": 0,
     "errors": 0,
+    "threads": 0,
     "native": 1,
     "kernels": 2,
     "indexes": 3,

@@ -42,8 +42,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     cell |= {"low": 0.44, "high": 1.0, "counted_tokens": 510.0}
     made = {"cells": [cell], "chance": [], "warnings": ["unequal."], "contexts": [1, 2, 3], "left_out": [3]}
 
-    def run(recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any) -> dict[str, Any]:
-        asked.append((recipe, text, out, workers, stop_at))
+    def run(
+        recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any, threads: int | None
+    ) -> dict[str, Any]:
+        asked.append((recipe, text, out, workers, threads, stop_at))
         told(Progress(1, 3, 1 / 3))
         return made
 
@@ -52,15 +54,15 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, tables: list[Any]) -> None:
-    outcome = run("eval", recipe, "--out", "out", "--workers", 2, "--device", "cpu")
+    outcome = run("eval", recipe, "--out", "out", "--workers", 2, "--threads", 3, "--device", "cpu")
     assert outcome.code == 0
     assert outcome.out == (
         "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
         "out/mine; 1 of 3 contexts are not finished, the same command goes on. See it with kvsift report out/mine\n"
     )
     assert outcome.err == "kvsift: WARNING: unequal.\n"
-    ((asked, text, out, workers, stop_at),) = tables
-    assert (asked.device, text, out, workers, stop_at) == ("cpu", recipe.read_text(), Path("out/mine"), 2, None)
+    ((asked, text, *others),) = tables
+    assert (asked.device, text, *others) == ("cpu", recipe.read_text(), Path("out/mine"), 2, 3, None)
 
 
 def test_json_prints_the_tables_and_nothing_else(run: Run, recipe: Path, tables: list[Any]) -> None:
@@ -76,7 +78,7 @@ def test_several_recipes_share_the_time_and_have_a_directory_each(
     (tmp_path / "other.toml").write_text(recipe.read_text())
     before = time.monotonic()
     assert run("eval", recipe, "other.toml", "--max-seconds", 60).code == 0
-    assert [out for _, _, out, _, _ in tables] == [Path("results/mine"), Path("results/other")]
+    assert [out for _, _, out, *_ in tables] == [Path("results/mine"), Path("results/other")]
     first, second = (stop_at for *_, stop_at in tables)
     assert first == second
     assert before + 60 <= first <= time.monotonic() + 60
@@ -281,4 +283,4 @@ def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: R
 
 def test_a_name_with_escape_sequences_does_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
     outcome = run("report", older(tmp_path), "--out", "page\x1b[2J.html")
-    assert (outcome.code, outcome.out) == (0, "page\ufffd[2J.html\n")
+    assert (outcome.code, outcome.out) == (0, "page\\x1b[2J.html\n")

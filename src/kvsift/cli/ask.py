@@ -59,6 +59,7 @@ def ask(
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
     placement: o.PlacementOption = "device",
+    threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     out: Annotated[
         Path | None, typer.Option("--out", "--output", help="Write what --json prints, or the lines, to this file.")
@@ -78,6 +79,7 @@ def ask(
         raise unknown("phase", question_phase, ("prefill", "decode"))
     template = o.read_template(prompt_template, raw)
     o.require_writable(out, "--out")
+    o.use_threads(threads)
     answer_all(
         o.read_texts(context, "context"),
         items,

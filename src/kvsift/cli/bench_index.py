@@ -13,11 +13,9 @@ from kvsift.cli.bench_host import (
     HeadDimOption,
     HeadsOption,
     RepeatsOption,
-    ThreadsOption,
     check_head_dim,
     one_shape,
     say_what_is_missing,
-    use_threads,
 )
 
 INDEXES = "flat,flat_int8,graph,graph_paper,auto,faiss_flat,ivf,hnsw"
@@ -43,7 +41,7 @@ def bench_index(
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Decode steps asked, to tune and to measure.")] = 32,
     target: Annotated[float, typer.Option("--target", help="Recall that indexes are tuned for.")] = 0.95,
     seed: Annotated[int, typer.Option("--seed", help="Of the synthetic sets.")] = 0,
-    threads: ThreadsOption = None,
+    threads: o.ThreadsOption = None,
     repeats: RepeatsOption = 20,
     output: OutputOption = None,
     as_json: o.JsonOption = False,
@@ -74,7 +72,7 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Path | None, 
     recipe = Recipe(**wanted)
     for path in recipe.dumps:
         Dump(Path(path))  # before anything else is measured
-    use_threads(threads)
+    o.use_threads(threads)
     result: dict[str, Any] = {**head(recipe), **versions_and_machine(torch.device("cpu")), "points": []}
     say = teller(quiet)
     say_what_is_missing(result, say)

@@ -32,6 +32,7 @@ def bench_split(
         str, typer.Option("--host-values", help="model: values as they come; int8: packed, a scale per token and head.")
     ] = "model",
     device: o.DeviceOption = "auto",
+    threads: o.ThreadsOption = None,
     output: OutputOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -49,6 +50,7 @@ def bench_split(
     if not native.available():
         raise InputError(native.why_missing())
     chosen = choose_device(device)
+    o.use_threads(threads)
     recipe = split.Recipe(
         shape, lengths(contexts, "--contexts"), names(kinds), top, scanned, tokens, layers, host_values,  # type: ignore[arg-type]
     )  # fmt: skip

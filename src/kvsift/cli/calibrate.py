@@ -26,6 +26,7 @@ def calibrate(
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of one context.")] = 4096,
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
+    threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Read texts with a model and write the directions in which its keys and queries lie, layer by layer."""
@@ -37,6 +38,7 @@ def calibrate(
     from kvsift.engine.llm import LLM
 
     o.require_writable(out, "--out")
+    o.use_threads(threads)
     texts = {str(path): o.read_text(path, "text") for path in text} if text else {"prose": _prose(tokens)}
     llm = LLM(model, "dense", device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:

@@ -32,6 +32,7 @@ def demo(
     device: o.DeviceOption = "auto",
     quiet: o.QuietOption = False,
     verbose: o.VerboseOption = False,
+    threads: o.ThreadsOption = None,
 ) -> None:
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
     o.require_writable(document, "--document")
@@ -48,6 +49,7 @@ def demo(
         for fact, depth, _ in FACTS:
             print(f"  {100 * depth:3.0f} % deep: {fact}")
         print(flush=True)
+    o.use_threads(threads)
     answer_all(
         text,
         [{"question": question} for _, _, question in FACTS],

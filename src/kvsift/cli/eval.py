@@ -37,6 +37,9 @@ def evaluate(
     max_seconds: Annotated[
         float | None, typer.Option("--max-seconds", min=0, help="Stop after so long; the same command goes on.")
     ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Of each process; else they share the processors.")
+    ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Instead of the recipe's.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -49,7 +52,7 @@ def evaluate(
     made = []
     for path, recipe in zip(recipes, loaded, strict=True):
         with _progress(path.stem) as told:
-            tables = run(recipe, path.read_text(), out / path.stem, workers, stop_at, told)
+            tables = run(recipe, path.read_text(), out / path.stem, workers, stop_at, told, threads)
         made.append({"recipe": path.stem, "results": str(out / path.stem), **tables})
         if not as_json:
             _print(made[-1], recipe)

@@ -54,6 +54,7 @@ def explain(
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
     chunk_size: o.ChunkOption = None,
+    threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
@@ -67,6 +68,7 @@ def explain(
     tokens = _tokens(token)
     text = None if context is None else o.read_texts([context], "context")
     spec = o.read_plan(plan)
+    o.use_threads(threads)
     with Progress() as progress:
         from kvsift.engine.llm import LLM
         from kvsift.eval.explain import explain_tokens

@@ -34,6 +34,7 @@ def generate(
     probe_every: o.ProbeOption = 16,
     dense_below: o.DenseBelowOption = "auto",
     placement: o.PlacementOption = "device",
+    threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     out: Annotated[
         Path | None,
@@ -49,6 +50,7 @@ def generate(
     spec = o.read_plan(plan)
     o.require_writable(out, "--out")
     text = o.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
+    o.use_threads(threads)
     with Progress(quiet) as progress:
         from kvsift.engine.llm import LLM
         from kvsift.engine.sampling import Sampling

@@ -59,6 +59,9 @@ DenseBelowOption = Annotated[
         help="Decode shorter contexts densely; auto: on a GPU, where that is faster.",
     ),
 ]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads on the processor; as many as torch uses by default.")
+]
 
 PlacementOption = Annotated[
     str,
@@ -104,6 +107,14 @@ def read_texts(names: Sequence[str], what: str) -> str:
     texts = [_decoded(sys.stdin.buffer.read(), f"{what} on", "standard input") if name == "-" else
              read_text(Path(name), what) for name in names]  # fmt: skip
     return texts[0] if len(texts) == 1 else "\n\n".join(text.strip("\n") for text in texts)
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch, and all that follows it, use so many threads from now on; None changes nothing."""
+    if threads is not None:
+        from kvsift.threads import use
+
+        use(threads)
 
 
 def read_text(path: Path, what: str) -> str:

@@ -17,6 +17,7 @@ from kvsift.eval.recipe import Job, Recipe
 from kvsift.eval.results import Done, Result, ResultsDirectory, job_of
 from kvsift.eval.summary import left_out, tables_of
 from kvsift.eval.workers import run_jobs
+from kvsift.threads import per_process
 
 
 class Progress(NamedTuple):
@@ -63,8 +64,9 @@ class Meter:
 
 
 def run(
-    recipe: Recipe, text: str, out: Path, workers: int = 1, stop_at: float | None = None, told: Told | None = None
-) -> dict[str, Any]:
+    recipe: Recipe, text: str, out: Path, workers: int = 1, stop_at: float | None = None, told: Told | None = None,
+    threads: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Make the samples that a directory lacks, and its summary.
 
     Args:
@@ -74,6 +76,7 @@ def run(
         workers: contexts in parallel, a process each; on a host with several GPUs they take them in turns.
         stop_at: ``time.monotonic`` after which nothing more is made.
         told: called at the start and with every sample.
+        threads: of each process; by default OMP_NUM_THREADS, or a share of the processors.
 
     Returns:
         The tables of the summary.
@@ -89,15 +92,15 @@ def run(
     results = ResultsDirectory(out, recipe, text)
     try:
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
-        session = _session(llm.device, workers)
-        return _fill(recipe, results, jobs, session, stop_at, told or (lambda progress: None), gpus)
+        session, told = _session(llm.device, workers), told or (lambda progress: None)
+        return _fill(recipe, results, jobs, session, threads or per_process(workers), stop_at, told, gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], stop_at: float | None,
-    told: Told, gpus: Sequence[str],
+    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], threads: int,
+    stop_at: float | None, told: Told, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     started, meter, before = monotonic(), Meter(jobs, len(recipe.rows)), len(results.samples)
     document, workers = document_of(recipe), session["workers"]
@@ -117,7 +120,6 @@ def _fill(
         return summarise()  # without this session, in which nothing was done
     results.sessions.append(session)
     tables = summarise()  # names the recipe before the first sample is there
-    threads = max(1, _cores() // workers)
     try:
         for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
             results.append({**sample, "session": len(results.sessions) - 1})
@@ -125,11 +127,6 @@ def _fill(
     finally:
         tables = summarise()
     return tables
-
-
-def _cores() -> int:
-    """Cores that this process may use: in a container or under taskset they are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[str]:

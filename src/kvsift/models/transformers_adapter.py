@@ -23,6 +23,7 @@ from kvsift.models.transformers_pinning import RopePinning
 from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
+from kvsift.threads import yield_to_others
 from kvsift.types import Rope
 
 WATCHED = "generate", "_prefill"
@@ -222,6 +223,7 @@ class Adapter:
 
     @torch.compiler.disable
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        yield_to_others()
         kwargs |= dict(zip(self._forward_names, args))
         cache = kwargs.get("past_key_values")
         if self._block is not None:
