@@ -281,4 +281,4 @@ def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: R
 
 def test_a_name_with_escape_sequences_does_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
     outcome = run("report", older(tmp_path), "--out", "page\x1b[2J.html")
-    assert (outcome.code, outcome.out) == (0, "page\ufffd[2J.html\n")
+    assert (outcome.code, outcome.out) == (0, "page\\x1b[2J.html\n")

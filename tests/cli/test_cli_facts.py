@@ -177,7 +177,7 @@ def test_doctor_prints_a_path_with_markup_as_it_is(
     monkeypatch.setattr("kvsift.models.transformers_load.embedded_model", lambda: odd)
     outcome = run("doctor", "--device", "cpu")
     assert outcome.code == 0
-    assert "[red]m [/x]\ufffd[2J" in outcome.out
+    assert "[red]m [/x]\\x1b[2J" in outcome.out
     assert "\x1b" not in outcome.out
 
 

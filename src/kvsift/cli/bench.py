@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import printable
+from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 bench = typer.Typer(help="Measure speed beside the floor that memory sets.", no_args_is_help=True)
@@ -82,7 +82,7 @@ def keep(result: dict[str, Any], output: Path | None) -> None:
 
 def teller(quiet: bool) -> Callable[[str], None]:
     """What prints at once, or does not where a document is all that may be printed."""
-    return lambda text: None if quiet else print(printable(text), flush=True)
+    return lambda text: None if quiet else print(plain(text), flush=True)
 
 
 def _words(text: str) -> list[str]:

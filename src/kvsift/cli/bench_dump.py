@@ -10,7 +10,7 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.bench import bench, lengths
-from kvsift.cli.escaping import printable
+from kvsift.cli.escaping import plain
 from kvsift.cli.progress import prefill_progress
 from kvsift.errors import InputError
 
@@ -78,7 +78,7 @@ def bench_dump(
             llm, ids, encode, asked, output,
             source=source, layers=wanted, samples=samples, max_new_tokens=max_new_tokens, progress=progress,
         )  # fmt: skip
-    print(printable(_summary(about, output)))
+    print(plain(_summary(about, output)))
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import printable
+from kvsift.cli.escaping import plain
 
 CHARACTERS_PER_TOKEN = 8  # more than any text has; what is too much is not read
 
@@ -48,7 +48,7 @@ def calibrate(
         print(json.dumps(facts, indent=2))
         return
     architecture, tokens = facts["model"].partition(",")[0], facts["recipe"]["tokens"]
-    print(printable(f"{out}: {facts['layers']} layers of {architecture}, from {tokens:,} tokens of text"))
+    print(plain(f"{out}: {facts['layers']} layers of {architecture}, from {tokens:,} tokens of text"))
 
 
 def _prose(tokens: int) -> str:

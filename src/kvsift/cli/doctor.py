@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import escaped
+from kvsift.cli.escaping import cell
 
 PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings")
 
@@ -25,7 +25,7 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
     table = Table("", "", show_header=False)
     for group, values in facts.items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            table.add_row(f"{group} {key}".strip(), escaped(str(value)))
+            table.add_row(f"{group} {key}".strip(), cell(str(value)))
     Console().print(table)
 
 

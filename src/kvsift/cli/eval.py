@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import printable
+from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ def _require_directory(out: Path) -> None:
 def _print(made: dict[str, Any], recipe: Recipe) -> None:
     from kvsift.eval.tables import score_table
 
-    print(printable(score_table(made, recipe.budgets)), end="\n\n")
+    print(plain(score_table(made, recipe.budgets)), end="\n\n")
     for warning in made["warnings"]:
-        print(f"kvsift: WARNING: {printable(warning)}", file=sys.stderr)
+        print(f"kvsift: WARNING: {plain(warning)}", file=sys.stderr)
     left = len(made["left_out"])
     more = f"; {left} of {len(made['contexts'])} contexts are not finished, the same command goes on" if left else ""
-    where = printable(made["results"])
+    where = plain(made["results"])
     print(f"{where}{more}. See it with kvsift report {where}")
 
 
@@ -126,7 +126,7 @@ def _progress(label: str) -> Iterator[Callable[[Progress], None]]:
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
-    shown, label = sys.stderr.isatty(), printable(label)
+    shown, label = sys.stderr.isatty(), plain(label)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[stands]}")
     left, said = TimeLeft(), monotonic()
     with Bar(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:

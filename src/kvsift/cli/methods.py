@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import printable
+from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def method_rows() -> list[dict[str, Any]]:
         except InputError as error:
             if not entry.package:
                 raise
-            print(f"kvsift: WARNING: {printable(str(error))} It is left out.", file=sys.stderr)
+            print(f"kvsift: WARNING: {plain(str(error))} It is left out.", file=sys.stderr)
     return rows
 
 
@@ -221,7 +221,7 @@ def _print_beside(name: str, texts: list[str], indent: int = NAME_WIDTH) -> None
         width, subsequent_indent=" " * indent, initial_indent=" " * indent, break_long_words=False,
         break_on_hyphens=False,
     )  # fmt: skip
-    lines = [line for text in texts for line in wrapper.wrap(printable(text))] or [""]
+    lines = [line for text in texts for line in wrapper.wrap(plain(text))] or [""]
     if len(name) < indent:
         lines[0] = f"{name:<{indent}}{lines[0][indent:]}".rstrip()
     elif name:

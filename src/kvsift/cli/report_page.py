@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import printable
+from kvsift.cli.escaping import plain
 
 
 def report(
@@ -28,10 +28,10 @@ def report(
         from kvsift.eval.kvpress import write_folders
 
         for folder in write_folders(loaded, kvpress):
-            print(printable(str(folder)))
+            print(plain(str(folder)))
         return
     o.require_writable(out, "--out")
     from kvsift.eval.page import page
 
     o.write_whole(out, page(loaded))
-    print(printable(str(out)))
+    print(plain(str(out)))
