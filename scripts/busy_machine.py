@@ -26,7 +26,8 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THRE
 PLANS = ("quest:budget=256", "dense")
 SENTENCE = "The harbour master of the northern port counted ninety-seven crates before noon. "
 QUESTION = "How many crates did the harbour master count?"
-QUIET = 0.1  # of the processors, taken by other processes: quiet rounds with more do not count
+QUIET = 0.1  # of the processors, taken by other processes: rounds without loops that have more do not count
+FEWEST_QUIET = 3  # rounds; with fewer, all count, and the table says so
 
 
 class Setting(NamedTuple):
@@ -219,31 +220,40 @@ def table(result: dict[str, Any]) -> str:
 def conditions(result: dict[str, Any]) -> str:
     """The machine and the rounds, in a line."""
     recipe, name = result["recipe"], result["settings"][0]["name"]
-    counted = f"{len(samples_of(result, name, False))} of {recipe['rounds']} quiet rounds count"
+    quiet = len(quiet_rounds(result, name))
+    counted = f"{quiet} of {recipe['rounds']} rounds without loops were quiet and count"
+    if quiet < FEWEST_QUIET:
+        counted = (
+            f"THE MACHINE WAS BUSY: only {quiet} of {recipe['rounds']} rounds without loops were quiet, and all count"
+        )
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("python", "torch"))
     commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
     return (
         f"{result['machine']}, {result['processors']} of them used; {recipe['loops']} busy loops; a context of "
-        f"{recipe['context']:,} tokens; {versions}, commit {commit}. Medians; {counted}, the others had more than "
-        f"{QUIET:.0%} of the processors taken by other processes. In brackets: against libgomp's default, the median "
-        "over rounds, and against the quiet machine."
+        f"{recipe['context']:,} tokens; {versions}, commit {commit}. Medians; {counted}. In brackets: quiet, against "
+        "libgomp's default in the same round; beside the loops, against the quiet machine."
     )
 
 
-def samples_of(result: dict[str, Any], name: str, busy: bool) -> list[dict[str, Any]]:
-    """Samples of a setting that count: of quiet rounds those that were, or all if fewer than three were."""
-    own = [each["samples"][name] for each in result["rounds"] if each["busy"] == busy]
-    quiet = [each for each in own if each["others"] <= QUIET]
-    return own if busy or len(quiet) < 3 else quiet
+def quiet_rounds(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """Samples of all settings in rounds without loops in which others left the processors to this setting."""
+    samples = [each["samples"] for each in result["rounds"] if not each["busy"]]
+    return [each for each in samples if each[name]["others"] <= QUIET]
+
+
+def rounds_of(result: dict[str, Any], name: str, busy: bool) -> list[dict[str, Any]]:
+    """Samples of all settings in the rounds that count for this one: the quiet ones, or all if these are too few."""
+    quiet = [] if busy else quiet_rounds(result, name)
+    return quiet if len(quiet) >= FEWEST_QUIET else [e["samples"] for e in result["rounds"] if e["busy"] == busy]
 
 
 def _itl_ms(result: dict[str, Any], name: str, plan: str, busy: bool) -> float | None:
-    samples = [gap for sample in samples_of(result, name, busy) for gap in sample["itl_s"][plan]]
+    samples = [gap for each in rounds_of(result, name, busy) for gap in each[name]["itl_s"][plan]]
     return 1e3 * median(samples) if samples else None
 
 
 def _job_s(result: dict[str, Any], name: str, busy: bool) -> float | None:
-    samples = [sample["job_s"] for sample in samples_of(result, name, busy) if "job_s" in sample]
+    samples = [each[name]["job_s"] for each in rounds_of(result, name, busy) if "job_s" in each[name]]
     return median(samples) if samples else None
 
 
@@ -252,9 +262,9 @@ def _with_cost(result: dict[str, Any], name: str, plan: str, quiet: float | None
     if quiet is None:
         return "-"
     ratios = [
-        median(each["samples"][name]["itl_s"][plan]) / median(each["samples"]["spin"]["itl_s"][plan])
-        for each in result["rounds"]
-        if not each["busy"] and "spin" in each["samples"] and name != "spin"
+        median(each[name]["itl_s"][plan]) / median(each["spin"]["itl_s"][plan])
+        for each in rounds_of(result, name, busy=False)
+        if "spin" in each and name != "spin"
     ]
     return f"{quiet:.2f} ms" + (f" ({median(ratios) - 1:+.1%})" if ratios else "")
 

@@ -204,6 +204,24 @@ def test_the_table_compares_with_the_default_and_with_the_quiet_machine(monkeypa
     ]
 
 
+def test_the_docs_show_every_measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import host_docs
+
+    monkeypatch.setattr(host_docs, "RESULTS", tmp_path)
+    assert host_docs.busy().startswith("Not measured yet: ")
+    sample = {"itl_s": {"quest:budget=256": [0.004], "dense": [0.004]}, "others": 0.5}
+    rounds = [{"busy": busy, "samples": {"kvsift": sample}} for busy in (False, True)]
+    result = {"recipe": {"rounds": 1, "loops": 2, "context": 4096}, "rounds": rounds, "processors": 2, "machine": "M"}
+    result |= {"versions": {"python": "3", "torch": "2"}, "commit": "c", "settings": [{"name": "kvsift", "label": "K"}]}
+    for name in ("busy-machine.json", "busy-machine-pinned.json"):
+        (tmp_path / name).write_text(json.dumps(result))
+    page = host_docs.busy()
+    assert page.count("| K | 4.00 ms | 4.0 ms (1.0x) |") == 2
+    assert "`results/busy-machine-pinned.json`: M, 2 of them used" in page
+    assert "THE MACHINE WAS BUSY: only 0 of 1 rounds" in page
+
+
 def test_the_docs_name_the_spin_count_that_is_set() -> None:
     page = (SCRIPTS.parent / "docs" / "host.md").read_text()
     assert f"`GOMP_SPINCOUNT={threads.SPINS}`" in page
