@@ -169,5 +169,5 @@ def test_more_segments_than_the_second_axis_of_a_grid_holds() -> None:
     segments = (1 << 16) + 3
     scores = torch.arange(segments * 40, device=DEVICE).remainder(37).float().view(segments, 1, 40)
     spans = torch.tensor([[0, 40, 3, 40]], dtype=torch.int32, device=DEVICE).repeat(segments, 1)
-    best = scores.sort(-1, descending=True, stable=True).indices[..., :3]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :3]
     assert torch.equal(visible_pages_triton(scores, spans, 3)[0].long(), best.sort(-1).values)
