@@ -109,7 +109,6 @@ REFUSED = [
     ("dense:budget=64", "dense sees everything and takes no settings; leave out budget"),
     ("prefil=quest,decode=quest", "unknown phase 'prefil'; did you mean 'prefill'? Known: both, decode, prefill"),
     ("quest:budget=1024,decode=dense", "unknown phase 'quest'"),
-    ("quest,budget=100", "Commas separate phases and colons the settings of a method: quest:budget=1024, or"),
     ({"prefil": "quest"}, "unknown phase 'prefil'; did you mean 'prefill'?"),
     ("decode=quest,decode=random", "decode is given twice in 'decode=quest,decode=random'"),
     ("both=random,decode=quest", "decode is given twice in 'both=random,decode=quest'"),
