@@ -126,6 +126,18 @@ def test_rows_that_end_in_padding_answer_as_stock(family: str, lengths: tuple[in
         assert torch.equal(greedy(model, **batch, prefill_chunk_size=8), expected)
 
 
+@pytest.mark.parametrize("length", [30, 20, 1])  # of the prompt without its padding
+def test_drafts_after_a_row_that_ends_in_padding_answer_as_stock(length: int) -> None:
+    """The first token is that of the last column before the drafts, which sees the real tokens before it."""
+    model = tiny()
+    batch = ragged(31, side="right")
+    batch["attention_mask"][0, length:] = 0
+    expected = greedy(model, **batch)
+    with covered(model):
+        assert torch.equal(greedy(model, **batch, assistant_model=drafting(tiny())), expected)
+        assert torch.equal(greedy(model, **batch, prompt_lookup_num_tokens=4), expected)
+
+
 def test_classifier_free_guidance_answers_as_stock() -> None:
     """Its unconditional half is a call without a cache, inside of generate()."""
     model = tiny()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kvsift.methods.streaming_llm import StreamingLLM
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
 from kvsift.runtime.sequence import SparseAttention
-from kvsift.runtime.stats import RunStats, Tally
+from kvsift.runtime.stats import RunStats, SharedStats, Tally, _add
 from kvsift.types import Chunk
 
 BUDGET = Budget(tokens=24, sinks=4, window=4, dense_layers=())
@@ -141,3 +142,22 @@ def test_tallies_add_field_by_field() -> None:
     )
     one.add(two)
     assert (one.queries, float(one.visible_tokens), one.probes, one.recall) == (4, 6.0, 1, 0.5)
+
+
+def test_a_cache_that_another_thread_frees_meanwhile_stays_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cache:
+        pass
+
+    shared, caches = SharedStats(), [Cache(), Cache()]
+    for cache in caches:
+        shared.open(cache).tally(0, "decode").queries = 1
+
+    def add_slowly(*args: Any) -> None:
+        caches.clear()
+        _add(*args)
+
+    monkeypatch.setattr("kvsift.runtime.stats._add", add_slowly)
+    del cache, caches[1]
+    shared.open(shared)
+    shared.open(shared)
+    assert shared.phase("decode").queries == 2

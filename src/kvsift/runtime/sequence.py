@@ -126,13 +126,12 @@ class SparseAttention:
                 output[row, :, tokens] = part.output[0]
         return torch.zeros_like(chunk.queries) if output is None else output
 
-    def attend_stored(self, row: int, queries: Tensor, sink_logit: Tensor | None = None) -> Tensor:
-        """Attend everything stored of a row with queries of padding, which is neither stored nor counted.
+    def attend_stored(self, row: int, queries: Tensor, length: int, sink_logit: Tensor | None = None) -> Tensor:
+        """Attend the first ``length`` tokens of a row with a query of padding, which is neither stored nor counted.
 
-        queries [num_query_heads, 1, head_dim] -> the same shape; 0 where nothing is stored.
+        queries [num_query_heads, 1, head_dim] -> the same shape; 0 for no tokens.
         """
         self._join()
-        length = self.store.lengths[row]
         if not length:
             return torch.zeros_like(queries)
         part = attend_everything(self.shape, Segment(queries.unsqueeze(0), length - 1, length), self.store, row)

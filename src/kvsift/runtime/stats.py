@@ -147,10 +147,13 @@ class SharedStats(Counters):
         stats = RunStats(self.probe_every)
         with self._lock:
             self.opened += 1
-            for _, done in (pair for pair in self._of_caches if pair[0]() is None):
-                _add(self._of_freed_caches, done.tallies)
-            self._of_caches = [pair for pair in self._of_caches if pair[0]() is not None]
-            self._of_caches.append((weakref.ref(owner), stats))
+            kept = [(weakref.ref(owner), stats)]
+            for pair in self._of_caches:  # asked once: another thread may free its cache meanwhile
+                if pair[0]() is None:
+                    _add(self._of_freed_caches, pair[1].tallies)
+                else:
+                    kept.append(pair)
+            self._of_caches = kept
         return stats
 
     @property
