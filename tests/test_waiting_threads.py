@@ -104,8 +104,7 @@ class Processors:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processors]:
     machine = Processors()
     monkeypatch.setattr(threads, "_START", machine.read())
-    monkeypatch.setattr(threads, "_DEFAULT", 4)
-    monkeypatch.setattr(threads, "_YIELDS", True)
+    monkeypatch.setattr(threads, "_most_threads", lambda: 4)
     monkeypatch.setattr(threads, "_read", machine.read)
     monkeypatch.setattr(threads, "processors", lambda: 4)
     monkeypatch.setattr(threads, "monotonic", lambda: machine.time)

@@ -6,7 +6,9 @@ is late by time slices, some fifty times a token. The runtime reads how long to 
 torch loads it:
 
 - kvsift imported before torch: threads spin ``SPINS`` times. ``scripts/busy_machine.py`` measures what that is worth.
-- torch imported before kvsift: they spin on. Then fewer threads run while other processes use the processors.
+- torch imported before kvsift: they spin on.
+
+Either way, fewer threads run while other processes use the processors: a thread that is not there makes nobody wait.
 
 Settings that a user made stay as they are: those of ``WAITING``, OMP_NUM_THREADS and torch.set_num_threads.
 """
@@ -17,11 +19,12 @@ import logging
 import os
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 from time import monotonic, process_time
 from typing import Any, NamedTuple
 
-SPINS = 1000
+SPINS = 30_000
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how a user says how threads wait
 PERIOD_S = 0.5  # between two looks at the processors, which count in hundredths of a second
 IDLE = 0.25  # seconds of work per second between two forward passes; with less, what others did then says nothing
@@ -55,9 +58,8 @@ def use(threads: int | None) -> None:
 
 
 def yield_to_others() -> None:
-    """Let the calling thread use no more threads than processors are free; does nothing unless torch was imported first
-    and the user set nothing."""
-    if _YIELDS:
+    """Let the calling thread use no more threads than processors are free; does nothing where the user set anything."""
+    if _START is not None and _most_threads() > 1:
         _share.update()
 
 
@@ -72,11 +74,11 @@ def _waiting() -> str:
     if USER_WAITING:
         settings = ", ".join(f"{name}={text}" for name, text in USER_WAITING.items())
         return f"as the environment says: {settings}"
+    fewer = "; while other processes use the processors, fewer threads run" if _most_threads() > 1 else ""
     if SPINS_SET:
-        return f"spin {SPINS:,} times, then sleep: kvsift set GOMP_SPINCOUNT={SPINS}"
+        return f"spin {SPINS:,} times, then sleep: kvsift set GOMP_SPINCOUNT={SPINS}{fewer}"
     if not TORCH_WAS_FIRST:
-        return "as the OpenMP runtime has them wait"
-    fewer = "; while other processes use the processors, fewer threads run" if _YIELDS else ""
+        return f"as the OpenMP runtime has them wait{fewer}"
     return (
         f"spin for milliseconds, as torch was imported before kvsift{fewer}. Import kvsift first, or set "
         "OMP_WAIT_POLICY=passive"
@@ -114,7 +116,7 @@ class _Share(threading.local):
     latest = 0
 
     def __init__(self) -> None:
-        self.before, self.chosen = _START, type(self).latest or _DEFAULT
+        self.before, self.chosen = _START, 0
         self.last_pass: tuple[float, float] | None = None  # seconds of the clock and of work when it began
 
     def keep(self) -> None:
@@ -131,14 +133,15 @@ class _Share(threading.local):
             return
         import torch
 
+        self.chosen = self.chosen or type(self).latest or _most_threads()
         before, self.before = self.before, _read()
         if self.before is None or torch.get_num_threads() != self.chosen:  # set by the user meanwhile
             return self.keep()
         clock, busy, own = (new - old for new, old in zip(self.before, before))
         free = processors() - max(0.0, busy - own) / clock
-        threads = min(_DEFAULT, max(1, int(free + 0.5)))
+        threads = min(_most_threads(), max(1, int(free + 0.5)))
         if threads != self.chosen:
-            log.info("other processes leave %.1f processors free: %d of %d threads run", free, threads, _DEFAULT)
+            log.info("other processes leave %.1f processors free: %d of %d threads run", free, threads, _most_threads())
             torch.set_num_threads(threads)
             self.chosen = type(self).latest = threads
 
@@ -151,15 +154,17 @@ class _Share(threading.local):
         return clock > PERIOD_S and own < IDLE * clock
 
 
-def _default() -> int:
-    """Threads of torch where nobody set their number: one per core. 0 where torch is not there yet or somebody did."""
+@cache
+def _most_threads() -> int:
+    """Threads of torch where nobody set their number, one per core; 0 where somebody did. Asked before the first change."""
+    import torch
+
     smt = Path("/sys/devices/system/cpu/smt/active")
     per_core = 2 if smt.is_file() and smt.read_text().strip() == "1" else 1
-    number = int(sys.modules["torch"].get_num_threads()) if TORCH_WAS_FIRST else 0
-    return number if number in (processors(), processors() // per_core) else 0
+    number = torch.get_num_threads()
+    given = USER_WAITING or "OMP_NUM_THREADS" in os.environ
+    return number if not given and number in (processors(), processors() // per_core) else 0
 
 
-_START = _read() if TORCH_WAS_FIRST else None
-_DEFAULT = 0 if USER_WAITING or "OMP_NUM_THREADS" in os.environ or _START is None else _default()
-_YIELDS = _DEFAULT > 1
+_START = _read()
 _share = _Share()

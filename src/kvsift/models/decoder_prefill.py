@@ -40,7 +40,8 @@ class DecoderPrefill:
             Logits of the last one, [1, 1, vocabulary].
         """
         assert not (phase == "decode" and cache.run.plan.wants_hidden), "queries are foreseen by transformers' modules"
-        yield_to_others()
+        if not tokens.is_cuda:
+            yield_to_others()
         step = self._step
         cache.run.decode_tokens = len(tokens) if phase == "decode" else 0
         start = cache.get_seq_length()

@@ -223,7 +223,8 @@ class Adapter:
 
     @torch.compiler.disable
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        yield_to_others()
+        if self.model.device.type == "cpu":
+            yield_to_others()
         kwargs |= dict(zip(self._forward_names, args))
         cache = kwargs.get("past_key_values")
         if self._block is not None:
