@@ -119,40 +119,50 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processors]:
 @pytest.mark.parametrize(("others", "number"), [(0.0, 4), (0.4, 4), (1.0, 3), (2.0, 2), (4.0, 1)])
 def test_fewer_threads_run_beside_other_processes(machine: Processors, others: float, number: int) -> None:
     machine.after(1.0, others)
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     assert machine.threads == number
     machine.after(1.0, 0.0)
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     assert machine.threads == 4
 
 
 def test_what_others_did_while_nothing_ran_does_not_count(machine: Processors) -> None:
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     machine.after(600.0, 4.0, own=0.0)
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     machine.after(1.0, 0.0)
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     assert machine.threads == 4
+
+
+def test_all_threads_read_a_prompt_beside_others(machine: Processors) -> None:
+    for _ in range(2):
+        machine.after(1.0, 4.0)
+        threads.yield_to_others(512)
+        assert machine.threads == 4
+        threads.yield_to_others(1)
+        assert machine.threads == 1
 
 
 def test_a_moment_is_too_short_to_tell(machine: Processors) -> None:
     machine.after(threads.PERIOD_S / 2, 4.0)
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     assert machine.threads == 4
 
 
 def test_a_number_of_threads_that_the_user_set_stays(machine: Processors) -> None:
+    threads.yield_to_others(1)
     machine.set(3)
     for _ in range(2):
         machine.after(1.0, 4.0)
-        threads.yield_to_others()
+        threads.yield_to_others(1)
     assert machine.threads == 3
 
 
 def test_a_number_given_to_kvsift_stays(machine: Processors) -> None:
     threads.use(4)
     machine.after(1.0, 4.0)
-    threads.yield_to_others()
+    threads.yield_to_others(1)
     assert machine.threads == 4
 
 

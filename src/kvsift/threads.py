@@ -8,7 +8,7 @@ torch loads it:
 - kvsift imported before torch: threads spin ``SPINS`` times. ``scripts/busy_machine.py`` measures what that is worth.
 - torch imported before kvsift: they spin on.
 
-Either way, fewer threads run while other processes use the processors: a thread that is not there makes nobody wait.
+Either way, fewer threads decode while other processes use the processors: a thread that is not there makes nobody wait.
 
 Settings that a user made stay as they are: those of ``WAITING``, OMP_NUM_THREADS and torch.set_num_threads.
 """
@@ -28,6 +28,8 @@ SPINS = 30_000
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how a user says how threads wait
 PERIOD_S = 0.5  # between two looks at the processors, which count in hundredths of a second
 IDLE = 0.25  # seconds of work per second between two forward passes; with less, what others did then says nothing
+
+FEW_TOKENS = 16
 
 log = logging.getLogger("kvsift")
 TORCH_WAS_FIRST = "torch" in sys.modules
@@ -57,10 +59,14 @@ def use(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def yield_to_others() -> None:
-    """Let the calling thread use no more threads than processors are free; does nothing where the user set anything."""
+def yield_to_others(num_tokens: int) -> None:
+    """Let a forward pass over so many tokens, in the calling thread, use no more threads than processors are free; does
+    nothing where the user set anything.
+
+    Passes over many tokens use all: their threads wait seldom, and each gets its share beside the others.
+    """
     if _START is not None and _most_threads() > 1:
-        _share.update()
+        _share.update(num_tokens <= FEW_TOKENS)
 
 
 def report() -> dict[str, Any]:
@@ -74,7 +80,7 @@ def _waiting() -> str:
     if USER_WAITING:
         settings = ", ".join(f"{name}={text}" for name, text in USER_WAITING.items())
         return f"as the environment says: {settings}"
-    fewer = "; while other processes use the processors, fewer threads run" if _most_threads() > 1 else ""
+    fewer = "; while other processes use the processors, fewer threads decode" if _most_threads() > 1 else ""
     if SPINS_SET:
         return f"spin {SPINS:,} times, then sleep: kvsift set GOMP_SPINCOUNT={SPINS}{fewer}"
     if not TORCH_WAS_FIRST:
@@ -116,34 +122,44 @@ class _Share(threading.local):
     latest = 0
 
     def __init__(self) -> None:
-        self.before, self.chosen = _START, 0
+        self.before = _START
+        self.number = self.chosen = 0  # of torch as it was set last; beside the others
         self.last_pass: tuple[float, float] | None = None  # seconds of the clock and of work when it began
 
     def keep(self) -> None:
         """Leave the number as it is from now on."""
         self.before = None
 
-    def update(self) -> None:
+    def update(self, few_tokens: bool) -> None:
         if self.before is None:
-            return
-        if self._was_idle():
-            self.before = _read()
-            return
-        if monotonic() - self.before.clock < PERIOD_S:
             return
         import torch
 
-        self.chosen = self.chosen or type(self).latest or _most_threads()
-        before, self.before = self.before, _read()
-        if self.before is None or torch.get_num_threads() != self.chosen:  # set by the user meanwhile
+        if not self.number:
+            self.number, self.chosen = torch.get_num_threads(), type(self).latest or _most_threads()
+        if torch.get_num_threads() != self.number:  # set by the user meanwhile
             return self.keep()
-        clock, busy, own = (new - old for new, old in zip(self.before, before))
+        if self._was_idle():
+            self.before = _read()
+        elif monotonic() - self.before.clock >= PERIOD_S:
+            self._choose()
+        wanted = self.chosen if few_tokens else _most_threads()
+        if wanted != self.number:
+            torch.set_num_threads(wanted)
+            self.number = wanted
+
+    def _choose(self) -> None:
+        assert self.before is not None
+        now = _read()
+        if now is None:
+            return self.keep()
+        clock, busy, own = (new - old for new, old in zip(now, self.before))
         free = processors() - max(0.0, busy - own) / clock
         threads = min(_most_threads(), max(1, int(free + 0.5)))
         if threads != self.chosen:
             log.info("other processes leave %.1f processors free: %d of %d threads run", free, threads, _most_threads())
-            torch.set_num_threads(threads)
-            self.chosen = type(self).latest = threads
+        self.before, self.chosen = now, threads
+        type(self).latest = threads
 
     def _was_idle(self) -> bool:
         """Whether little was done since the forward pass before this one began."""
@@ -156,7 +172,7 @@ class _Share(threading.local):
 
 @cache
 def _most_threads() -> int:
-    """Threads of torch where nobody set their number, one per core; 0 where somebody did. Asked before the first change."""
+    """Threads of torch where nobody set their number, one per core; else 0. Asked before the first change."""
     import torch
 
     smt = Path("/sys/devices/system/cpu/smt/active")

@@ -41,7 +41,7 @@ class DecoderPrefill:
         """
         assert not (phase == "decode" and cache.run.plan.wants_hidden), "queries are foreseen by transformers' modules"
         if not tokens.is_cuda:
-            yield_to_others()
+            yield_to_others(len(tokens))
         step = self._step
         cache.run.decode_tokens = len(tokens) if phase == "decode" else 0
         start = cache.get_seq_length()

@@ -223,9 +223,9 @@ class Adapter:
 
     @torch.compiler.disable
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if self.model.device.type == "cpu":
-            yield_to_others()
         kwargs |= dict(zip(self._forward_names, args))
+        if self.model.device.type == "cpu":
+            yield_to_others(_tokens_of(kwargs).shape[1])
         cache = kwargs.get("past_key_values")
         if self._block is not None:
             if cache is None:
@@ -297,8 +297,7 @@ class Adapter:
 
     def _decode_tokens(self, run: Run, cache: Any, kwargs: dict[str, Any]) -> int:
         """How many tokens at the end of this forward pass are generated ones (drafts to verify included)."""
-        tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
-        num_new, past, kept = tokens.shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
+        num_new, past, kept = _tokens_of(kwargs).shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
         # assisted decoding wants one logit more than there are drafts
         drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
         calls = self.calls
@@ -403,6 +402,11 @@ def _device_of_inputs(model: PreTrainedModel) -> torch.device:
             return torch.device(device)
     device = embedding.weight.device
     return torch.device("cpu") if device.type == "meta" else device
+
+
+def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
+    """Token ids [rows, tokens], or embeddings [rows, tokens, hidden]."""
+    return next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
 
 
 def _packed(what: str) -> InputError:
