@@ -48,7 +48,7 @@ def sparse(
         InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, placement=placement)
-    with Adapter.attach(model).block_of(run) as block:
+    with Adapter.block_of(model, run) as block:
         yield block
     block.check(strict)
 
@@ -63,7 +63,7 @@ def make_cache(
     lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
-    return Adapter.attach(model).explicit(run)
+    return Adapter.explicit(model, run)
 
 
 @contextmanager
