@@ -41,6 +41,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(BIN)/python pyproject.toml scripts/install-torch CMakeLists.txt $(shell find csrc -type f)
+	@echo "Installing torch, transformers and kvsift into $(VENV): a few minutes, most of them quiet."
 	scripts/install-torch $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@

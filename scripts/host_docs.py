@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from paper_docs import RESULTS
-from speed_docs import measured_on, shown
+import busy_machine
+from paper_docs import RESULTS, result_of
+from speed_docs import measured_on, place, shown
 
 from kvsift.benchmarks import host_report, index_report
-from kvsift.eval.reading import load_result
 from kvsift.eval.tables import quality_table
 
 HOST = "host-cpu.json"
 SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
 WRITTEN = "generation-recall-cpu.json"
+BUSY = "busy-machine*.json"
 INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
 
@@ -43,7 +45,7 @@ def split_table(result: dict[str, Any]) -> str:
 
 def answers() -> str:
     """Exact match of what indexes find, on a GPU's host and on a machine without one."""
-    return "\n\n".join(quality_table(load_result(RESULTS / name)) for name in ANSWERS)
+    return "\n\n".join(quality_table(result_of(name)) for name in ANSWERS)
 
 
 def written(result: dict[str, Any]) -> str:
@@ -61,12 +63,24 @@ def written(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def busy() -> str:
+    """Time per token beside busy loops, on each machine that measured it."""
+    results = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob(BUSY))]
+    if not results:
+        return "Not measured yet: `python scripts/busy_machine.py results/busy-machine.json`, then `make docs`."
+    return "\n\n".join(
+        f"{busy_machine.table(result)}\n\n`results/{name}`: {busy_machine.conditions(result)}"
+        for name, result in results
+    )
+
+
 BLOCKS = {
+    "busy": busy,
     "answers": answers,
     "written": shown(
         WRITTEN,
         written,
-        lambda result: f"`results/{WRITTEN}`: {result['machine']}, commit {result['commit'][:10]}.",
+        lambda result: f"{place(WRITTEN)}: {result['machine']}, commit {result['commit'][:10]}.",
     ),
     "host": shown(HOST, points(host_report.point_text), measured_on(HOST)),
     "split": lambda: "\n\n".join(shown(name, split_table, measured_on(name))() for name in SPLIT),

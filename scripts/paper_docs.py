@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,12 +16,18 @@ RESULTS = Path(__file__).parent.parent / "results"
 Sample = dict[str, Any]
 
 
+@lru_cache(maxsize=3)
+def result_of(name: str) -> dict[str, Any]:
+    """An evaluation by its name; tables and the words under them come from the same."""
+    return load_result(RESULTS / name)
+
+
 def grid(names: Iterable[str], column: Callable[[Sample], str], last: str | None = None) -> Callable[[], str]:
     """A row per plan, a column per value of ``column``, means in percent; where a recipe has several budgets and they
     are no column, "smaller / larger". ``last`` heads a column with the mean of all others."""
 
     def render() -> str:
-        results = [load_result(RESULTS / name) for name in names]
+        results = [result_of(name) for name in names]
         budgets = results[0]["recipe"]["budgets"]
         joined = column is not by_budget and len(budgets) > 1
         plans = {row["plan"]: row["name"] for result in results for row in result["rows"]}
@@ -53,7 +60,7 @@ def tasks_by_plan(name: str) -> Callable[[], str]:
     """A row per task, a column per plan, means in percent at each length: "8K / 32K" where they differ."""
 
     def render() -> str:
-        result = load_result(RESULTS / name)
+        result = result_of(name)
         plans = {row["plan"]: row["name"].partition(":")[0] for row in result["rows"]}
         cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
         for sample in result["samples"]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import host_docs
 import paper_docs
 import speed_docs
 
-from kvsift.cli.methods import budget_knobs, method_rows, state_note
-from kvsift.eval.reading import load_result
+from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
 from kvsift.eval.tables import budget_table, prefill_table, quality_table, recall_table
 
 ROOT = Path(__file__).parent.parent
@@ -24,12 +22,15 @@ def method_table() -> str:
     heads = ("method", "chooses", "phases", "unit", "keeps", "state", "knobs", "source")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in method_rows():
-        knobs = ", ".join(f"`{key}={value}`" for key, value in row["knobs"].items())
+        knobs = _code(spelled(row["knobs"])) + (f"; budget: {_code(own)}" if (own := own_budget(row)) else "")
         phases, state = ", ".join(row["phases"]), f"{row['state_bytes_per_token']:,.0f} B"
         about = (f"`{row['name']}`", row["summary"], phases, row["granularity"], row["keeps"], state)
         lines.append(f"| {' | '.join((*about, knobs, row['source']))} |")
-    common = ", ".join(f"`{key}={value}`" for key, value in budget_knobs().items())
-    return "\n".join(lines) + f"\n\n{state_note()} Every method but `dense` also takes {common}."
+    return "\n".join(lines) + f"\n\n{state_note()} {budget_note(_code(spelled(budget_knobs())))}"
+
+
+def _code(words: Iterable[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
 
 
 RESULT = "selection-32k"
@@ -38,26 +39,26 @@ HEADLINE_BUDGET = 512
 
 def quality() -> str:
     """Every cell of the shipped quality result."""
-    return f"{quality_table(_result(RESULT))}\n\nExact match {_made(RESULT)}"
+    return f"{quality_table(paper_docs.result_of(RESULT))}\n\nExact match {_made(RESULT)}"
 
 
 def cheaper_answers() -> str:
     """Exact match with cheaper summaries."""
     name = "summaries-32k"
-    return f"{quality_table(_result(name))}\n\nExact match {_made(name)}"
+    return f"{quality_table(paper_docs.result_of(name))}\n\nExact match {_made(name)}"
 
 
 def cheaper_recall() -> str:
     """What cheaper summaries miss."""
     name = "summary-recall-32k.json"
-    return f"{recall_table(_result(name))}\n\nMeans over questions, steps, layers and heads {_made(name)}"
+    return f"{recall_table(paper_docs.result_of(name))}\n\nMeans over questions, steps, layers and heads {_made(name)}"
 
 
 def prefilled(name: str) -> Callable[[], str]:
     """Exact match of plans that sift in prefill."""
 
     def render() -> str:
-        result = _result(name)
+        result = paper_docs.result_of(name)
         left = sorted({each["task"] for each in result["left_out"]} - {s["task"] for s in result["samples"]})
         missing = f" Not asked for lack of time: {', '.join(left)}." if left else ""
         return (
@@ -69,19 +70,15 @@ def prefilled(name: str) -> Callable[[], str]:
 
 def headline() -> str:
     """The quality result at one budget."""
-    return f"{budget_table(_result(RESULT), HEADLINE_BUDGET)}\n\nExact match {_made(RESULT)}"
-
-
-def _result(name: str) -> dict[str, Any]:
-    return load_result(ROOT / "results" / name)
+    return f"{budget_table(paper_docs.result_of(RESULT), HEADLINE_BUDGET)}\n\nExact match {_made(RESULT)}"
 
 
 def _made(name: str) -> str:
-    result = _result(name)
+    result = paper_docs.result_of(name)
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
         f"at {result['recipe']['lengths'][0]:,} tokens on the embedded model; "
-        f"`results/{name}`: {result['machine']}, {versions}, {paper_docs.commits([result])}."
+        f"{speed_docs.place(name)}: {result['machine']}, {versions}, {paper_docs.commits([result])}."
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.benchmarks import attention_report, chart, decode_report, prefill_report
+from kvsift.eval.packed import read_stored, stored
 
 ROOT = Path(__file__).parent.parent
 ATTENTION, DECODE = "attention-h200.json", "decode-h200.json"
@@ -21,7 +22,12 @@ HEADLINE_CONTEXTS = [32 << 10, 128 << 10, 512 << 10]
 def load(name: str) -> dict[str, Any] | None:
     """A result of a benchmark; None if it is not there."""
     path = ROOT / "results" / name
-    return json.loads(path.read_text()) if path.is_file() else None
+    return json.loads(read_stored(path)) if stored(path).is_file() else None
+
+
+def place(name: str) -> str:
+    """Where a result lies, packed or not."""
+    return f"`results/{stored(ROOT / 'results' / name).name}`"
 
 
 def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
@@ -30,7 +36,7 @@ def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], st
     def render() -> str:
         result = load(name)
         if result is None:
-            command = f"kvsift bench {name.partition('-')[0]} --output results/{name}"
+            command = f"kvsift bench {name.partition('-')[0]} --out results/{name}"
             return f"Not measured yet: `{command}` on an H200, then `make docs`."
         return "\n\n".join(filter(None, (part(result) for part in parts)))
 
@@ -45,7 +51,7 @@ def made(name: str) -> Callable[[dict[str, Any]], str]:
         power = f", {gpu['power.limit']}" if "power.limit" in gpu else ""
         commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
         return (
-            f"`results/{name}`: {gpu['name']}{power}, torch {result['versions']['torch']}, commit {commit}; medians of "
+            f"{place(name)}: {gpu['name']}{power}, torch {result['versions']['torch']}, commit {commit}; medians of "
             f"{recipe['repeats']} samples; floors at {speed['used'] / 1e12:.2f} TB/s ({speed['source']}), a large read "
             f"in the same run reached {speed['measured'] / 1e12:.2f} TB/s."
         )
@@ -100,7 +106,7 @@ def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
         power = f", {result['gpu']['power.limit']}" if "power.limit" in result.get("gpu", {}) else ""
         samples = result["recipe"].get("repeats") or result["recipe"]["tokens"]
         return (
-            f"`results/{name}`: {result['machine']}{power}, torch {result['versions']['torch']}, commit {commit}; "
+            f"{place(name)}: {result['machine']}{power}, torch {result['versions']['torch']}, commit {commit}; "
             f"{f'medians of {samples} samples' if samples > 1 else 'one sample after a warm-up'}."
         )
 

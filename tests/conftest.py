@@ -31,6 +31,12 @@ torch.use_deterministic_algorithms(True, warn_only=True)
 torch.set_num_threads(1)  # tensors here are tiny, and tests share the machine
 
 
+@pytest.fixture
+def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For contracts of what differs in one thing from a method that meets all examples."""
+    monkeypatch.setenv("KVSIFT_EXAMPLES", str(0.4 * float(os.environ.get("KVSIFT_EXAMPLES", "1"))))
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what tests measured, from whichever process they ran in."""
     for report in terminalreporter.getreports("passed"):

@@ -1,12 +1,19 @@
 """Docs say what the code does: generated parts are fresh, links lead somewhere, plans in them parse."""
 
+import ast
+import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+from engine.tiny_directory import text_of, write_model
+from models.tiny import tiny
 
+from kvsift.kernels.page_summary import summarise
 from kvsift.runtime.spec import parse_plan
 
 ROOT = Path(__file__).parent.parent
@@ -37,3 +44,56 @@ def test_readme_commands_exist_in_the_makefile():
     wanted = re.findall(r"`?make ([a-z-]+)", (ROOT / "README.md").read_text())
     assert wanted
     assert set(wanted) <= set(targets)
+
+
+def python_blocks(page: Path) -> str:
+    """The Python of a page, one block after the other, on its own lines so that errors name them; fragments are marked
+    py instead."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        inside = inside and line != "```"
+        lines.append(line if inside else "")
+        inside = inside or line == "```python"
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_in_docs_compiles_and_imports_what_there_is(page: Path) -> None:
+    for node in ast.walk(ast.parse(python_blocks(page), str(page))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvsift"):
+            module = import_module(node.module)
+            assert [each.name for each in node.names if not hasattr(module, each.name)] == []
+
+
+def test_rows_of_page_summaries_are_laid_out_as_the_page_for_new_methods_says() -> None:
+    keys = torch.randn(1, 1, 4, 8)
+    mean, per_channel = keys.mean(2), {"correction": 0, "dim": 2}
+    expected = {
+        "minmax": [keys.amax(2), keys.amin(2)],
+        "mean_std": [mean, keys.std(**per_channel)],
+        "log_mass": [mean, keys.var(**per_channel)],
+        "centroid_radius": [mean, (keys - mean.unsqueeze(2)).norm(dim=-1).amax(2, keepdim=True)],
+    }
+    for kind, halves in expected.items():
+        torch.testing.assert_close(summarise(kind, keys), torch.cat(halves, -1), atol=1e-5, rtol=1e-5)
+    eighth = summarise("minmax_fp8", keys).float()
+    torch.testing.assert_close(8 * eighth, torch.cat(expected["minmax"], -1), atol=0.1, rtol=0.2)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/engine.md", "docs/tasks.md", "docs/transformers.md"])
+def test_python_in_docs_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny model wherever a page names one, and what a reader has: a model, inputs, a text, a file."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    directory = write_model(tmp_path / "Qwen3-4B", eos_token_id=list(range(40)))  # ends early
+    for other in ("Qwen/Qwen3-4B", "Llama-3.1-8B"):
+        (tmp_path / other).parent.mkdir(exist_ok=True)
+        (tmp_path / other).symlink_to(directory)
+    line = {"input": "Who?", "context": "A mill.", "answers": ["I"], "dataset": "qasper", "all_classes": None}
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "qasper.jsonl").write_text(json.dumps(line) + "\n")
+    ids = torch.tensor([list(range(100, 200)) * 12])
+    turns = {"first_turn": {"input_ids": ids[:, :200]}, "both_turns": {"input_ids": ids[:, :400]}}
+    model = tiny("Llama", vocab_size=259, num_hidden_layers=3, max_position_embeddings=4096)
+    there = {"model": model, "inputs": {"input_ids": ids}, "text": text_of(2000), **turns}
+    exec(compile(python_blocks(ROOT / name), name, "exec"), there)

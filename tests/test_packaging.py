@@ -58,3 +58,12 @@ def test_the_compiled_core_is_small():
 def test_runtime_dependencies_are_few():
     runtime = [need for need in requires("kvsift") or [] if "extra ==" not in need]
     assert len(runtime) <= 6
+
+
+def test_the_tracked_tree_stays_small():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode or not listed.stdout:
+        pytest.skip("this is no git checkout")
+    paths = [ROOT / name for name in listed.stdout.split("\0")[:-1]]
+    size = sum(path.stat().st_size for path in paths if path.is_file())
+    assert size <= 40_000_000, f"{size / 1e6:.1f} MB are tracked; python scripts/pack_results.py packs results"

@@ -6,13 +6,16 @@
         model.generate(**inputs)
     print(run.report())
 
-Everything is imported when it is first used: ``import kvsift`` loads neither torch nor transformers.
+Everything is imported when it is first used: ``import kvsift`` loads neither torch nor transformers. It does set how
+long OpenMP's threads spin, which torch reads when it is loaded: see ``kvsift.threads``.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from kvsift import threads  # sets what torch reads when it is loaded
 
 __version__ = "0.1.0.dev0"
 

@@ -15,7 +15,7 @@ from kvsift.benchmarks import index_bench, qk_dump
 from kvsift.benchmarks.index_bench import Recipe, answered, tune
 from kvsift.benchmarks.index_cases import Case, exact, mass_of, of_dump, recall, synthetic
 from kvsift.benchmarks.index_contenders import CONTENDERS, Contender, FaissFlat, beams, probes
-from kvsift.benchmarks.index_report import auto_ratio, medians, point_table, point_text
+from kvsift.benchmarks.index_report import auto_ratio, medians, point_table, point_text, reasons
 from kvsift.indexes.samples import QuerySamples
 from kvsift.kernels.rerotate import rerotate
 from kvsift.types import LayerShape, Rope
@@ -160,11 +160,13 @@ def test_what_is_not_installed_is_said_and_the_rest_measured(monkeypatch: pytest
         raise InputError("faiss is not installed")
 
     monkeypatch.setattr("kvsift.benchmarks.index_contenders.load_faiss", missing)
-    recipe = Recipe(("T",), indexes=("flat", "faiss_flat"), **TINY)
+    monkeypatch.setattr("kvsift.indexes.faiss_index.load_faiss", missing)
+    recipe = Recipe(("T",), indexes=("flat", "faiss_flat", "ivf", "hnsw"), **TINY)
     (point,) = index_bench.run(recipe)
     assert point["indexes"][1] == {"name": "faiss_flat", "reason": "faiss is not installed"}
     assert "samples_s" in point["indexes"][0]
-    assert point_text(point).endswith("faiss_flat: faiss is not installed\n")
+    assert point_text(point).endswith("\nfaiss_flat, ivf, hnsw: faiss is not installed\n")
+    assert "not installed" not in point_text(point, known=reasons(point))
 
 
 @needs_core
@@ -236,7 +238,7 @@ def test_fewer_decode_queries_of_a_dump_are_evenly_spread() -> None:
         ({"indexes": ("grap",)}, "did you mean 'graph'"),
         ({"data": ()}, "nothing to measure"),
         ({"contexts": ()}, "at least one context"),
-        ({"data": ("P",)}, "kvsift bench dump --output FILE"),
+        ({"data": ("P",)}, "kvsift bench dump --out FILE"),
         ({"dumps": ("a.safetensors",)}, "belong together"),
         ({"num_kv_heads": 3}, "multiple of the KV heads"),
         ({"tokens": 1}, "at least 2 --tokens"),

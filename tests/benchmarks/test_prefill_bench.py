@@ -59,6 +59,8 @@ def test_one_layer_is_timed_against_dense_forms_that_agree(whole: bool) -> None:
     point = result["points"][0]
     assert all("reason" not in each for each in point["variants"])
     assert len(point["variants"]) == (2 if whole else 5)
+    assert point_text(point).count(" ms (spread ") == len(point["variants"])
+    assert "(1 sample)" in point_text({**point, "variants": [{"name": "bmm", "samples_s": [0.03]}]})
     pairs = 512 * 512 / 2 if whole else 128 * (512 + 64)
     assert point["flops"] == 4 * 4 * 32 * pairs
     assert layer_table(result).count("\n") == 1 + len(point["variants"])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.watched import Outcome, Run
+from cli.watched import Outcome, Refused, Run
 
 from kvsift import LLM
+from kvsift.cli.escaping import plain
+from kvsift.engine.document import Document
+from kvsift.engine.result import Answer
 
 PLAN = "quest:budget=128:window=16:dense_layers=none"
+SENTENCE = "The mill by the river grinds corn every day of the year."
 COVERING = "quest:budget=2048:dense_layers=none"
 KEYS = {
     "answers",
@@ -63,7 +69,7 @@ def test_json_holds_every_number_and_stdout_nothing_else(ask: Run) -> None:
     assert outcome.err == ""
     assert document.keys() >= KEYS
     assert document["answers"][0].keys() >= ANSWER_KEYS
-    assert document["plan"] == f"decode={PLAN}"
+    assert document["plan"] == PLAN
     assert (document["model"], document["device"], document["dtype"]) == ("tiny", "cpu", "float32")
     assert document["prompt_tokens"] == 901 + len("\n\nQuestion: Why?\nAnswer:")
     assert 100 < document["visible_tokens"] <= 128
@@ -71,7 +77,7 @@ def test_json_holds_every_number_and_stdout_nothing_else(ask: Run) -> None:
     assert 0 < document["kv_bytes_read"] < document["kv_bytes_dense"]
     assert 0 < document["recovery"] < 1
     assert document["tpot_s"] > 0
-    assert document["ttft_s"] == pytest.approx(document["read_s"] + document["ttft_cached_s"])
+    assert document["ttft_s"] == pytest.approx(document["read_s"] + document["build_s"] + document["ttft_cached_s"])
 
 
 def test_compare_answers_under_the_other_plan_too(ask: Run) -> None:
@@ -128,7 +134,7 @@ def test_a_plan_in_a_file_is_the_plan_in_text(ask: Run, tmp_path: Path, content:
     (tmp_path / "plan.toml").write_text(content)
     from_file = ask("--plan", "plan.toml", "--json").document
     from_text = ask("--plan", PLAN, "--json").document
-    assert from_file["plan"].removeprefix("prefill=dense,") == from_text["plan"]
+    assert from_file["plan"].removeprefix("prefill=dense,decode=") == from_text["plan"]
     assert untimed(from_file["answers"]) == untimed(from_text["answers"])
 
 
@@ -136,7 +142,7 @@ def test_a_budget_above_the_context_is_said_aloud(ask: Run) -> None:
     outcome = ask("--plan", COVERING, "--json")
     assert outcome.document["density"] == 1
     assert outcome.err == (
-        f"kvsift: WARNING: the plan decode={COVERING} skipped nothing in decode: every query saw its whole context. "
+        f"kvsift: WARNING: the plan {COVERING} skipped nothing in decode: every query saw its whole context. "
         "The context is shorter than the budget, or every layer is in dense_layers.\n"
     )
 
@@ -145,7 +151,7 @@ def test_strict_fails_when_nothing_was_skipped_and_still_answers(ask: Run) -> No
     outcome = ask("--plan", COVERING, "--json", "--strict")
     assert outcome.code == 2
     assert '"answers"' in outcome.out
-    assert outcome.err.startswith(f"kvsift: the plan decode={COVERING} skipped nothing in decode")
+    assert outcome.err.startswith(f"kvsift: the plan {COVERING} skipped nothing in decode")
     assert outcome.err.count("\n") == 1
 
 
@@ -188,13 +194,13 @@ def test_for_a_person_there_is_a_table_with_questions_answers_and_proof(
     for shown in (
         "Why?",
         "How many sacks?",
-        f"decode={PLAN}",
+        PLAN,
         "dense",
         "TTFT",
         "TPOT",
         "density",
         "100.0 %",
-        "KV held",
+        "KV cache",
     ):
         assert shown in outcome.out
 
@@ -203,3 +209,198 @@ def test_json_says_so_when_one_token_leaves_no_time_per_token(run: Run, model: P
     command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--max-new-tokens", 1)
     assert run(*command, "--json").document["tpot_s"] is None
     assert run(*command).code == 0
+
+
+def test_the_proof_has_eight_rows_of_the_field_and_verbose_has_all(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def rows(*options: object) -> list[str]:
+        table = ask("--plan", PLAN, *options).out.rpartition("┏")[2].splitlines()
+        return [line.split("│")[1].strip() for line in table if line.startswith("│")]
+
+    main = rows()
+    assert main == [
+        "TTFT",
+        "TTFT (document cached)",
+        "TPOT",
+        "visible tokens (sparse layers)",
+        "density (all layers)",
+        "KV bytes read (with index)",
+        "attention mass recovered",
+        "KV cache",
+    ]
+    assert len(rows("--plan", "prefill=quoka:budget=64:chunk=64:window=16:dense_layers=none")) == 8
+    assert {*main, "top-10 token recall", "decode path", "finish reason"} < {*rows("--verbose")}
+    assert rows("--quiet") == []
+
+
+def test_dense_layers_are_named_beside_the_density_they_make(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    outcome = ask("--plan", "quest:budget=128:window=16:dense_layers=0")
+    assert "%, 1 of 3 layers dense" in outcome.out
+    document = ask("--plan", "quest:budget=128:window=16:dense_layers=0", "--json").document
+    assert document["sparse_layer_visible_tokens"] <= 128 < document["visible_tokens"]
+
+
+def test_a_question_with_markup_is_printed_as_it_is(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    question = "What does [/INST] mean, and [bold]this[/bold] :smile:?"
+    for compare in ((), ("--compare", "dense")):
+        outcome = ask("--plan", PLAN, *compare, question=(question,))
+        assert outcome.code == 0, outcome.err
+        assert question in outcome.out
+
+
+def test_escapes_of_a_terminal_are_written_out(ask: Run) -> None:
+    for compare in ((), ("--compare", "dense")):
+        outcome = ask("--plan", PLAN, *compare, question=("Why\x1b[2J\x1b]0;mine\x07?",))
+        assert not set("\x1b\x07") & set(outcome.out + outcome.err)
+        assert "\\x1b[2J" in "".join(outcome.out.split("\n"))
+    assert ask("--json", question=("Why\x1b?",)).document["answers"][0]["question"] == "Why\x1b?"
+
+
+def test_a_question_that_is_no_text_is_refused(refused: Refused, model: Path, text: Path) -> None:
+    said = refused("ask", "--model", model, "--context", text, "--question", "Why \udcff?")
+    assert said.startswith("the question is not UTF-8 text (character 4 is ")
+
+
+def test_every_plan_to_compare_with_is_asked(ask: Run) -> None:
+    others = ("dense", "quest:budget=256:window=16:dense_layers=none")
+    options = [part for plan in others for part in ("--compare", plan)]
+    document = ask("--plan", PLAN, *options, "--json").document
+    assert [each["plan"] for each in document["compare"]] == list(others)
+    shown = ask("--plan", PLAN, *options).out
+    assert all(part in shown for part in ("quest:", "dense", "256"))
+
+
+def test_an_empty_answer_is_shown_as_nothing(ask: Run) -> None:
+    (answer,) = ask("--plan", PLAN, "--json").document["answers"]
+    outcome = ask("--plan", PLAN, "--stop", answer["text"][0])
+    assert "tokens read in" in outcome.out
+    assert "Why?\n(nothing)\n" in outcome.out
+
+
+def test_an_answer_that_was_cut_says_so(ask: Run) -> None:
+    assert "[cut after 6 tokens]" in ask("--plan", PLAN, "--raw").out
+    answer = ask("--plan", PLAN, "--raw", "--json").document["answers"][0]
+    assert (answer["finish_reason"], len(answer["token_ids"])) == ("length", 6)
+
+
+def test_quiet_prints_answers_alone(ask: Run) -> None:
+    answers = [each["text"] for each in ask("--plan", PLAN, "--json", question=("Why?", "Who?")).document["answers"]]
+    outcome = ask("--plan", PLAN, "--quiet", question=("Why?", "Who?"))
+    assert (outcome.out, outcome.err) == ("".join(f"{plain(text) or '(nothing)'}\n" for text in answers), "")
+
+
+def test_several_files_and_stdin_are_one_context(
+    ask: Run, run: Run, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = text.read_text()
+    Path("a.txt").write_text(words[:500] + "\n\n")
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(words[500:].encode())))
+    given = ("ask", "--model", model, "--question", "Why?", "--max-new-tokens", 2, "--json")
+    parts = run(*given, "--context", "a.txt", "--context", "-").document
+    Path("whole.txt").write_text(f"{words[:500]}\n\n{words[500:]}")
+    whole = run(*given, "--context", "whole.txt").document
+    assert parts["answers"][0]["token_ids"] == whole["answers"][0]["token_ids"]
+    assert parts["document_tokens"] == whole["document_tokens"]
+
+
+def test_an_empty_stdin_is_refused(refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(b"")))
+    said = refused("ask", "--model", model, "--question", "Why?", "--context", "-")
+    assert said == "the context on standard input is empty."
+
+
+def test_questions_of_a_file_are_answered_line_by_line(ask: Run) -> None:
+    Path("questions.jsonl").write_text('"Why?"\n\n{"id": 7, "question": "Who?", "gold": ["the miller"]}\n')
+    options = ("--plan", PLAN, "--compare", "dense", "--questions-file", "questions.jsonl")
+    outcome = ask(*options, question=())
+    lines = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [(each["question"], each["plan"]) for each in lines] == [
+        ("Why?", PLAN), ("Who?", PLAN), ("Why?", "dense"), ("Who?", "dense"),
+    ]  # fmt: skip
+    assert (lines[1]["id"], lines[1]["gold"], lines[1]["finish_reason"]) == (7, ["the miller"], "length")
+    assert "TPOT" in outcome.err
+    assert ask(*options, "--quiet", question=()).err == ""
+    shown = ask(*options, "--out", "answers.jsonl", "--json", question=()).document
+    written = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    assert untimed(written) == untimed(lines)
+    assert untimed(shown["answers"][1].items() >= {"id": 7, "question": "Who?"}.items())
+
+
+def test_an_answer_is_written_before_the_next_is_asked(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("questions.jsonl").write_text('"Why?"\n"Who?"\n')
+    answers = Document.ask
+
+    def interrupted(document: Document, question: str, **options: Any) -> Answer:
+        if question == "Who?":
+            raise KeyboardInterrupt
+        return answers(document, question, **options)
+
+    monkeypatch.setattr(Document, "ask", interrupted)
+    outcome = ask("--questions-file", "questions.jsonl", "--out", "answers.jsonl", question=())
+    assert outcome.code == 130
+    assert "answers to --questions-file so far are whole lines" in outcome.err
+    (line,) = Path("answers.jsonl").read_text().splitlines()
+    assert json.loads(line)["question"] == "Why?"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_a_sentence(ask: Run) -> None:
+    Path("questions.jsonl").write_text('"Why?"\n')
+    outcome = ask("--questions-file", "questions.jsonl", "--out", "/dev/full", question=())
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: the answer cannot be written: No space left on device. Those before it")
+
+
+@pytest.mark.parametrize("line", ["Why?", "5", '{"q": "Why?"}', '{"question": 5}', "[" * 100_000])
+def test_a_line_that_is_no_question_is_named(refused: Refused, model: Path, text: Path, line: str) -> None:
+    Path("questions.jsonl").write_text(f'"Why?"\n{line}\n')
+    said = refused("ask", "--model", model, "--context", text, "--questions-file", "questions.jsonl")
+    assert said.startswith("line 2 of questions.jsonl is no question; write a JSON string, or an object")
+
+
+def test_out_takes_the_document_that_json_prints(ask: Run) -> None:
+    printed = ask("--plan", PLAN, "--json").document
+    outcome = ask("--plan", PLAN, "--out", "answers.json")
+    assert "TTFT" in outcome.out
+    assert untimed(json.loads(Path("answers.json").read_text())) == untimed(printed)
+    assert ask("--plan", PLAN, "--json", "--output", "answers.json").out == ""
+
+
+def test_the_prompt_is_in_the_json(ask: Run) -> None:
+    def prompt(*options: object) -> str:
+        return str(ask(*options, "--json").document["answers"][0]["prompt"])
+
+    assert prompt() == "{context}\n\nQuestion: Why?\nAnswer:"
+    assert prompt("--raw") == "{context}\n\nWhy?"
+    assert prompt("--prompt-template", "<<{context}>> {question}!") == "<<{context}>> Why?!"
+    Path("template.txt").write_text("{context}: {question}")
+    assert prompt("--prompt-template", "template.txt") == "{context}: Why?"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--raw", "--prompt-template", "{context} {question}"], "are two prompts; give one of them"),
+        (["--prompt-template", "{question}"], "needs {context} and, after it, {question}"),
+        (["--prompt-template", "no.txt"], "the prompt template file no.txt does not exist"),
+        (["--system", "Be brief."], "a system message is part of a chat template, and this model has none"),
+        (["--out", "no/answers.json"], "--out no/answers.json: the directory no does not exist."),
+    ],
+)
+def test_a_prompt_that_cannot_be_is_refused(
+    refused: Refused, model: Path, text: Path, options: list[str], says: str
+) -> None:
+    assert says in refused("ask", "--model", model, "--context", text, "--question", "Why?", *options)
+
+
+def test_the_embedded_model_says_that_it_knows_no_language(run: Run, ask: Run) -> None:
+    Path("short.txt").write_text(f"{SENTENCE} " * 5)
+    given = ("ask", "--context", "short.txt", "--question", "Why?", "--max-new-tokens", 2, "--dense-below", 5000)
+    outcome = run(*given, "--plan", "dense", "--json")
+    assert outcome.err.startswith("kvsift: WARNING: the embedded model only copies planted facts")
+    assert outcome.err.count("\n") == 1
+    assert run(*given, "--plan", "dense", "--quiet").err == ""
+    assert ask("--plan", PLAN).err == "", "another model is not warned about"

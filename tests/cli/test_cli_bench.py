@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def decode(machine: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("what", ["attention", "decode"])
 def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None:
-    assert refused("bench", what, "--output", "result.json").startswith(f"kvsift bench {what} {GPU}")
+    assert refused("bench", what, "--out", "result.json").startswith(f"kvsift bench {what} {GPU}")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("decode", "--batch", "1,0"), "--batch 1,0: give whole numbers, 1 or more"),
         (("decode", "--plan", "dense"), "it skips nothing"),
         (("decode", "--plan", "quest:budget=16"), "leaves nothing to select"),
-        (("decode", "--output", "no/result.json"), "the directory no does not exist."),
+        (("decode", "--out", "no/result.json"), "the directory no does not exist."),
         (("prefill", "--part", "head"), "--part head must be ttft, layer or chunk."),
         (("prefill", "--plans", "quest:budget=1024"), "prefills densely"),
         (("prefill", "--part", "chunk", "--plans", "prefill=quka"), "did you mean 'quoka'?"),
@@ -69,7 +70,7 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("prefill", "--part", "layer", "--max-seconds", "9"), "--max-seconds works with --part ttft only"),
         (("prefill", "--part", "layer", "--contexts", ""), "there is nothing to measure"),
         (("prefill", "--part", "layer", "--heads", "4/3"), "must be a multiple of the KV heads"),
-        (("chart", "no.json", "--output", "chart.svg"), "the result file no.json does not exist."),
+        (("chart", "no.json", "--out", "chart.svg"), "the result file no.json does not exist."),
     ],
 )
 def test_what_makes_no_sense_is_refused(refused: Refused, arguments: tuple[str, ...], says: str) -> None:
@@ -80,7 +81,7 @@ def test_attention_tells_every_point_and_ends_with_one_document(
     run: Run, attention: dict[str, Any], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
-    outcome = run("bench", "attention", "--contexts", "4K,32K", "--output", "result.json", "--chart", "chart.svg")
+    outcome = run("bench", "attention", "--contexts", "4K,32K", "--out", "result.json", "--chart", "chart.svg")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("floors at 4.50 TB/s (given); a large read here reached 4.40 TB/s\n")
     assert outcome.out.count("best dense: sdpa-cudnn\n") == 4
@@ -100,12 +101,12 @@ def test_a_run_that_is_cut_short_leaves_what_was_measured(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("kvsift.benchmarks.attention.run", cut_short)
-    assert run("bench", "attention", "--output", "result.json").code == 130
+    assert run("bench", "attention", "--out", "result.json").code == 130
     assert len(json.loads((tmp_path / "result.json").read_text())["points"]) == 1
 
 
 def test_decode_tells_every_point_and_ends_with_one_document(run: Run, decode: dict[str, Any], tmp_path: Path) -> None:
-    outcome = run("bench", "decode", "--contexts", "4K,128K", "--batch", "1", "--output", "result.json")
+    outcome = run("bench", "decode", "--contexts", "4K,128K", "--batch", "1", "--out", "result.json")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.count("the engine sifts from 9,000 tokens on") == 2
     assert json.loads(outcome.out.splitlines()[-1])["kind"] == "decode"
@@ -124,7 +125,7 @@ def test_json_prints_the_result_and_nothing_else(
 def test_prefill_runs_anywhere_and_keeps_what_it_measured(run: Run, tmp_path: Path) -> None:
     kept, plan = tmp_path / "prefill.json", "prefill=quoka:budget=160:chunk=128:dense_layers=none"
     arguments = ("--contexts", "512", "--chunk", "128", "--repeats", "1", "--plans", plan, "--device", "cpu")
-    found = run("bench", "prefill", "--shape", "tiny", *arguments, "--output", kept)
+    found = run("bench", "prefill", "--shape", "tiny", *arguments, "--out", kept)
     assert "ms" in found.out
     assert plan in found.out
     assert json.loads(kept.read_text())["points"][0]["context"] == 512
@@ -136,10 +137,14 @@ def test_prefill_runs_anywhere_and_keeps_what_it_measured(run: Run, tmp_path: Pa
 def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
     (tmp_path / "result.json").write_text(json.dumps(attention_result()))
-    assert run("bench", "chart", "result.json", "--output", "chart.svg").code == 0
+    assert run("bench", "chart", "result.json", "--out", "chart.svg").code == 0
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
-    assert "charts are drawn as .svg or .png" in refused("bench", "chart", "result.json", "--output", "chart.pdf")
+    (tmp_path / "packed.json.xz").write_bytes(lzma.compress(json.dumps(attention_result()).encode()))
+    for name in ("packed.json", "packed.json.xz"):
+        assert run("bench", "chart", name, "--out", "packed.svg").code == 0
+        assert (tmp_path / "packed.svg").read_bytes() == (tmp_path / "chart.svg").read_bytes()
+    assert "charts are drawn as .svg or .png" in refused("bench", "chart", "result.json", "--out", "chart.pdf")
     (tmp_path / "result.json").write_text(json.dumps(decode_result()))
-    assert "is none of kvsift bench attention" in refused("bench", "chart", "result.json", "--output", "other.svg")
+    assert "is none of kvsift bench attention" in refused("bench", "chart", "result.json", "--out", "other.svg")
     (tmp_path / "result.json").write_text("{")
-    assert "is not JSON" in refused("bench", "chart", "result.json", "--output", "other.svg")
+    assert "is not JSON" in refused("bench", "chart", "result.json", "--out", "other.svg")

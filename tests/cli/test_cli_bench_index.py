@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,20 +23,20 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("dump", "--output", "no/a.safetensors"), "the directory no does not exist."),
-        (("dump", "--output", "a", "--question", "Who?"), "give it with --context"),
-        (("dump", "--output", "a", "--context", "{text}"), "needs at least one --question"),
-        (("dump", "--output", "a", "--layers", "x"), "give all, or numbers from 0 on"),
-        (("dump", "--output", "a", "--layers", "9"), "layer 9 is not there"),
-        (("dump", "--output", "a", "--length", "1K,2K"), "give one number of tokens"),
-        (("dump", "--output", "a", "--task", "needl"), "did you mean 'needle'?"),
-        (("dump", "--output", "a", "--length", "10"), "cannot be made"),
+        (("dump", "--out", "no/a.safetensors"), "the directory no does not exist."),
+        (("dump", "--out", "a", "--question", "Who?"), "give it with --context"),
+        (("dump", "--out", "a", "--context", "{text}"), "needs at least one --question"),
+        (("dump", "--out", "a", "--layers", "x"), "give all, or numbers from 0 on"),
+        (("dump", "--out", "a", "--layers", "9"), "layer 9 is not there"),
+        (("dump", "--out", "a", "--length", "1K,2K"), "give one number of tokens"),
+        (("dump", "--out", "a", "--task", "needl"), "did you mean 'needle'?"),
+        (("dump", "--out", "a", "--length", "10"), "cannot be made"),
         (
-            ("dump", "--output", "a", "--context", "{text}", "--question", "Who?", "--length", "2K"),
+            ("dump", "--out", "a", "--context", "{text}", "--question", "Who?", "--length", "2K"),
             "the text has 900 tokens only",
         ),
         (("index", "--data", "X"), "unknown data set 'X'"),
-        (("index", "--data", "P"), "kvsift bench dump --output FILE makes one"),
+        (("index", "--data", "P"), "kvsift bench dump --out FILE makes one"),
         (("index", "--data", "P", "--dump", "no.safetensors"), "the dump no.safetensors does not exist."),
         (("index", "--indexes", "hns"), "did you mean 'hnsw'?"),
         (("index", "--heads", "32"), "--heads 32: give query heads/KV heads"),
@@ -46,7 +47,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (("host", "--contexts", "1K"), "less than twice the budget"),
         (("host", "--tokens", "0"), "--tokens 0: give whole numbers"),
         (("host", "--index", "tree"), "unknown index 'tree'"),
-        (("host", "--output", "no/a.json"), "the directory no does not exist."),
+        (("host", "--out", "no/a.json"), "the directory no does not exist."),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -61,7 +62,7 @@ def test_a_dump_of_a_text_is_searched(run: Run, model: Path, text: Path, tmp_pat
     asked = ("--question", "How many sacks?", "--question", "Which mill?")
     made = run(
         "bench", "dump", "--model", model, "--context", text, *asked, "--length", 800, "--layers", "1,2",
-        "--max-new-tokens", 2, "--output", "text.safetensors",
+        "--max-new-tokens", 2, "--out", "text.safetensors",
     )  # fmt: skip
     assert made.code == 0, made.err
     assert made.out.startswith("text.safetensors: 800 tokens of ")
@@ -70,7 +71,7 @@ def test_a_dump_of_a_text_is_searched(run: Run, model: Path, text: Path, tmp_pat
     assert dump.about["questions"] == ["How many sacks?", "Which mill?"]
     found = run(
         "bench", "index", "--data", "P", "--dump", "text.safetensors", "--k", "5", "--indexes", "flat",
-        "--tokens", 4, "--repeats", 1, "--output", "result.json",
+        "--tokens", 4, "--repeats", 1, "--out", "result.json",
     )  # fmt: skip
     assert found.code == 0, found.err
     assert "P text layer 1, 160 keys" in found.out
@@ -82,10 +83,20 @@ def test_a_dump_of_a_text_is_searched(run: Run, model: Path, text: Path, tmp_pat
 
 
 def test_a_generated_document_is_dumped(run: Run, model: Path, tmp_path: Path) -> None:
-    made = run("bench", "dump", "--model", model, "--length", "1K", "--questions", 2, "--output", "kv.safetensors")
+    made = run("bench", "dump", "--model", model, "--length", "1K", "--questions", 2, "--out", "kv.safetensors")
     assert made.code == 0, made.err
     assert Dump(tmp_path / "kv.safetensors").length == 1024
     assert "key_value, seed 0" in made.out
+
+
+def test_what_is_not_installed_is_said_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    told = run(
+        "bench", "index", *SMALL, "--data", "T", "--contexts", 256, "--k", "4,8", "--tokens", 2,
+        "--indexes", "flat,faiss_flat,ivf,hnsw",
+    ).out  # fmt: skip
+    assert told.count("faiss_flat, ivf, hnsw: the indexes ivf, hnsw and faiss_flat need faiss") == 1
+    assert told.count("pip install") == told.count("pip install faiss-cpu") == 1
 
 
 def test_index_and_host_end_with_one_document(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any
 
 import pytest
@@ -112,13 +113,27 @@ def test_a_plan_that_comes_later_is_checked_too(written: Path, tmp_path: Path) -
 def test_the_command_writes_one_file_and_says_so(run: Run, model: Path, text: Path, tmp_path: Path) -> None:
     outcome = run("calibrate", "--model", model, "--text", text, "--out", "axes.safetensors")
     assert outcome.code == 0
-    model_name = "LlamaForCausalLM, 3 layers, 4 heads, (259, 32) embeddings"
-    assert outcome.out == f"axes.safetensors: 3 layers of {model_name}, from 901 tokens of text\n"
+    assert outcome.out == "axes.safetensors: 3 layers of LlamaForCausalLM, from 901 tokens of text\n"
     assert [path.name for path in tmp_path.iterdir()] == ["axes.safetensors"]
     again = run("calibrate", "--model", model, "--text", text, "--text", text, "--out", "axes.safetensors", "--json")
     assert again.document["recipe"]["tokens"] == 901  # a file counts once
     plan = "loki:rank=4:budget=64:window=16:calibration=axes.safetensors"
     assert run("generate", "--model", model, "--plan", plan, "--prompt-file", text, "--max-new-tokens", 2).code == 0
+
+
+def test_a_calibration_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
+    run: Run, model: Path, text: Path, tmp_path: Path
+) -> None:
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        outcome = run("calibrate", "--model", model, "--text", text, "--out", "axes.safetensors")
+    finally:
+        setrlimit(RLIMIT_FSIZE, before)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: axes.safetensors is not written: ")
+    assert outcome.err.endswith("Make room or name another place, and give the command again.\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_text_it_reads_prose_of_ours(run: Run, model: Path) -> None:

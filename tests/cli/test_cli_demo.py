@@ -19,5 +19,5 @@ def test_every_fact_is_answered_sifted_and_dense(
         assert answer in fact
         row = next(line for line in shown if question in line)
         assert row.count(answer) == 2, row
-    of_dense = next(line for line in shown if "of dense" in line)
-    assert "100.0 %" in of_dense
+    read = next(line for line in shown if "KV bytes read" in line)
+    assert "(100.0 % of dense)" in read

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 from typing import Any, NoReturn
 
 import pytest
 from cli.watched import Refused, Run, files_in
+
+from kvsift.cli.eval import TimeLeft, progress_text
+from kvsift.eval.runner import Progress
 
 RECIPE = """
 tasks = ["passkey"]
@@ -37,9 +42,11 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     cell |= {"low": 0.44, "high": 1.0, "counted_tokens": 510.0}
     made = {"cells": [cell], "chance": [], "warnings": ["unequal."], "contexts": [1, 2, 3], "left_out": [3]}
 
-    def run(recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any) -> dict[str, Any]:
-        asked.append((recipe, text, out, workers, stop_at))
-        told(1.0, 3)
+    def run(
+        recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any, threads: int | None
+    ) -> dict[str, Any]:
+        asked.append((recipe, text, out, workers, threads, stop_at))
+        told(Progress(1, 3, 1 / 3))
         return made
 
     monkeypatch.setattr("kvsift.eval.runner.run", run)
@@ -47,15 +54,15 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, tables: list[Any]) -> None:
-    outcome = run("eval", recipe, "--out", "out", "--workers", 2, "--device", "cpu")
+    outcome = run("eval", recipe, "--out", "out", "--workers", 2, "--threads", 3, "--device", "cpu")
     assert outcome.code == 0
     assert outcome.out == (
         "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
         "out/mine; 1 of 3 contexts are not finished, the same command goes on. See it with kvsift report out/mine\n"
     )
     assert outcome.err == "kvsift: WARNING: unequal.\n"
-    ((asked, text, out, workers, stop_at),) = tables
-    assert (asked.device, text, out, workers, stop_at) == ("cpu", recipe.read_text(), Path("out/mine"), 2, None)
+    ((asked, text, *others),) = tables
+    assert (asked.device, text, *others) == ("cpu", recipe.read_text(), Path("out/mine"), 2, 3, None)
 
 
 def test_json_prints_the_tables_and_nothing_else(run: Run, recipe: Path, tables: list[Any]) -> None:
@@ -71,7 +78,7 @@ def test_several_recipes_share_the_time_and_have_a_directory_each(
     (tmp_path / "other.toml").write_text(recipe.read_text())
     before = time.monotonic()
     assert run("eval", recipe, "other.toml", "--max-seconds", 60).code == 0
-    assert [out for _, _, out, _, _ in tables] == [Path("results/mine"), Path("results/other")]
+    assert [out for _, _, out, *_ in tables] == [Path("results/mine"), Path("results/other")]
     first, second = (stop_at for *_, stop_at in tables)
     assert first == second
     assert before + 60 <= first <= time.monotonic() + 60
@@ -86,6 +93,7 @@ def test_several_recipes_share_the_time_and_have_a_directory_each(
         (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
         (("[64]", "[16]"), "budget=16 leaves nothing to select"),
         ((RECIPE, "tasks = "), "mine.toml cannot be read: "),
+        ((RECIPE, "tasks = " + "[" * 100_000), "mine.toml cannot be read: "),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_refused(
@@ -183,3 +191,96 @@ def test_what_is_no_result_has_no_report(refused: Refused, recipe: Path, monkeyp
     assert refused("report", older(recipe.parent), "--out", "no/page.html").startswith(
         "--out no/page.html: the directory"
     )
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files may have 4096 bytes, the rest has no room."""
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    setrlimit(RLIMIT_FSIZE, before)
+
+
+def test_a_report_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
+    run: Run, tmp_path: Path, full_disk: None
+) -> None:
+    result = older(tmp_path)
+    outcome = run("report", result, "--out", "page.html")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "kvsift: page.html is not written: the disk is full. Make room or name another place, and give the command "
+        "again.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [result.name]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{}", '{"kind": "quality"'])
+def test_a_result_of_any_depth_or_kind_is_refused_in_a_sentence(refused: Refused, tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.json").write_text(text)
+    assert "deep.json" in refused("report", "deep.json")
+
+
+def test_a_result_that_is_not_there_says_so(refused: Refused) -> None:
+    said = refused("report", "nix")
+    assert said == "the result nix does not exist. Name a directory that kvsift eval wrote."
+
+
+def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: Path, tmp_path: Path) -> None:
+    made = json.loads(older(tmp_path).read_text())
+    made["samples"][0]["task"] = "pass\x1b[2Jkey"
+    (tmp_path / "older.json").write_text(json.dumps(made))
+    outcome = run("report", "older.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith("kvsift: a sample is of the task 'pass\\x1b[2Jkey', which the recipe")
+
+
+@pytest.mark.parametrize("command", ["eval", "report", "calibrate", "bench attention", "bench dump", "bench chart"])
+def test_every_command_that_writes_takes_out_and_output(run: Run, command: str) -> None:
+    told = run(*command.split(), "--help").out
+    assert "--out" in told
+    assert "--output" in told
+
+
+def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> None:
+    """Reading takes a minute, and the plans of a context from one to ten seconds: after the first context every
+    estimate is within a tenth of what is really left."""
+    left, now, contexts, plans = TimeLeft(), 0.0, 20, 10
+    whole = 60 + sum(range(1, plans + 1))
+    assert left.at(0.0, Progress(0, contexts, 0.0)) is None
+    for context in range(contexts):
+        now += 60
+        for plan in range(plans):
+            now += plan + 1
+            done = context + (plan + 1) / plans
+            estimate = left.at(now, Progress(int(done), contexts, done / contexts))
+            if context == 0 and plan < plans - 1:
+                assert estimate is None
+            else:
+                assert estimate == pytest.approx(whole * contexts - now, rel=0.1, abs=0.1)
+
+
+def test_progress_is_said_in_contexts_and_plain_units() -> None:
+    half = Progress(3, 6, 0.5)
+    assert progress_text(half, None) == "3 of 6 contexts (50%)"
+    assert progress_text(half, 45.2) == "3 of 6 contexts (50%), about 45 seconds left"
+    assert progress_text(half, 600.0) == "3 of 6 contexts (50%), about 10 minutes left"
+    assert progress_text(half, 9000.0) == "3 of 6 contexts (50%), about 2.5 hours left"
+
+
+def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(
+    run: Run, recipe: Path, tables: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsift.cli.eval.LINE_EVERY_S", 0.0)
+    assert run("eval", recipe).err.splitlines()[0] == "mine: 1 of 3 contexts (33%)"
+
+
+def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: Refused, recipe: Path) -> None:
+    nameless = recipe.with_name("...toml")
+    nameless.write_text(recipe.read_text())
+    assert "has no name that a results directory could have" in refused("eval", nameless)
+
+
+def test_a_name_with_escape_sequences_does_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", older(tmp_path), "--out", "page\x1b[2J.html")
+    assert (outcome.code, outcome.out) == (0, "page\\x1b[2J.html\n")

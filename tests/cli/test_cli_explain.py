@@ -19,7 +19,7 @@ def test_text_for_people(run: Run, model: Path, text: Path, monkeypatch: pytest.
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     lines = outcome.out.splitlines()
-    assert lines[0].startswith(f"{ASKED}  (tiny, decode={QUEST}")
+    assert lines[0].startswith(f"{ASKED}  (tiny, {QUEST}")
     for shown in (
         "most read but sinks and window",
         "by layer and head",
@@ -43,7 +43,7 @@ def test_json_says_it_all(run: Run, model: Path, text: Path) -> None:
     assert document["question"] == ASKED
     assert document["plan"] == "dense"
     sizes = [each["stop"] - each["start"] for each in document["passages"]]
-    assert sizes[1:-2] == [100] * (len(sizes) - 3)
+    assert all(50 < size <= 100 for size in sizes[1:-2])
     assert 500 < sum(sizes) < 560, "so much of the text, and the question"
     assert [each["name"] for each in document["choices"]] == ["oracle_tokens"]
     assert document["choices"][0]["visible_tokens"] == 128
@@ -68,10 +68,28 @@ def test_the_embedded_model_explains_its_demo_without_options(run: Run) -> None:
     ]
 
 
+def test_several_tokens_in_text_json_and_on_the_page(run: Run, model: Path, text: Path) -> None:
+    how = ["explain", "--model", model, "--context", text, "--question", ASKED, "--plan", QUEST, "--methods", "none"]
+    how += ["--max-new-tokens", 3]
+    outcome = run(*how, "--token", "0,2", "--html", "page.html")
+    assert outcome.out.count("most read but sinks and window") == 2
+    assert outcome.out.count("page.html") == 1
+    html = Path("page.html").read_text()
+    assert 'id="t0"' in html
+    assert 'id="t2"' in html
+    documents = [run(*how, "--token", token, "--json").document for token in ("0-1", "all", "1")]
+    assert [each["token"] for each in documents[0]] == [0, 1]
+    assert [each["token"] for each in documents[1]] == [0, 1, 2]
+    assert documents[2] == documents[0][1], "one token is one object"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--token", 32], "token=32 is not among the tokens that may be generated: 0 to 31. Raise max_new_tokens"),
+        (["--token", "2-1"], "--token 2-1: write a token such as 2, several as 0,2, a range as 0-3, or all."),
+        (["--token", "-1"], "--token -1: write a token such as 2"),
+        (["--token", "0,"], "--token 0,: write a token such as 2"),
         (["--methods", "qest"], "unknown method 'qest'; did you mean 'quest'?"),
         (["--methods", "quest,"], "--methods quest,: a name is missing; write for instance quest,loki, or none."),
         (["--methods", "quest:sinks=1"], "quest:sinks=1: all methods get the same budget; leave out sinks."),
@@ -95,3 +113,17 @@ def test_an_answer_that_ends_early_says_which_tokens_it_has(run: Run) -> None:
     outcome = run("explain", "--context-tokens", 800, "--token", 20, "--methods", "none")
     assert outcome.code == 2
     assert outcome.err == "kvsift: the answer has no token 20; its tokens are: 0 ' v', 1 'el', 2 'vet', 3 ' canyon'.\n"
+
+
+def test_escapes_and_markup_of_a_context_are_printed_as_they_are(
+    run: Run, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("hostile.txt").write_text(f"{text.read_text()[:200]} \x1b]0;mine\x07\x1b[2J[/INST] {text.read_text()[200:]}")
+    outcome = run(
+        "explain", "--model", model, "--context", "hostile.txt", "--question", "Who[/x]?\x1b[2J", "--plan", "dense",
+        "--methods", "none", "--passage-tokens", 500, "--max-new-tokens", 2,
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    assert not set("\x1b\x07") & set(outcome.out)
+    assert "Who[/x]?\\x1b[2J" in outcome.out

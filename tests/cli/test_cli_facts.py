@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cli.watched import Run
 
 import kvsift
-from kvsift.methods import catalogue
+from kvsift.cli.methods import budget_knobs, spelled
+from kvsift.methods import BUILT_IN, catalogue
 from kvsift.runtime.spec import BUDGET_KEYS, make_rule
 
 
@@ -19,8 +22,10 @@ def test_methods_lists_the_catalogue_with_knobs_that_may_be_set(run: Run) -> Non
     assert outcome.err == ""
     assert [row["name"] for row in rows] == list(catalogue())
     for row in rows:
-        about = {"granularity", "keeps", "state_bytes_per_token"}
+        about = {"granularity", "keeps", "state_bytes_per_token", "meanings", "budget"}
         assert row.keys() == {"name", "summary", "phases", "knobs", "source", *about}
+        assert row["meanings"].keys() == row["knobs"].keys()
+        assert all(row["meanings"].values())
         assert row["granularity"] in ("token", "page", "block")
         assert row["keeps"].removesuffix("; evict=true frees") in ("all", "hides")
         assert row["summary"] == catalogue()[row["name"]].summary
@@ -40,15 +45,101 @@ def test_methods_say_what_they_hold_and_what_they_drop(run: Run) -> None:
     assert hiding == {"streaming_llm", "h2o", "tova", "snapkv"}
     assert {rows[name]["granularity"] for name in ("quest", "oracle_pages", "random")} == {"page"}
     assert rows["critiprefill"]["granularity"] == "block"
-    shown = run("methods").out
-    assert "which take 4,096 in a layer" in " ".join(shown.split())
+    shown = run("methods", "quest").out
+    assert "256 bytes per token and layer beside keys and values, which take 4,096 in" in " ".join(shown.split())
 
 
-def test_methods_shows_every_method_and_the_keys_of_every_budget(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    shown = run("methods").out
-    for name in (*catalogue(), *(f"{key}=" for key in BUDGET_KEYS)):
-        assert name in shown
+@pytest.mark.parametrize("columns", ["", "40", "80", "200"])
+def test_methods_cuts_no_name_and_no_knob_in_a_pipe_or_a_narrow_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    words = run("methods").out.split()
+    for row in run("methods", "--json").document:
+        assert row["name"] in words
+        for text in spelled(row["knobs"]):
+            assert text in words
+    assert set(spelled(budget_knobs())) <= {word.rstrip(";") for word in words}
+    if columns in ("", "80"):
+        assert max(map(len, run("methods").out.splitlines())) <= 80
+
+
+def test_methods_with_a_name_says_all_about_that_one(run: Run) -> None:
+    shown = run("methods", "retrieval_attention").out
+    told = " ".join(shown.split())
+    for words in (
+        "tokens that an index of the keys finds for the query", "plan retrieval_attention:budget=740", "phases decode",
+        "1,024 bytes per token and layer", "arXiv 2409.10516", "degree=32 links per key of the graph.",
+        'compat "paper": a graph per query head', "budget=740 at most so many visible tokens.",
+        "sinks=128 first tokens", "window=512 most recent tokens",
+    ):  # fmt: skip
+        assert words in told
+    assert "mass" not in {line.split(" ")[0] for line in shown.splitlines()}  # refused
+    row = run("methods", "retrieval_attention", "--json").document
+    assert (row["name"], row["budget"]["budget"], row["budget"]["window"]) == ("retrieval_attention", 740, 512)
+
+
+def test_methods_with_an_unknown_name_says_the_nearest(run: Run) -> None:
+    outcome = run("methods", "qest")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: unknown method 'qest'; did you mean 'quest'? Known: critiprefill, ")
+
+
+def test_the_defaults_that_methods_names_are_those_that_a_plan_gets(run: Run) -> None:
+    for row in run("methods", "--json").document:
+        rule = make_rule(row["name"], {})
+        for key, value in row["budget"].items():
+            there = getattr(rule.budget, BUDGET_KEYS[key])
+            assert value == ("+".join(map(str, there)) or "none" if isinstance(there, tuple) else there)
+    listed = " ".join(run("methods").out.split())
+    assert "compat budget: budget=740 sinks=128 window=512 sample_attention" in listed
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed package whose entry points lead nowhere, to what is no method, and to one that is."""
+    there = {
+        "broken": "my_package.nothere:Nope",
+        "no_method": "pathlib:Path",
+        "fine": "contracts.toy:RememberedMeans",
+    }
+    dist = SimpleNamespace(name="my-package")
+    points = [SimpleNamespace(name=name, value=value, dist=dist) for name, value in there.items()]
+    monkeypatch.setattr("kvsift.methods.entry_points", lambda group: points)
+    catalogue.cache_clear()
+    yield
+    monkeypatch.undo()
+    catalogue.cache_clear()
+
+
+@pytest.mark.usefixtures("broken")
+def test_methods_names_a_broken_plug_in_and_lists_the_others(run: Run) -> None:
+    outcome = run("methods", "--json")
+    names = {row["name"] for row in outcome.document}
+    assert names == {*BUILT_IN, "fine"}
+    warned = outcome.err.splitlines()
+    assert len(warned) == 2
+    assert warned[0] == (
+        "kvsift: WARNING: the method 'broken' of the installed package my-package cannot be loaded: "
+        "ModuleNotFoundError: No module named 'my_package'. Repair or uninstall my-package. It is left out."
+    )
+    assert (
+        "'no_method' of the installed package my-package cannot be loaded: TypeError: pathlib:Path is no" in warned[1]
+    )
+    assert run("methods").out.count("added by my-package") == 1
+
+
+@pytest.mark.usefixtures("broken")
+@pytest.mark.parametrize("command", [("ask", "--question", "Who?", "--plan", "broken"), ("methods", "broken")])
+def test_a_plan_that_names_a_broken_plug_in_says_package_and_reason(
+    run: Run, text: Path, command: tuple[str, ...]
+) -> None:
+    outcome = run(*command, *(("--context", text) if command[0] == "ask" else ()))
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "kvsift: the method 'broken' of the installed package my-package cannot be loaded: ModuleNotFoundError: No "
+        "module named 'my_package'. Repair or uninstall my-package.\n"
+    )
 
 
 @pytest.fixture
@@ -76,6 +167,20 @@ def test_doctor_shows_the_same_to_a_person(run: Run, monkeypatch: pytest.MonkeyP
     assert "versions torch" in outcome.out
 
 
+def test_doctor_prints_a_path_with_markup_as_it_is(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "[red]m [" / "x]\x1b[2J"
+    odd.parent.mkdir()
+    odd.symlink_to(model)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr("kvsift.models.transformers_load.embedded_model", lambda: odd)
+    outcome = run("doctor", "--device", "cpu")
+    assert outcome.code == 0
+    assert "[red]m [/x]\\x1b[2J" in outcome.out
+    assert "\x1b" not in outcome.out
+
+
 @pytest.mark.usefixtures("embedded")
 def test_doctor_refuses_an_unknown_device(run: Run) -> None:
     outcome = run("doctor", "--device", "gpu")
@@ -86,3 +191,29 @@ def test_doctor_refuses_an_unknown_device(run: Run) -> None:
 def test_version_is_that_of_the_package(run: Run) -> None:
     outcome = run("--version")
     assert (outcome.code, outcome.out, outcome.err) == (0, f"kvsift {kvsift.__version__}\n", "")
+
+
+def test_without_a_command_there_is_help(run: Run) -> None:
+    outcome = run()
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "--install-completion" in outcome.out
+    assert all(command in outcome.out for command in ("demo", "ask", "generate", "explain", "eval", "doctor"))
+
+
+def test_the_help_of_a_plan_has_all_its_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    for command in ("ask", "generate", "explain", "demo"):
+        assert "a TOML file with a [plan] table." in run(command, "--help").out
+
+
+def test_an_interrupted_eval_says_that_its_samples_are_safe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvsift.cli.eval._load", interrupted)
+    outcome = run("eval", "recipe.toml")
+    assert (outcome.code, outcome.out) == (130, "")
+    assert "The samples so far are safe; give the same command again to go on." in outcome.err
+    monkeypatch.setattr("kvsift.cli.doctor._versions", interrupted)
+    outcome = run("doctor")
+    assert (outcome.code, outcome.err.strip()) == (130, "kvsift: interrupted. No file was left half written.")

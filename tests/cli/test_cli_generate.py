@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli.watched import Outcome, Refused, Run
 
 from kvsift import LLM
+from kvsift.engine.result import Answer
 
 PLAN = "quest:budget=128:window=16:dense_layers=none"
 
@@ -29,7 +32,7 @@ def test_json_is_one_document_with_the_text_and_its_numbers(generate: Run, model
     assert (document["text"], document["token_ids"]) == (answer.text, answer.token_ids)
     assert document["prompt_tokens"] == 901
     assert 0 < document["density"] < 0.2
-    assert document["plan"] == f"decode={PLAN}"
+    assert document["plan"] == PLAN
 
 
 def test_for_a_person_stdout_is_the_text_and_stderr_the_proof(generate: Run, text: Path) -> None:
@@ -70,3 +73,36 @@ def test_a_length_that_is_none_is_refused(refused: Refused, model: Path) -> None
     assert "dense_below='never' must be 'auto' or a number" in refused(
         "generate", "--model", model, "--prompt", "Once", "--dense-below", "never"
     )
+
+
+def test_generate_says_why_it_ended(generate: Run, text: Path) -> None:
+    assert generate("--prompt-file", text, "--json").document["finish_reason"] == "length"
+    outcome = generate("--prompt-file", text)
+    assert "[cut after 8 tokens]" in outcome.err
+    assert "TTFT (document cached)" not in outcome.err
+    assert generate("--prompt-file", text, "--quiet").err == ""
+
+
+def test_text_for_a_terminal_has_no_escapes_and_for_a_file_is_as_it_is(
+    generate: Run, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stream(llm: LLM, prompt: str, **options: Any) -> Answer:
+        options["on_text"]("a\x1b[2J[/b]")
+        return answer(llm, prompt, max_new_tokens=2)
+
+    answer = LLM.generate
+    monkeypatch.setattr(LLM, "generate", stream)
+    assert generate("--prompt-file", text).out == "a\x1b[2J[/b]\n"
+    monkeypatch.setattr("kvsift.cli.generate.to_terminal", lambda: True)
+    assert generate("--prompt-file", text).out == "a\\x1b[2J[/b]\n"
+
+
+def test_the_text_may_go_to_a_file_and_come_from_stdin(
+    generate: Run, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate("--prompt-file", text, "--json").document["text"]
+    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(text.read_bytes())))
+    assert generate("--prompt-file", "-", "--out", "text.txt").out == ""
+    assert Path("text.txt").read_text() == expected
+    generate("--prompt-file", text, "--out", "text.json", "--json")
+    assert json.loads(Path("text.json").read_text())["text"] == expected

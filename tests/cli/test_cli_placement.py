@@ -59,7 +59,7 @@ def test_what_cannot_be_measured_is_refused(refused: Refused, arguments: tuple[s
 def test_split_and_offload_are_measured_beside_each_other(run: Run, tmp_path: Path) -> None:
     done = run(
         "bench", "split", "--shape", "tiny", "--contexts", "2K", "--kinds", "quest,offload", "--tokens", 1,
-        "--layers", 1, "--device", "cpu", "--output", "split.json",
+        "--layers", 1, "--device", "cpu", "--out", "split.json",
     )  # fmt: skip
     assert done.code == 0, done.err
     assert "% of what was chosen was on the device" in done.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,9 @@ def kvsift(*arguments: object, code: str | None = None) -> subprocess.CompletedP
     return subprocess.run([sys.executable, *program, *map(str, arguments)], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ask", "--help"], ["eval", "--help"], ["nonsense"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["ask", "--help"], ["eval", "--help"], ["nonsense"]]
+)
 def test_nothing_heavy_is_imported_before_there_is_something_to_do(arguments: list[str]) -> None:
     imported = set(eval(kvsift(*arguments, code=IMPORTED).stderr.splitlines()[-1]))
     assert "kvsift" in imported
@@ -86,4 +89,25 @@ def test_stdout_is_one_json_document_and_stderr_is_empty(model: Path, text: Path
         "--json",
     )
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert json.loads(ended.stdout)["plan"] == f"decode={plan}"
+    assert json.loads(ended.stdout)["plan"] == plan
+
+
+def test_ctrl_c_says_what_is_safe_and_ends_with_130(model: Path, text: Path) -> None:
+    command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--raw", "--max-new-tokens", 3000)
+    program = [sys.executable, "-m", "kvsift", *map(str, command)]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)  # it has begun
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.decode().strip().startswith("kvsift: interrupted. No file was left half written;")
+    assert "Traceback" not in said.decode()
+
+
+def test_a_misspelt_method_is_refused_before_torch_is_imported(text: Path) -> None:
+    for plan in ("qest:budget=256", "decode=qest", "prefill=quoka,decode=qest:budget=1"):
+        ended = kvsift("ask", "--context", text, "--question", "Why?", "--compare", plan, code=IMPORTED)
+        imported = set(eval(ended.stderr.splitlines()[-1]))
+        assert "unknown method 'qest'; did you mean 'quest'?" in ended.stderr
+        assert not imported & HEAVY

@@ -147,11 +147,19 @@ def test_a_damaged_model_directory_is_refused(refused: Refused, copy: Path, text
     assert len(said) < 600
 
 
-@pytest.mark.parametrize("name", ["nowhere", "meta-llama/Llama-3.1-8B"])
-def test_a_model_that_is_no_directory_is_refused(refused: Refused, text: Path, name: str) -> None:
-    said = refused("ask", "--model", name, "--context", text, "--question", "Why?")
-    assert said.startswith(f"{name} is not a directory. --model takes a Hugging Face model directory on disk")
-    assert "download one first, or leave it out to use the embedded model" in said
+def test_a_model_that_is_no_directory_is_refused(refused: Refused, text: Path) -> None:
+    said = refused("ask", "--model", "nowhere", "--context", text, "--question", "Why?")
+    assert said.startswith("nowhere is not a directory. Give a Hugging Face model directory")
+    assert "the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to use the embedded model" in said
+
+
+def test_a_model_that_cannot_be_downloaded_is_refused(
+    refused: Refused, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    said = refused("ask", "--model", "some-lab/Tiny-1B", "--context", text, "--question", "Why?")
+    assert said.startswith("there is no directory some-lab/Tiny-1B here. As a model of huggingface.co: ")
 
 
 def test_a_model_file_is_not_a_model_directory(refused: Refused, model: Path, text: Path) -> None:

@@ -82,6 +82,7 @@ USAGE = [
     (["--max-new-tokens", "0"], "'--max-new-tokens'", "greater than or equal to 1"),
     (["--max-new-tokens", "ten"], "'--max-new-tokens'", "integer"),
     (["--chunk-size", "0"], "'--chunk-size'", "greater than or equal to 1"),
+    (["--chunk-size", "65537"], "'--chunk-size'", "less than or equal to 65536"),
     (["--probe-every", "-1"], "'--probe-every'", "greater than or equal to 0"),
     (["--temperature", "warm"], "'--temperature'", "number"),
     (["--contxt", "x"], "--contxt", "--context"),

@@ -172,9 +172,12 @@ class Runner:
 class Stack:
     """Layers of one model, each with tokens of its own; a call takes all of them, one after the other."""
 
-    def __init__(self, plan: Plan, num_rows: int = 1, layers: Sequence[int] = (2, 3, 5)) -> None:
+    def __init__(
+        self, plan: Plan, num_rows: int = 1, layers: Sequence[int] = (2, 3, 5), peers: Sequence[int] = ()
+    ) -> None:
         relay = Relay()
-        self.layers = [Runner(plan, num_rows, SHAPE._replace(layer=layer), relay=relay) for layer in layers]
+        shapes = [SHAPE._replace(layer=layer, peers=tuple(peers)) for layer in layers]
+        self.layers = [Runner(plan, num_rows, shape, relay=relay) for shape in shapes]
 
     def feed(self, *rows: Tokens | None, decode_tokens: int = 0) -> list[Tensor]:
         """Outputs of every layer for each row, [num_layers, num_query_heads, num_new, head_dim]. A layer's queries are

@@ -17,6 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "page_mean.py"
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.usefixtures("fewer_examples")
 def test_the_documented_example_keeps_the_contracts(check: Check, phase: Phase) -> None:
     page_mean: Any = runpy.run_path(str(EXAMPLE))["PageMean"]
 

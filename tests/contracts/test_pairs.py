@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from contracts.harness import Runner, answers, assert_same_answer, draw_tokens, least_tokens, small
+from turns import every_fourth
 
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
@@ -27,8 +28,7 @@ def rule(name: str, phase: Phase) -> Rule:
 PROMPT, GENERATED = 160, 5  # three segments of the largest size, the last one short
 
 
-@pytest.mark.parametrize("decode", able("decode"))
-@pytest.mark.parametrize("prefill", able("prefill"))
+@pytest.mark.parametrize(("prefill", "decode"), every_fourth(able("prefill"), able("decode")))
 def test_each_rule_of_a_pair_answers_as_it_does_alone(prefill: str, decode: str) -> None:
     """Layer by layer: what a prefill rule hides from the prompt, it hides from nothing that comes later. After a
     roll-back and in a fork too."""

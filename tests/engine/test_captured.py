@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,17 @@ def test_tokens_equal_those_of_the_adapter(family: str, tmp_path: Path) -> None:
 
 
 FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": 32}
+FACTORS = {"short_factor": [1.0 + 0.1 * i for i in range(32)], "long_factor": [2.0 + i for i in range(32)]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 900}
 
 
-@pytest.mark.parametrize(("family", "settings"), [("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL), ("GptOss", FULL)])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("Phi3", {}), ("Olmo2", {}), ("Gemma2", FULL), ("GptOss", FULL),
+        ("Llama", {"rope_parameters": {**LONGROPE, **FACTORS}}),  # some of the prompts are longer, some shorter
+    ],
+)  # fmt: skip
 def test_other_architectures_answer_as_on_the_composed_path(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -239,3 +248,30 @@ def test_what_cannot_be_captured_is_said(directory: Path) -> None:
     assert llm(directory, "auto").generate("Once", plan="oracle_tokens:budget=128").path.startswith("composed: oracle")
     with pytest.raises(InputError, match="cannot be captured"):
         llm(directory).generate("Once", plan="oracle_tokens:budget=128")
+
+
+def test_threads_that_share_a_model_get_their_own_answers(directory: Path) -> None:
+    """Graphs are captured while other threads wait for their tokens, and documents are asked in between."""
+    alone, shared = llm(directory), llm(directory)
+    expected = [tokens([alone.generate(text, max_new_tokens=40)]) for text in TEXTS]
+    questions = [f"Which of the {count} mills grinds the least corn?" for count in range(3)]
+    said = [alone.read(TEXTS[0]).ask(question, max_new_tokens=20).token_ids for question in questions]
+    document = shared.read(TEXTS[0])
+
+    def generated(text: str) -> list[list[list[int]]]:
+        return [tokens([shared.generate(text, max_new_tokens=40)]) for _ in range(3)]
+
+    def streamed(text: str) -> list[list[int]]:
+        stream = shared.stream(text, max_new_tokens=40)
+        assert "".join(stream) == stream.answer.text
+        return tokens([stream.answer])
+
+    def asked(question: str) -> list[list[int]]:
+        return [document.ask(question, max_new_tokens=20).token_ids for _ in range(3)]
+
+    with ThreadPoolExecutor(12) as threads:
+        jobs = [threads.map(generated, TEXTS), threads.map(streamed, TEXTS), threads.map(asked, questions)]
+        found = [list(job) for job in jobs]
+    assert found[0] == [[each] * 3 for each in expected]
+    assert found[1] == expected
+    assert found[2] == [[each] * 3 for each in said]

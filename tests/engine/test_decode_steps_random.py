@@ -40,14 +40,14 @@ def random_batch(rng: random.Random) -> tuple[list[str], dict[str, Any]]:
     return texts, {"max_new_tokens": rng.randint(1, 40), "sampling": sampling, "stop": stop}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_batches_answer_as_on_the_composed_path(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
     directory = write_model(tmp_path, ["Llama", "Qwen3", "Phi3"][seed % 3], num_key_value_heads=rng.choice([1, 2, 4]))
     fast, slow = LLM(directory, path="eager"), LLM(directory)
-    for _ in range(6):
+    for _ in range(5):
         monkeypatch.setattr(decode_loop, "MOVE_STEPS", rng.choice([1, 512]))
         plan, (texts, options) = random_plan(rng), random_batch(rng)
         for one, other in zip(fast.generate(texts, plan=plan, **options), slow.generate(texts, plan=plan, **options)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of
 from kvsift import LLM, InputError
 from kvsift.engine.llm import Document
 from kvsift.engine.result import Answer
+from kvsift.methods import kmeans
 
 TEXT = text_of(700)
 QUESTIONS = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
 BUDGET = "budget=128:dense_layers=none"
+PQCACHE = "pqcache:budget=128:dense_layers=none"
 PLANS = (
     f"quest:{BUDGET}:window=16",
     "dense",
@@ -52,10 +55,9 @@ def test_an_answer_does_not_depend_on_what_was_asked_before(family: str, request
         (question, plan): ask(LLM(directory).read(TEXT), question, plan) for question in QUESTIONS for plan in PLANS
     }
     document = LLM(directory).read(TEXT)
-    for _ in range(2):
-        for plan in (*PLANS, *reversed(PLANS)):
-            for question in QUESTIONS:
-                assert ask(document, question, plan) == fresh[question, plan]
+    for plan in (*PLANS, *reversed(PLANS)):
+        for question in QUESTIONS:
+            assert ask(document, question, plan) == fresh[question, plan]
 
 
 def test_the_plans_that_are_compared_do_differ(llama: Path) -> None:
@@ -180,6 +182,98 @@ def test_a_dense_answer_is_the_same_in_both_question_phases(family: str, request
         for phase in ("prefill", "decode")
     )
     assert first == second
+
+
+@pytest.mark.parametrize("first", ["dense", PQCACHE])
+def test_building_an_index_is_in_ttft_whether_its_plan_comes_first_or_not(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    fit = kmeans.fit
+
+    def slow(*args: Any) -> Any:
+        sleep(0.1)
+        return fit(*args)
+
+    document = LLM(llama, first).read(TEXT)
+    monkeypatch.setattr(kmeans, "fit", slow)
+    if first == "dense":
+        document.ask(QUESTIONS[0], max_new_tokens=2)
+        assert document.read_s > 0
+    answer = document.ask(QUESTIONS[0], plan=PQCACHE, max_new_tokens=5)
+    assert answer.ttft_s > answer.build_s >= 0.3, "a fit per layer"
+    assert max(answer.itl_s) < 0.1
+    again = document.ask(QUESTIONS[0], plan=PQCACHE, max_new_tokens=5)
+    assert again.build_s < 0.1, "built once"
+    assert again.token_ids == answer.token_ids
+
+
+def test_an_answer_says_whether_it_was_cut(llama: Path) -> None:
+    llm = LLM(llama)
+    assert llm.generate(TEXT, max_new_tokens=3).finish_reason == "length"
+    text = llm.generate(TEXT, max_new_tokens=8).text
+    stopped = llm.generate(TEXT, max_new_tokens=8, stop=text[3])
+    assert (stopped.finish_reason, stopped.as_dict()["finish_reason"]) == ("stop", "stop")
+
+
+def prompts_of(llm: LLM, **form: Any) -> str:
+    """What is fed for a question, special tokens in it."""
+    ids = llm.read(TEXT, **form).check(" Why? ", 1)
+    return str(llm.tokenizer.decode(ids))
+
+
+def test_the_prompt_is_what_its_user_makes_it(llama: Path, chatty: Path) -> None:
+    plain, chat = LLM(llama), LLM(chatty)
+    for llm in (plain, chat):
+        assert prompts_of(llm, template="T: {context} Q: {question}!") == f"<bos>T: {TEXT} Q: Why?!"
+        assert prompts_of(llm, template="<bos>{context}{question}") == f"<bos>{TEXT}Why?", "one bos token"
+        assert prompts_of(llm, template="{context} {context} {question}") == f"<bos>{TEXT} {{context}} Why?"
+    assert prompts_of(chat, system="Be {question}.") == (
+        f"<bos>[system] Be {{question}}.\n[user] {TEXT}\n\nWhy?\n[assistant] "
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "says"),
+    [
+        ("llama", {"template": "{question} {context}"}, "needs {context} and, after it, {question}"),
+        ("llama", {"template": "{context}"}, "needs {context} and, after it, {question}"),
+        ("llama", {"system": "Be brief."}, "a system message is part of a chat template, and this model has none"),
+        ("chatty", {"system": "Be brief.", "template": "{context}{question}"}, "and a prompt template replaces it"),
+    ],
+)
+def test_a_prompt_that_cannot_be_made_is_refused(
+    family: str, form: dict[str, str], says: str, request: pytest.FixtureRequest
+) -> None:
+    with pytest.raises(InputError) as refusal:
+        LLM(request.getfixturevalue(family)).read(TEXT, **form)  # type: ignore[arg-type]
+    assert says in str(refusal.value)
+
+
+def test_a_chat_template_that_takes_no_system_message_says_so(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(chatty)
+    monkeypatch.setattr(llm.tokenizer, "chat_template", "{{ raise_exception('System role not supported') }}")
+    with pytest.raises(InputError, match="chat template refuses this prompt: System role not supported"):
+        llm.read(TEXT, system="Be brief.")
+
+
+def test_a_stop_of_ones_own_ends_an_answer(llama: Path) -> None:
+    llm = LLM(llama)
+    whole = llm.read(TEXT, template="{context}\n{question}\nA:").ask("Why?", max_new_tokens=8)
+    stop = next(each for each in whole.text[1:] if each.isalnum())
+    cut = llm.read(TEXT, template="{context}\n{question}\nA:", stop=stop).ask("Why?", max_new_tokens=8)
+    assert cut.text == whole.text.partition(stop)[0].strip()
+    assert cut.finish_reason == "stop"
+
+
+def test_bytes_that_are_no_text_are_refused_before_the_tokenizer_sees_them(llama: Path) -> None:
+    llm = LLM(llama)
+    for ask, what in (
+        (lambda text: llm.read(TEXT).ask(text), "question"),
+        (lambda text: llm.read(text), "context"),
+        (lambda text: llm.generate(text), "prompt"),
+    ):
+        with pytest.raises(InputError, match=f"the {what} is not UTF-8 text .character 4 is"):
+            ask("Why \udcff")
 
 
 def test_an_unknown_question_phase_is_refused(llama: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain, repeat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvsift import LLM, InputError
+from kvsift.engine.llm import MOST_CHUNK
 from kvsift.engine.result import Answer
 
 PROMPT = text_of(400)
@@ -129,7 +131,16 @@ def test_nothing_to_generate_is_refused(llm: LLM) -> None:
         llm.generate(PROMPT, max_new_tokens=0)
 
 
-@pytest.mark.parametrize("setting", [{"chunk_size": 0}, {"probe_every": -1}])
-def test_a_setting_out_of_range_is_refused(llama: Path, setting: dict[str, int]) -> None:
+def test_a_layer_that_the_model_lacks_is_refused_before_the_weights_are_loaded(llama: Path) -> None:
+    llm = LLM(llama, "tidal_decode:budget=128:correction=13")
+    with pytest.raises(InputError, match=r"correction=13 is no layer .* those are 0 to 2"):
+        llm.generate(PROMPT)
+    assert llm._model is None
+
+
+@pytest.mark.parametrize(
+    "setting", [{"chunk_size": 0}, {"chunk_size": MOST_CHUNK + 1}, {"chunk_size": "64"}, {"probe_every": -1}]
+)
+def test_a_setting_out_of_range_is_refused(llama: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(setting))):
         LLM(llama, **setting)

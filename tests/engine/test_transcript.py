@@ -84,3 +84,10 @@ def test_times_are_those_of_the_tokens(tokenizer: Any) -> None:
     assert transcript.times == [0.0, 1.0, 2.0]
     assert transcript.itl_s == [1.0, 1.0]
     assert transcript.done
+
+
+def test_the_finish_reason_is_what_ended_the_text(tokenizer: Any) -> None:
+    (end,) = tokenizer("!", add_special_tokens=False)["input_ids"]
+    assert said(tokenizer, "abc")[0].finish_reason == "length"
+    assert said(tokenizer, "ab!", ends={end})[0].finish_reason == "stop"
+    assert said(tokenizer, "abc", stops=("c",))[0].finish_reason == "stop"

@@ -55,11 +55,31 @@ def test_the_configuration_is_yaml_that_names_the_plan(tmp_path: Path) -> None:
     assert config["max_new_tokens"] is None
 
 
-def test_ratios_that_round_to_the_same_are_numbered(tmp_path: Path) -> None:
-    made = result_of(tmp_path, [sample(QUEST, 64), sample(LARGER, 256, density=0.1001)])
+def test_ratios_that_round_to_the_same_lie_side_by_side(tmp_path: Path) -> None:
+    """kvpress's own readers take the folders below a directory, and none that lie deeper."""
+    made = result_of(tmp_path, [sample(QUEST, 64), sample(LARGER, 256, density=0.1011)])
+    folders = write_folders([("x", made)], tmp_path / "out")
+    start = "kvsift__700__kvsift--embedded__quest__"
+    assert [folder.name for folder in folders] == [f"{start}0.9000", f"{start}0.8989"]
+    assert {folder.parent for folder in folders} == {tmp_path / "out"}
+    assert write_folders([("x", made)], tmp_path / "out") == folders  # written again, not beside
+
+
+def test_equal_ratios_are_numbered(tmp_path: Path) -> None:
+    made = result_of(tmp_path, [sample(QUEST, 64), sample(LARGER, 256)])
     first, second = write_folders([("x", made)], tmp_path / "out")
-    assert second == first / "1"
-    assert write_folders([("x", made)], tmp_path / "out") == [first, second]  # written again, not beside
+    assert second == first.with_name(first.name + "__2")
+
+
+def test_names_in_a_result_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+    task = "x/../../../escaped"
+    made = result_of(tmp_path, [sample(QUEST, 64, task=task)], model="/models/../mine\x1b[2J")
+    made["rows"] = [{**row, "name": "loki:calibration=/a/../b"} for row in made["rows"]]
+    (folder,) = write_folders([("x", made)], tmp_path / "deep" / "out")
+    assert folder.parent == tmp_path / "deep" / "out"
+    assert folder.name == "x-..-..-..-escaped__700__--models--..--mine--2J__loki-calibration--a-..-b__0.90"
+    assert {path.name for path in tmp_path.iterdir()} == {"recipe.toml", "deep"}
+    assert {path.name for path in folder.iterdir()} == {"predictions.csv", "metrics.json", "config.yaml"}
 
 
 def test_a_place_where_nothing_can_be_written_is_refused(tmp_path: Path) -> None:

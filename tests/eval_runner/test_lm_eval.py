@@ -1,5 +1,5 @@
-"""The lm-eval model scores what the model itself says. Where lm-eval is not installed its base class is stood in for by
-one without methods: nothing of it takes part in what is tested, but for one test that wants the real one."""
+"""The lm-eval model scores what the model itself says. Where lm-eval is not installed a package with its registry and
+an empty base class stands in for it; one test wants the real one."""
 
 from __future__ import annotations
 
@@ -21,23 +21,38 @@ REAL = find_spec("lm_eval") is not None
 CONTEXT, CONTINUATION = text_of(300), " and the wheel turns"
 
 
+STAND_IN = {
+    "__init__.py": "",
+    "utils.py": "get_rolling_token_windows = make_disjoint_window = None",
+    "api/__init__.py": "",
+    "api/model.py": "class TemplateLM: pass",
+    "api/registry.py": """
+known = {}
+def register_model(name):
+    return lambda cls: known.setdefault(name, cls)
+def get_model(name):
+    if not known:
+        import lm_eval.models
+    return known[name]
+""",
+    "models/__init__.py": "from lm_eval.api.registry import known\nknown['hf'] = object",
+}
+
+
 @pytest.fixture(scope="module")
-def lm_eval() -> Iterator[ModuleType]:
+def lm_eval(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     """``kvsift.eval.lm_eval``."""
     with pytest.MonkeyPatch.context() as patch:
         if not REAL:
-            for name, content in {
-                "lm_eval": {},
-                "lm_eval.api": {},
-                "lm_eval.api.model": {"TemplateLM": type("TemplateLM", (), {})},
-                "lm_eval.api.registry": {"register_model": lambda name: lambda cls: cls},
-                "lm_eval.utils": {"get_rolling_token_windows": None, "make_disjoint_window": None},
-            }.items():
-                module = ModuleType(name)
-                vars(module).update(content)
-                patch.setitem(sys.modules, name, module)
+            folder = tmp_path_factory.mktemp("stand-in")
+            for name, content in STAND_IN.items():
+                (folder / "lm_eval" / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / "lm_eval" / name).write_text(content)
+            patch.syspath_prepend(folder)
         yield importlib.import_module("kvsift.eval.lm_eval")
-        sys.modules.pop("kvsift.eval.lm_eval", None)
+        for name in [name for name in sys.modules if name.startswith("lm_eval") or name == "kvsift.eval.lm_eval"]:
+            if not REAL or name == "kvsift.eval.lm_eval":
+                del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +123,48 @@ def test_generation_ends_at_a_stop_or_at_its_length(dense: Any) -> None:
     assert cut == whole.split(stop)[0]
 
 
-def test_a_text_that_begins_with_bos_gets_no_second_one(dense: Any) -> None:
+def test_a_text_that_begins_with_bos_gets_no_second_one(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense.tok_encode("a")[0] == 0
     assert dense.tok_encode("<bos>a") == dense.tok_encode("a")
+    asked: list[str] = []
+    generate = dense.llm.generate
+    monkeypatch.setattr(dense.llm, "generate", lambda text, **kwargs: asked.append(text) or generate(text, **kwargs))
+    dense.generate_until([SimpleNamespace(args=(f"<bos>{CONTEXT}", {"max_gen_toks": 1}))])
+    assert asked == [CONTEXT]
+
+
+def test_lm_evals_own_models_are_still_found(lm_eval: ModuleType) -> None:
+    from lm_eval.api.registry import get_model
+
+    assert get_model("hf") is not None
+    assert get_model("kvsift") is lm_eval.KVSiftLM
+
+
+def test_a_whole_text_is_scored_with_its_bos_and_in_the_windows_of_hf(
+    lm_eval: ModuleType, dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(lm_eval, "get_rolling_token_windows", lambda *args: asked.append(args) or [([0], [70])])
+    monkeypatch.setattr(lm_eval, "make_disjoint_window", lambda window: window)
+    dense.loglikelihood_rolling([SimpleNamespace(args=("a wheel",))])
+    assert asked == [(dense.tok_encode("a wheel"), 0, dense.max_length, 1)]
+    assert asked[0][0][0] == dense.prefix_token_id
+
+
+def test_a_context_keeps_all_tokens_that_the_model_has_positions_for(
+    lm_eval: ModuleType, dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last token of a continuation is predicted and never read, so it takes no position."""
+    monkeypatch.setattr(lm_eval.KVSiftLM, "max_length", 40)
+    context, continuation = dense.tok_encode(CONTEXT), [70, 71, 72]
+    expected, _ = by_one_pass(dense, context[-38:], continuation)
+    assert dense._score(context, continuation)[0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_stop_before_anything_else_leaves_no_text(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense.llm, "generate", lambda text, **kwargs: SimpleNamespace(text="\n\nA. 4"))
+    request = SimpleNamespace(args=(CONTEXT, {"until": ["\n", "4"]}))
+    assert dense.generate_until([request]) == [""]
 
 
 def test_without_a_chat_template_there_are_no_turns(dense: Any) -> None:
@@ -127,7 +181,7 @@ def test_whole_texts_and_pairs_through_lm_eval(dense: Any) -> None:
     assert get_model("kvsift") is type(dense)
     assert lm_eval
     rolling = [Instance("loglikelihood_rolling", {}, (CONTEXT,), 0)]
-    ids = dense.tok_encode(CONTEXT, add_special_tokens=False)
+    ids = dense.tok_encode(CONTEXT)
     assert dense.loglikelihood_rolling(rolling)[0] == pytest.approx(by_one_pass(dense, [0], ids)[0], rel=1e-3)
     pairs = [Instance("loglikelihood", {}, (CONTEXT, CONTINUATION), 0)]
     expected, _ = by_one_pass(dense, dense.tok_encode(CONTEXT), ids := dense.tok_encode(CONTINUATION, False))

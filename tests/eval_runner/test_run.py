@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from typing import Any, NoReturn
 
 import pytest
 from eval_runner.samples import recipe_of, recipe_text
+from eval_runner.samples import sample as made
 
 from kvsift import InputError
-from kvsift.eval import runner
+from kvsift.eval import packed, runner
 from kvsift.eval.reading import load_result
 from kvsift.eval.recipe import Job, Recipe
 from kvsift.eval.results import SAMPLES
-from kvsift.eval.runner import run
+from kvsift.eval.runner import Meter, Progress, run
 
 TIMES = "read_s", "ttft_s", "tpot_s", "peak_memory_bytes", "session"
 
@@ -36,11 +38,11 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An uninterrupted run: the folder, what was told, the result."""
     folder = tmp_path_factory.mktemp("whole")
-    told: list[tuple[float, int]] = []
+    told: list[Progress] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 1)
         recipe = recipe_of(folder, model=model)
-        run(recipe, recipe_text(model=model), folder / "out", told=lambda done, total: told.append((done, total)))
+        run(recipe, recipe_text(model=model), folder / "out", told=told.append)
     return {"recipe": recipe, "folder": folder / "out", "told": told, "result": load_result(folder / "out")}
 
 
@@ -65,11 +67,18 @@ def test_every_question_has_a_sample_in_every_cell(whole: dict[str, Any]) -> Non
 
 
 def test_progress_goes_from_nothing_to_all(whole: dict[str, Any]) -> None:
-    done = [each for each, _ in whole["told"]]
-    assert done == sorted(done)
-    assert done[0] == 0
-    assert done[-1] == pytest.approx(3 * 5)
-    assert {total for _, total in whole["told"]} == {3 * 5}
+    told = whole["told"]
+    assert told == sorted(told)
+    assert told[0] == (0, 3, 0.0)
+    assert told[-1] == (3, 3, pytest.approx(1.0))
+
+
+def test_a_long_context_is_more_of_the_work_than_a_short_one() -> None:
+    jobs = [Job("passkey", 1000, 0), Job("passkey", 3000, 0), Job("of_a_file", None, 0)]
+    meter = Meter(jobs, num_rows=1)
+    shares = [meter.add(made(task=job.task, length=job.length, seed=job.seed)).share for job in jobs]
+    assert shares == pytest.approx([1 / 6, 4 / 6, 1.0])
+    assert meter.progress.contexts == 3
 
 
 def test_a_result_says_what_made_it(whole: dict[str, Any], model: Path) -> None:
@@ -108,9 +117,23 @@ def test_a_finished_run_makes_nothing_twice(whole: dict[str, Any], monkeypatch: 
     assert ((whole["folder"] / SAMPLES).read_bytes(), (whole["folder"] / "summary.json").read_bytes()) == before
 
 
+def test_a_finished_run_is_packed_once_and_then_left_alone(
+    whole: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "LARGE", 1)
+    shutil.copytree(whole["folder"], tmp_path / "out")
+    listed = []
+    for _ in range(2):
+        run(whole["recipe"], "", tmp_path / "out")
+        listed.append({path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()})
+        assert load_result(tmp_path / "out")["samples"] == whole["result"]["samples"]
+    assert listed[0].keys() == {"samples.jsonl.xz", "summary.json.xz", "recipe.toml"}
+    assert listed[0] == listed[1]
+
+
 def test_an_interrupted_run_goes_on_where_it_was(whole: dict[str, Any], tmp_path: Path) -> None:
-    def stop(done: float, total: int) -> None:
-        if done > 5:
+    def stop(progress: Progress) -> None:
+        if progress.contexts:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.conftest import DEVICE, DTYPES, far_memory, needs_triton
 from kernels.paged_cases import distance
 from torch import Tensor
 from transformers import LlamaConfig
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvsift.kernels.gated_linear import (
     Activation,
+    _gate_kernel,
     gate_triton,
     gated_linear,
     gated_linear_reference,
@@ -82,6 +84,32 @@ def test_the_gate_of_a_finished_product_is_that_of_the_reference(
     found = gate_triton(torch.nn.functional.linear(x, gate_up), activation)
     assert found.dtype == dtype
     assert distance(found, exact) <= 2 * distance(own, exact)
+
+
+@needs_triton
+def test_a_gate_that_lies_beyond_32_bits_is_read_where_it_lies(tmp_path: Path) -> None:
+    """The first columns of rows that are as long as 75,000 usual ones together."""
+    rows, inter = 5, 1 << 28
+    gate_up = far_memory(tmp_path, rows * 2 * inter, torch.float16).view(rows, 2, inter)
+    gate_up[..., :1024] = torch.randn(rows, 2, 1024, generator=torch.Generator().manual_seed(0)).half()
+    (tmp_path / "out").mkdir()
+    found = far_memory(tmp_path / "out", rows * inter, torch.float16).view(rows, inter)
+    _gate_kernel[(rows, 1)](gate_up, found, inter, SILU=True, BLOCK=1024)
+    gate, up = gate_up[..., :1024].unbind(1)
+    torch.testing.assert_close(found[:, :1024], torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no limit of a grid")
+def test_a_chunk_of_more_rows_than_the_second_axis_of_a_grid_holds() -> None:
+    """75,000 rows of Llama 3 8B: 2^31 numbers and more."""
+    if torch.cuda.mem_get_info()[0] < 16 << 30:
+        pytest.skip("needs 16 GiB of GPU memory")
+    gate_up = torch.randn(75_000, 28_672, dtype=torch.bfloat16, device=DEVICE)
+    found = gate_triton(gate_up)
+    for row in (0, 65_535, 65_536, 74_999):
+        gate, up = gate_up[row].chunk(2)
+        torch.testing.assert_close(found[row], torch.nn.functional.silu(gate) * up)
 
 
 def test_the_reference_is_the_first_half_of_transformers_mlp() -> None:

@@ -11,11 +11,13 @@ from kernels.decode_cases import DecodeCase, Lists, draw_case, everything, exact
 from kernels.decode_checks import error_ratio
 from torch import Tensor
 
+import kvsift.kernels.page_attention as module
 from kvsift.kernels.page_attention import (
     SplitSpace,
     page_attention,
     page_attention_reference,
     page_attention_triton,
+    split_count,
 )
 
 SHAPES = [  # (KV heads, group, head_dim, page_size)
@@ -124,6 +126,19 @@ def test_where_pages_lie_changes_nothing(rows: str) -> None:
     lists = everything(case.kv, 2) if rows == "everything" else given
     exact = exact_attention(case.queries, case.kv, lists, scale=case.scale)  # type: ignore[arg-type]
     assert error_ratio(attend(page_attention_triton, foreign, given), expected, exact) <= 2
+
+
+@needs_triton
+def test_a_list_is_cut_into_no_more_splits_than_one_program_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a million tokens and more there were so many that Triton refused to merge them."""
+    case = draw_case(LENGTHS, 2, 2, 16, 8, torch.float16)
+    assert split_count(case.kv, 1 << 21, 2) <= 1024
+    lists = lists_of(case, True)
+    exact = exact_attention(case.queries, case.kv, lists, scale=case.scale)
+    own = attend(page_attention_reference, case, lists)
+    monkeypatch.setattr(module, "MOST_SPLITS", 2)  # of 32 that would take 8 tokens each
+    monkeypatch.setattr(module, "SPLIT_TOKENS", 8)
+    assert error_ratio(attend(page_attention_triton, case, lists), own, exact) <= 2
 
 
 @needs_triton

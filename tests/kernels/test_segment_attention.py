@@ -93,10 +93,8 @@ def test_the_reference_is_attention_with_a_mask(shape: tuple[int, int, int, int,
 @needs_triton
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("foreign", [False, True], ids=["ours", "foreign blocks"])
-def test_the_twin_is_as_exact_as_the_dtype(
-    shape: tuple[int, int, int, int, int], dtype: torch.dtype, foreign: bool
-) -> None:
+def test_the_twin_is_as_exact_as_the_dtype(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
+    foreign = (SHAPES.index(shape) + DTYPES.index(dtype)) % 2 == 0  # pages of our own or of another owner's blocks
     case = draw(shape, dtype, foreign)
     exact = run(segment_attention_reference, case._replace(queries=case.queries.float()))
     found = run(segment_attention_triton, case)

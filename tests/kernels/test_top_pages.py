@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.conftest import DEVICE, needs_triton
+from kernels.conftest import DEVICE, far_memory, needs_triton
 from torch import Tensor
 
 from kvsift.kernels import top_pages
@@ -123,3 +125,49 @@ def test_both_zeros_are_equal() -> None:
     scores = torch.zeros(1, 1, 40, device=DEVICE)
     scores[..., ::2] = -0.0
     check(scores, spans_of((0, 40, 5, 41)))
+
+
+def test_a_row_that_begins_beyond_32_bits_is_read_where_it_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2^31 numbers behind the first row, as in prefill over 524,288 tokens: 8 KV heads, segments of 16 queries."""
+    monkeypatch.setattr(top_pages, "GROUP_PAGES", 2048)  # else the maxima take memory
+    rows, width = 9, 1 << 28
+    scores = far_memory(tmp_path, rows * width, torch.float32).view(rows, 1, width)
+    scores[:, 0, 0] = 1.0
+    scores[8, 0, 5] = 2.0
+    scores[8, 0, 90] = 3.0
+    spans = spans_of(*[(0, 1, 1, 1)] * 8, (0, 100, 2, 100))
+    pages, _ = visible_pages_triton(scores, spans, 2)
+    assert pages[8].tolist() == [[5, 90]]
+
+
+def test_a_row_of_more_scores_than_21_bits_count_gives_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.3 million scores are not the lowest there is: the first look at them counts them all."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(top_pages, "BLOCK", 1 << 18)  # the interpreter takes its time for every block
+    scores, ulp = torch.full((1, 1, 2_400_000), 1.0, device=DEVICE), torch.finfo(torch.float32).eps
+    scores[..., 50_000:2_350_000] = 1.0 + ulp
+    scores[..., -1] = 1.0 + 3 * ulp
+    pages, counts = visible_pages_triton(scores, spans_of((0, 2_400_000, 250_000, 2_400_000)), 2_400_000)
+    assert counts.tolist() == [[250_000]]
+    assert pages[0, 0, :250_001].tolist() == [*range(50_000, 299_999), 2_399_999, -1]
+
+
+def test_a_list_may_be_longer_than_a_block_of_triton() -> None:
+    """A million units and more, of which none competes."""
+    held = (1 << 20) + 7
+    pages, counts = visible_pages_triton(torch.zeros(1, 1, 16, device=DEVICE), spans_of((3, 5, 2, held)), held)
+    assert counts.tolist() == [[held]]
+    assert torch.equal(pages[0, 0], torch.arange(held, dtype=torch.int32, device=DEVICE))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter knows no limit of a grid")
+def test_more_segments_than_the_second_axis_of_a_grid_holds() -> None:
+    """A chunk of a million tokens that choose 16 at a time."""
+    segments = (1 << 16) + 3
+    scores = torch.arange(segments * 40, device=DEVICE).remainder(37).float().view(segments, 1, 40)
+    spans = torch.tensor([[0, 40, 3, 40]], dtype=torch.int32, device=DEVICE).repeat(segments, 1)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :3]
+    assert torch.equal(visible_pages_triton(scores, spans, 3)[0].long(), best.sort(-1).values)

@@ -16,6 +16,7 @@ from kvsift.methods.less_is_more import LessIsMore, merged_ranking
 from kvsift.methods.tidal_decode import TidalDecode
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
+from kvsift.runtime.spec import parse_plan
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=(0, 1))
 LAYERS = (0, 1, 2, 3, 5, 7)
@@ -127,7 +128,52 @@ def test_passes_stay_apart_where_layers_that_choose_see_everything(cls: type[Les
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"correction": -1}, {"recent_fraction": 1.5}, {"recent_fraction": True}, {"full_choice": 1}]
+    ("layers", "less_is_more", "tidal_decode"),
+    [
+        (range(32), 12, 13),  # the published ones
+        (range(5), 3, 3),
+        (range(36), 13, 14),
+        (range(1), 0, 0),
+        (range(5, 34, 6), 11, 17),  # those between are sliding ones
+    ],
+    ids=str,
+)
+def test_the_correction_layer_goes_by_the_depth_of_the_model(
+    layers: range, less_is_more: int, tidal_decode: int
+) -> None:
+    assert LessIsMore().corrects_at(layers) == less_is_more
+    assert TidalDecode().corrects_at(layers) == tidal_decode
+
+
+@pytest.mark.parametrize(("correction", "choosing"), [("auto", {2, 3}), (3, {2, 3}), ("none", {2}), (4, {2, 4})])
+def test_a_shallow_model_corrects_its_choice_by_default(correction: Any, choosing: set[int]) -> None:
+    """The default was layer 12 or 13 of any model, so that the first choice stood in all of five layers."""
+    method = LessIsMore(correction=correction)
+    plan, tokens = Plan(decode=Rule(method, BUDGET)), draw_tokens(PROMPT + 1, 0)
+    stack = Stack(plan, layers=range(5), peers=range(5))
+    stack.feed(tokens.part(0, PROMPT))
+    stack.feed(tokens.part(PROMPT), decode_tokens=1)
+    seen = [float(layer.stats.phase("decode").visible_tokens) for layer in stack.layers]
+    assert {layer for layer in range(2, 5) if seen[layer] > 30} == choosing
+
+
+@pytest.mark.parametrize(
+    ("layers", "says"), [(range(5), "those are 0 to 4"), (range(5, 17, 6), "those are 5, 11")], ids=str
+)
+def test_a_correction_layer_that_the_model_lacks_is_refused(layers: range, says: str) -> None:
+    for spec in ("less_is_more:correction=12", "prefill=tidal_decode:correction=12"):
+        with pytest.raises(InputError, match=f"correction=12 is no layer that kvsift attends in this model; {says}"):
+            parse_plan(spec).check_layers(layers)
+    parse_plan("both=less_is_more:correction=none").check_layers(layers)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"correction": value} for value in (-1, "12", True)),
+        *({"recent_fraction": value} for value in (1.5, True)),
+        {"full_choice": 1},
+    ],
 )
 def test_knobs_are_checked(wrong: dict[str, Any]) -> None:
     for method in (LessIsMore, TidalDecode):

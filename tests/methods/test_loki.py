@@ -94,6 +94,7 @@ def test_keys_are_read_along_the_axes_alone(file: str) -> None:
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.usefixtures("fewer_examples")
 def test_contracts_hold_with_a_file(
     check: Check, phase: Phase, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def test_no_position_reaches_the_number_of_tokens_seen(start: int, tokens: int, 
 
 
 def test_positions_in_the_cache_leave_no_layer_dense_unless_told() -> None:
-    assert str(parse_plan("streaming_llm:positions=cache")) == "decode=streaming_llm:budget=1024:positions=cache"
+    assert str(parse_plan("streaming_llm:positions=cache")) == "streaming_llm:budget=1024:positions=cache"
     assert parse_plan("streaming_llm:positions=cache").decode.budget.dense_layers == ()  # type: ignore[union-attr]
     assert parse_plan("streaming_llm:positions=cache:dense_layers=0").decode.budget.dense_layers == (0,)  # type: ignore[union-attr]
 

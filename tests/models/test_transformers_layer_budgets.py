@@ -20,7 +20,7 @@ def visible_tokens(family: str, dense: str, cache: DynamicCache | None = None) -
     plan = f"oracle_tokens:{BUDGET}:dense_layers={dense}:layer_budgets=pyramid"
     with torch.no_grad(), kvsift.sparse(model, plan) as run:
         model.generate(prompt(200), max_new_tokens=4, do_sample=False, past_key_values=cache)
-    assert run.report()["plan"] == f"decode={plan}"
+    assert run.report()["plan"] == plan
     rows = {row["layer"]: row for row in run.report()["layers"] if row["phase"] == "decode"}
     return [rows[i]["visible_tokens"] if i in rows and rows[i]["sparse_queries"] else None for i in range(6)]
 

@@ -42,6 +42,19 @@ def test_a_plan_that_is_refused_leaves_the_old_one() -> None:
     assert cache.run.report() == before
 
 
+def test_a_layer_that_the_model_lacks_is_refused_before_anything_runs() -> None:
+    model, plan, says = tiny(), "less_is_more:correction=12", r"correction=12 is no layer .* those are 0 to 1"
+    implementation = model.config._attn_implementation
+    with pytest.raises(kvsift.InputError, match=says):
+        kvsift.make_cache(model, plan)
+    assert model.config._attn_implementation == implementation
+    cache = fed(model, prompt())
+    before = cache.run.report()
+    with pytest.raises(kvsift.InputError, match=says):
+        cache.replan(plan)
+    assert cache.run.report() == before
+
+
 def test_bytes_of_a_cache_cover_keys_and_values_of_what_it_holds() -> None:
     model = tiny()
     cache = kvsift.make_cache(model, SPARSE)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models.tiny import FAMILIES, WITH_SLIDING_LAYERS, greedy, logits, prompt, ragged, tiny
 from torch import Tensor
+from turns import in_turns
 
 import kvsift
 
@@ -42,11 +43,10 @@ def test_streaming_prefill_is_eager_attention_over_sinks_and_window(family: str)
     assert run.report()["phases"]["prefill"]["density"] < 0.6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(("family", "plan"), in_turns(FAMILIES, list(PLANS)))
 def test_padding_batch_and_chunks_change_no_token(family: str, plan: str) -> None:
     model = tiny(family)
-    with kvsift.sparse(model, plan) as run:
+    with kvsift.sparse(model, PLANS[plan]) as run:
         together = greedy(model, **ragged(150, 121, 33))
         alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate((150, 121, 33))]
         chunked = [greedy(model, **ragged(150, 121, 33), prefill_chunk_size=size) for size in (7, 64)]
@@ -55,11 +55,10 @@ def test_padding_batch_and_chunks_change_no_token(family: str, plan: str) -> Non
     assert run.report()["phases"]["prefill"]["density"] < 0.6
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("plan", SELECTING.values(), ids=SELECTING)
+@pytest.mark.parametrize(("family", "plan"), in_turns(FAMILIES, list(SELECTING)))
 def test_selections_of_whole_segments_change_no_token_with_padding_or_chunks(family: str, plan: str) -> None:
     model = tiny(family)
-    with kvsift.sparse(model, plan) as run:
+    with kvsift.sparse(model, SELECTING[plan]) as run:
         together = greedy(model, **ragged(700, 641))
         alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate((700, 641))]
         chunked = [greedy(model, prompt(700), prefill_chunk_size=size) for size in (256, 512)]  # whole segments

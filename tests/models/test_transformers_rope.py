@@ -85,7 +85,7 @@ def test_a_layer_that_is_not_rotated_is_found_out() -> None:
     cache = kvsift.make_cache(model, "streaming_llm")
     with pytest.raises(InputError, match="its layer 1 rotates otherwise"):
         cache.replan("streaming_llm:positions=cache")
-    assert str(cache.run.plan) == "decode=streaming_llm:budget=1024"
+    assert str(cache.run.plan) == "streaming_llm:budget=1024"
 
 
 @pytest.mark.parametrize("changes", [{}, SCALED], ids=["plain", "llama3"])

@@ -40,11 +40,9 @@ def check(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_dense_attention_is_that_of_the_twin(
-    level: str, shape: tuple[int, int, int, int], softcap: float | None, dtype: torch.dtype
-) -> None:
+def test_dense_attention_is_that_of_the_twin(level: str, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    softcap = 3.0 if (SHAPES.index(shape) + DTYPES.index(dtype)) % 2 else None
     queries, keys, values = qkv(shape, dtype)
     scale = shape[2] ** -0.5
     expected = twins.attend_dense(queries.float(), keys, values, scale, softcap)

@@ -261,6 +261,7 @@ def adaptive_cases(method: Any, phase: Phase) -> Any:
     a_rolled_back_sequence_answers_as_if_nothing_had_been,
 ])  # fmt: skip
 @pytest.mark.parametrize("name", ["oracle_tokens", "quest", "h2o", "snapkv"])
+@pytest.mark.usefixtures("fewer_examples")
 def test_contracts_hold_for_adaptive_budgets(name: str, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("contracts.checks.cases", adaptive_cases)
     check(small(name), "decode")
@@ -276,6 +277,7 @@ DROPPING_CHECKS = [
 
 @pytest.mark.parametrize("check", DROPPING_CHECKS)
 @pytest.mark.parametrize(("name", "phase"), [("h2o", "decode"), ("h2o", "prefill"), ("snapkv", "decode")])
+@pytest.mark.usefixtures("fewer_examples")
 def test_contracts_hold_where_heads_that_drop_remember_different_numbers(
     name: str, phase: Phase, check: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,7 +297,7 @@ def test_plans_spell_them() -> None:
     plan = parse_plan("quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive")
     assert plan.decode is not None
     assert (plan.decode.budget.layer_budgets, plan.decode.budget.head_budgets) == ("pyramid", "adaptive")
-    assert str(plan) == "decode=quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive"
+    assert str(plan) == "quest:budget=2048:layer_budgets=pyramid:head_budgets=adaptive"
     assert parse_plan(str(plan)) == plan
 
 

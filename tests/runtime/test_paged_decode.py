@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from kvsift.kernels.page_spans import page_spans_triton
 from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.summary_rows import summary_pools
 from kvsift.kernels.triton_shim import HAVE_TRITON
+from kvsift.methods.base import Phase
 from kvsift.methods.dense import Dense
+from kvsift.methods.pages import PagedMethod
 from kvsift.methods.quest import Quest
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.paged_decode import (
@@ -102,6 +106,36 @@ def test_lists_hold_no_more_than_there_is(page_size: int) -> None:
 def test_every_refusal_has_its_reason(plan: str, reason: str | None) -> None:
     found = reason_against(parse_plan(plan))
     assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+@dataclass(frozen=True)
+class MeanOnly(PagedMethod):
+    """Of another package, by a summary of its own."""
+
+    phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
+    summaries: ClassVar[tuple[str, ...]] = ("mean_only",)
+
+
+@dataclass(frozen=True)
+class MeanStd(MeanOnly):
+    summaries: ClassVar[tuple[str, ...]] = ("mean_std",)
+
+
+@pytest.mark.parametrize("decode", [None, Rule(Quest(), Budget(tokens=256))], ids=["dense", "quest"])
+def test_a_summary_that_only_prefill_reads_keeps_steps_from_kernels_that_cannot_write_it(
+    decode: Rule | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They met an assertion in the first captured step."""
+    monkeypatch.setitem(SUMMARIES, "mean_only", SUMMARIES["mean_std"])
+    plan = Plan(prefill=Rule(MeanOnly(), Budget(tokens=256)), decode=decode)
+    assert reason_against(plan) == "no kernel writes page summaries of kind mean_only"
+    with pytest.raises(AssertionError, match="mean_only"):
+        summary_pools(dict.fromkeys(plan.summaries, torch.zeros(1, 4, 16)))
+
+
+def test_a_method_that_scores_summaries_itself_is_not_said_to_have_none() -> None:
+    reason = reason_against(Plan(decode=Rule(MeanStd(), Budget(tokens=256))))
+    assert reason == "MeanStd scores page summaries in its own way"
 
 
 def test_a_rule_that_skips_nothing_is_none() -> None:

@@ -34,7 +34,7 @@ def require_matplotlib() -> None:
         InputError: if it is not installed.
     """
     if find_spec("matplotlib") is None:
-        raise InputError("a chart needs matplotlib, which is not installed: pip install 'kvsift[bench]'.")
+        raise InputError("a chart needs matplotlib, which is not installed: pip install matplotlib.")
 
 
 def attention_chart(result: dict[str, Any], file_format: str = "svg") -> bytes:

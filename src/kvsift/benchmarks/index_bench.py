@@ -93,7 +93,7 @@ class Recipe:
             raise InputError("there is nothing to measure: name at least one context.")
         if (DUMPED in self.data) != bool(self.dumps):
             raise InputError(
-                "data set P and a dump belong together: kvsift bench dump --output FILE makes one, and --dump FILE "
+                "data set P and a dump belong together: kvsift bench dump --out FILE makes one, and --dump FILE "
                 "reads it."
             )
         if self.num_query_heads % self.num_kv_heads:

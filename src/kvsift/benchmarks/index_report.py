@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from statistics import median
 from typing import Any
 
@@ -16,8 +17,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def point_text(point: dict[str, Any]) -> str:
-    """A heading and a table: a row per index."""
+def point_text(point: dict[str, Any], known: Collection[str] = ()) -> str:
+    """A heading and a table: a row per index; then why others were not measured, but for ``known`` reasons."""
     heads = "/".join(map(str, point["heads"]))
     lines = [
         f"{point['case']}, {tokens(point['keys'])} keys, heads {heads}, top {point['k']} hold "
@@ -26,8 +27,17 @@ def point_text(point: dict[str, Any]) -> str:
     ]
     if (ratio := auto_ratio(point)) is not None:
         lines.append(f"auto takes {ratio:.2f} of the time of the better of graph and scan")
-    lines += [f"{each['name']}: {each['reason']}" for each in point["indexes"] if "reason" in each]
+    lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons(point).items() if reason not in known]
     return "\n".join(lines) + "\n"
+
+
+def reasons(point: dict[str, Any]) -> dict[str, list[str]]:
+    """Why indexes were not measured -> their names."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for each in point["indexes"]:
+        if "reason" in each:
+            found[each["reason"]].append(each["name"])
+    return found
 
 
 def point_table(point: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ def layer_table(result: dict[str, Any]) -> str:
 
 
 def point_text(point: dict[str, Any]) -> str:
-    """All variants of a context, one per line."""
+    """All variants of a context, one per line: median and interquartile range, as a share of the median."""
     if "reason" in point:
         return f"{tokens(point['context'])} tokens: not measured, {point['reason']}"
     lines = [f"{tokens(point['context'])} tokens"]
@@ -55,7 +55,8 @@ def point_text(point: dict[str, Any]) -> str:
             continue
         samples = each.get("ttft_s") or each["samples_s"]
         density = f", sees {each['density']:.1%}" if "density" in each else ""
-        lines.append(f"  {median(samples) * 1e3:10.2f} ms ({100 * spread(samples):.1f} %) {each['name']}{density}")
+        spread_text = f"spread {100 * spread(samples):.1f} %" if len(samples) > 1 else "1 sample"
+        lines.append(f"  {median(samples) * 1e3:10.2f} ms ({spread_text}) {each['name']}{density}")
     return "\n".join(lines)
 
 

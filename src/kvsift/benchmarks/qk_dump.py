@@ -29,6 +29,7 @@ from torch import Tensor
 from kvsift.benchmarks.qk_record import Listener, sample_positions, stored
 from kvsift.engine.document import Document
 from kvsift.engine.llm import LLM
+from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.errors import InputError
 from kvsift.models.transformers_layer import SparseLayer
@@ -46,7 +47,7 @@ def check_layers(llm: LLM, layers: Collection[int]) -> None:
     """
     there = llm.directory.config.num_hidden_layers
     if missing := [layer for layer in layers if layer >= there]:
-        raise InputError(f"layer {missing[0]} is not there: {llm.directory.path.name} has layers 0 to {there - 1}.")
+        raise InputError(f"layer {missing[0]} is not there: {llm.directory.name} has layers 0 to {there - 1}.")
 
 
 def dump(
@@ -86,7 +87,7 @@ def dump(
         raise InputError(f"{samples} sampled queries are too few; keep at least 2, or leave it out for 8192.")
     listener = Listener(sample_positions(len(ids), samples), len(ids))
     plan = Plan(decode=Rule(listener))
-    document = Document(llm, list(ids), encode, plan, progress)
+    document = Document(llm, list(ids), encode, plan, progress, PromptFormat(llm.tokenizer).stop)
     for question in questions:
         document.check(question, max_new_tokens)
     answers = [document.ask(question, max_new_tokens=max_new_tokens).text for question in questions]
@@ -111,12 +112,12 @@ def dump(
         ):
             tensors[f"{record.shape.layer}.{name}"] = stored(tensor)
     if missing := sorted(set(layers or ()) - {shape.layer for shape in shapes}):
-        raise InputError(f"layer {missing[0]} of {llm.directory.path.name} is no full-attention layer; leave it out.")
+        raise InputError(f"layer {missing[0]} of {llm.directory.name} is no full-attention layer; leave it out.")
     if rope is not None:
         tensors["rope.inv_freq"] = rope.inv_freq
     about = {
         "kind": KIND,
-        "model": llm.directory.path.name,
+        "model": llm.directory.name,
         "source": source,
         "length": len(ids),
         "layers": [{"layer": s.layer, "scale": s.scale, "softcap": s.softcap} for s in shapes],
@@ -159,11 +160,11 @@ class Dump:
     def __init__(self, path: Path) -> None:
         self.path = path
         if not path.is_file():
-            raise InputError(f"the dump {path} does not exist. kvsift bench dump --output {path} makes one.")
+            raise InputError(f"the dump {path} does not exist. kvsift bench dump --out {path} makes one.")
         try:
             with safe_open(path, framework="pt") as file:
                 self.about: dict[str, Any] = json.loads((file.metadata() or {}).get("kvsift", "{}"))
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read as a dump of kvsift bench dump: {error}.") from None
         if self.about.get("kind") != KIND:
             raise InputError(f"{path} is no dump of kvsift bench dump; give a file that it wrote.")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 bench = typer.Typer(help="Measure speed beside the floor that memory sets.", no_args_is_help=True)
@@ -22,7 +23,8 @@ BandwidthOption = Annotated[
     typer.Option("--bandwidth", help="Bytes per second for floors; 4.5e12 on an H200, else what a large read reaches."),
 ]
 OutputOption = Annotated[
-    Path | None, typer.Option("--output", help="Write the result, raw samples in it, here; rewritten at every point.")
+    Path | None,
+    typer.Option("--out", "--output", help="Write the result, raw samples in it, here; rewritten at every point."),
 ]
 SecondsOption = Annotated[
     float | None, typer.Option("--max-seconds", min=0, help="Begin no point after so long; what is left is listed.")
@@ -80,7 +82,7 @@ def keep(result: dict[str, Any], output: Path | None) -> None:
 
 def teller(quiet: bool) -> Callable[[str], None]:
     """What prints at once, or does not where a document is all that may be printed."""
-    return lambda text: None if quiet else print(text, flush=True)
+    return lambda text: None if quiet else print(plain(text), flush=True)
 
 
 def _words(text: str) -> list[str]:

@@ -46,7 +46,7 @@ def bench_attention(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time attention of one decode step in one layer: cold caches, all variants in turns, the floor beside them."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     o.require_writable(chart, "--chart")
     check_bandwidth(bandwidth)
     wanted: dict[str, Any] = {"batch": batch, "head_dim": head_dim, "page_size": page_size, "budget": budget}
@@ -106,7 +106,7 @@ def _measured(
     if chart is not None:
         from kvsift.benchmarks.chart import attention_chart
 
-        chart.write_bytes(attention_chart(result))
+        o.write_whole(chart, attention_chart(result))
     say(break_even_lines(result))
     say(json.dumps(summary(result)))
     return result

@@ -39,7 +39,7 @@ def bench_decode(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time decoding end to end, dense and sifted in turns, on random keys and values; --model replaces --shape."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     check_bandwidth(bandwidth)
     wanted = {
         "model": shape if model is None else str(model), "contexts": lengths(contexts, "--contexts"),

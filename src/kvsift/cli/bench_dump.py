@@ -10,6 +10,7 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.bench import bench, lengths
+from kvsift.cli.escaping import plain
 from kvsift.cli.progress import prefill_progress
 from kvsift.errors import InputError
 
@@ -24,7 +25,7 @@ Asked = tuple[list[int], Callable[[str], list[int]], list[str]]  # the document,
 
 @bench.command("dump")
 def bench_dump(
-    output: Annotated[Path, typer.Option("--output", help="Write here, a safetensors file.")],
+    output: Annotated[Path, typer.Option("--out", "--output", help="Write here, a safetensors file.")],
     context: Annotated[
         Path | None, typer.Option("--context", help="Text file to read; without it, a generated document.")
     ] = None,
@@ -48,7 +49,7 @@ def bench_dump(
     chunk_size: o.ChunkOption = None,
 ) -> None:
     """Write queries, keys and values of a model over one document: what kvsift bench index --data P searches."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     if context is None and question:
         raise InputError("--question asks about a text; give it with --context, or leave it out.")
     if context is not None and not question:
@@ -58,6 +59,8 @@ def bench_dump(
     if given is not None and len(given) != 1:
         raise InputError(f"--length {length}: give one number of tokens, for instance 32K.")
     text = None if context is None else o.read_text(context, "context")
+    from safetensors import SafetensorError
+
     from kvsift.benchmarks.qk_dump import check_layers, dump
     from kvsift.engine.llm import LLM
 
@@ -70,12 +73,12 @@ def bench_dump(
     else:
         ids, encode, asked = _read(llm, text, question or [], given[0] if given else None)
         source = str(context)
-    with prefill_progress("reading") as progress:
+    with prefill_progress("reading") as progress, o.writing(output, SafetensorError):
         about = dump(
             llm, ids, encode, asked, output,
             source=source, layers=wanted, samples=samples, max_new_tokens=max_new_tokens, progress=progress,
         )  # fmt: skip
-    print(_summary(about, output))
+    print(plain(_summary(about, output)))
 
 
 def layer_numbers(text: str) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from kvsift.errors import InputError
 
 HeadsOption = Annotated[str, typer.Option("--heads", help="Query heads/KV heads.")]
 HeadDimOption = Annotated[int, typer.Option("--head-dim", min=16, help="Numbers per head, a multiple of 8.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="As many as torch uses by default.")]
 RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Samples of each variant.")]
 
 
@@ -34,13 +33,13 @@ def bench_host(
     samples: Annotated[
         int, typer.Option("--samples", min=1, help="Prompt queries per query head to learn from.")
     ] = 2048,
-    threads: ThreadsOption = None,
+    threads: o.ThreadsOption = None,
     repeats: RepeatsOption = 20,
     output: OutputOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time attention of one decode step in one layer on the processor: cold caches, all variants in turns."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     num_query_heads, num_kv_heads = one_shape(heads)
     check_head_dim(head_dim)
     wanted: dict[str, Any] = {"contexts": lengths(contexts, "--contexts"), "tokens": counts(tokens, "--tokens")}
@@ -75,14 +74,6 @@ def check_head_dim(head_dim: int) -> None:
         raise InputError(f"--head-dim {head_dim} must be a multiple of 8, up to 256.")
 
 
-def use_threads(threads: int | None) -> None:
-    """Let torch, and all that follows it, use so many threads from now on."""
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
-
-
 def say_what_is_missing(found: dict[str, Any], say: Any) -> None:
     """Threads and instruction set; or that the compiled core is not there."""
     from kvsift import native
@@ -98,7 +89,7 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Any, quiet: b
     from kvsift.engine.provenance import versions_and_machine
 
     recipe = Recipe(**wanted)
-    use_threads(threads)
+    o.use_threads(threads)
     result: dict[str, Any] = {**head(recipe), **versions_and_machine(torch.device("cpu")), "points": []}
     say = teller(quiet)
     say_what_is_missing(result, say)

@@ -13,11 +13,9 @@ from kvsift.cli.bench_host import (
     HeadDimOption,
     HeadsOption,
     RepeatsOption,
-    ThreadsOption,
     check_head_dim,
     one_shape,
     say_what_is_missing,
-    use_threads,
 )
 
 INDEXES = "flat,flat_int8,graph,graph_paper,auto,faiss_flat,ivf,hnsw"
@@ -43,13 +41,13 @@ def bench_index(
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Decode steps asked, to tune and to measure.")] = 32,
     target: Annotated[float, typer.Option("--target", help="Recall that indexes are tuned for.")] = 0.95,
     seed: Annotated[int, typer.Option("--seed", help="Of the synthetic sets.")] = 0,
-    threads: ThreadsOption = None,
+    threads: o.ThreadsOption = None,
     repeats: RepeatsOption = 20,
     output: OutputOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time the search of one decode step in one layer: every index at the same recall, in turns, with cold caches."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     num_query_heads, num_kv_heads = one_shape(heads)
     check_head_dim(head_dim)
     wanted: dict[str, Any] = {"data": names(data), "contexts": lengths(contexts, "--contexts"), "ks": lengths(k, "--k")}
@@ -67,20 +65,22 @@ def _measured(wanted: dict[str, Any], threads: int | None, output: Path | None, 
     import torch
 
     from kvsift.benchmarks.index_bench import Recipe, head, run
-    from kvsift.benchmarks.index_report import medians, point_text
+    from kvsift.benchmarks.index_report import medians, point_text, reasons
     from kvsift.benchmarks.qk_dump import Dump
     from kvsift.engine.provenance import versions_and_machine
 
     recipe = Recipe(**wanted)
     for path in recipe.dumps:
         Dump(Path(path))  # before anything else is measured
-    use_threads(threads)
+    o.use_threads(threads)
     result: dict[str, Any] = {**head(recipe), **versions_and_machine(torch.device("cpu")), "points": []}
     say = teller(quiet)
     say_what_is_missing(result, say)
+    known: set[str] = set()
     for point in run(recipe):
         result["points"].append(point)
-        say(point_text(point))
+        say(point_text(point, known))
+        known |= reasons(point).keys()
         keep(result, output)
     if len(result["points"]) > len(recipe.ks):
         say(f"medians\n{medians(result['points'])}")

@@ -34,7 +34,7 @@ def bench_prefill(
     as_json: o.JsonOption = False,
 ) -> None:
     """Time prefill: to the first token of a model with random weights, or its attention in one layer alone."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     wanted = tuple(plan.strip() for plan in plans.split(";") if plan.strip())
     common: dict[str, Any] = {"contexts": lengths(contexts, "--contexts"), "plans": wanted, "repeats": repeats}
     chunks = counts(chunk, "--chunk")

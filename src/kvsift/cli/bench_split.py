@@ -32,11 +32,12 @@ def bench_split(
         str, typer.Option("--host-values", help="model: values as they come; int8: packed, a scale per token and head.")
     ] = "model",
     device: o.DeviceOption = "auto",
+    threads: o.ThreadsOption = None,
     output: OutputOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Time decoding of a model with random weights whose KV is in host memory, all but what is always visible."""
-    o.require_writable(output, "--output")
+    o.require_writable(output, "--out")
     from statistics import median
 
     from kvsift import native
@@ -49,6 +50,7 @@ def bench_split(
     if not native.available():
         raise InputError(native.why_missing())
     chosen = choose_device(device)
+    o.use_threads(threads)
     recipe = split.Recipe(
         shape, lengths(contexts, "--contexts"), names(kinds), top, scanned, tokens, layers, host_values,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.ask import ask
+from kvsift.cli.answers import Output, answer_all
+from kvsift.cli.progress import Progress
 
 # (what is hidden, how deep in the document, what is asked)
 FACTS = (
@@ -26,28 +26,37 @@ PLAN = "quest:budget=1024:dense_layers=none"
 def demo(
     tokens: Annotated[int, typer.Option("--tokens", min=1024, max=120_000, help="Length of the document.")] = 32_768,
     plan: o.PlanOption = PLAN,
-    document: Annotated[Path | None, typer.Option("--document", help="Keep the document in this file.")] = None,
+    document: Annotated[
+        Path | None, typer.Option("--document", "--out", "--output", help="Keep the document in this file.")
+    ] = None,
     device: o.DeviceOption = "auto",
+    quiet: o.QuietOption = False,
+    verbose: o.VerboseOption = False,
+    threads: o.ThreadsOption = None,
 ) -> None:
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
     o.require_writable(document, "--document")
-    with tempfile.TemporaryDirectory() as folder:
-        path = document or Path(folder) / "document.txt"
-        path.write_text(make_document(tokens), encoding="utf-8")
+    spec = o.read_plan(plan)
+    with Progress(quiet, "making a document"):
+        text = make_document(tokens)
+    if document is not None:
+        o.write_whole(document, text)
+    if not quiet:
         print(
-            f"A document of about {tokens:,} tokens, from the language reference and library documentation of Python,"
+            f"A document of about {tokens:,} tokens, from the language reference and library documentation of Python, "
+            "with these sentences hidden in it:"
         )
-        print("with these sentences hidden in it:")
         for fact, depth, _ in FACTS:
             print(f"  {100 * depth:3.0f} % deep: {fact}")
-        print()
-        ask(
-            context=path,
-            question=[question for _, _, question in FACTS],
-            plan=plan,
-            compare="dense",
-            device=device,
-        )
+        print(flush=True)
+    o.use_threads(threads)
+    answer_all(
+        text,
+        [{"question": question} for _, _, question in FACTS],
+        [spec, "dense"],
+        Output(quiet=quiet, verbose=verbose),
+        model={"device": device},
+    )
 
 
 def make_document(tokens: int) -> str:

@@ -8,12 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvsift.cli import options as o
+from kvsift.cli.escaping import cell
 
 PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings")
 
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
-    """Report versions, device and memory, and which path each kind of attention takes here."""
+    """Report versions, device, memory and threads, and which path each kind of attention takes here."""
     facts = {"versions": _versions(), **_machine(device)}
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -24,7 +25,7 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
     table = Table("", "", show_header=False)
     for group, values in facts.items():
         for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            table.add_row(f"{group} {key}".strip(), str(value))
+            table.add_row(f"{group} {key}".strip(), cell(str(value)))
     Console().print(table)
 
 
@@ -42,7 +43,7 @@ def _version(package: str) -> str:
 def _machine(name: str) -> dict[str, Any]:
     import torch
 
-    from kvsift import native
+    from kvsift import native, threads
     from kvsift.engine.memory import GIB, available_bytes
     from kvsift.kernels.attention import fused_runs
     from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
@@ -58,9 +59,9 @@ def _machine(name: str) -> dict[str, Any]:
             "chosen": str(device),
             "name": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
             "memory": "unknown" if available is None else f"{available / GIB:.1f} GiB available",
-            "threads": torch.get_num_threads(),
             "fast bfloat16": cpu_has_fast_bf16() if device.type == "cpu" else True,
         },
+        "threads": threads.report(),
         "path": {
             "decode on the host": native.why_missing() or f"compiled core, {native.level()}",
             "dense attention": "torch's fused kernel" if fused else "plain torch, in float32",

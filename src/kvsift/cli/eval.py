@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
     from kvsift.eval.recipe import Recipe
+    from kvsift.eval.runner import Progress
 
 LINE_EVERY_S = 60.0
 
@@ -26,11 +28,17 @@ LINE_EVERY_S = 60.0
 def evaluate(
     recipes: Annotated[list[Path], typer.Argument(help="TOML files: tasks, lengths, plans, budgets.")],
     out: Annotated[
-        Path, typer.Option("--out", help="A results directory per recipe is made here, or gone on with, by its name.")
+        Path,
+        typer.Option(
+            "--out", "--output", help="A results directory per recipe is made here, or gone on with, by its name."
+        ),
     ] = Path("results"),
     workers: Annotated[int, typer.Option("--workers", min=1, help="Contexts in parallel, a process each.")] = 1,
     max_seconds: Annotated[
         float | None, typer.Option("--max-seconds", min=0, help="Stop after so long; the same command goes on.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="Of each process; else they share the processors.")
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Instead of the recipe's.")] = None,
     as_json: o.JsonOption = False,
@@ -44,7 +52,7 @@ def evaluate(
     made = []
     for path, recipe in zip(recipes, loaded, strict=True):
         with _progress(path.stem) as told:
-            tables = run(recipe, path.read_text(), out / path.stem, workers, stop_at, told)
+            tables = run(recipe, path.read_text(), out / path.stem, workers, stop_at, told, threads)
         made.append({"recipe": path.stem, "results": str(out / path.stem), **tables})
         if not as_json:
             _print(made[-1], recipe)
@@ -57,6 +65,8 @@ def _load(paths: Sequence[Path], device: str | None) -> list[Recipe]:
 
     if len({path.stem for path in paths}) < len(paths):
         raise InputError("two of the recipes have the same name, and their results would go to the same directory.")
+    if nameless := [path for path in paths if not path.stem.strip(".")]:
+        raise InputError(f"the recipe {nameless[0]} has no name that a results directory could have; rename it.")
     loaded = [Recipe.load(path) for path in paths]
     return loaded if device is None else [replace(recipe, device=device) for recipe in loaded]
 
@@ -71,36 +81,67 @@ def _require_directory(out: Path) -> None:
 def _print(made: dict[str, Any], recipe: Recipe) -> None:
     from kvsift.eval.tables import score_table
 
-    print(score_table(made, recipe.budgets), end="\n\n")
+    print(plain(score_table(made, recipe.budgets)), end="\n\n")
     for warning in made["warnings"]:
-        print(f"kvsift: WARNING: {warning}", file=sys.stderr)
+        print(f"kvsift: WARNING: {plain(warning)}", file=sys.stderr)
     left = len(made["left_out"])
     more = f"; {left} of {len(made['contexts'])} contexts are not finished, the same command goes on" if left else ""
-    print(f"{made['results']}{more}. See it with kvsift report {made['results']}")
+    where = plain(made["results"])
+    print(f"{where}{more}. See it with kvsift report {where}")
+
+
+class TimeLeft:
+    """An estimate of the seconds that are left. Plans of one context differ in what they cost, and the first of them
+    reads it, so it is made anew only when a context is finished; between those it counts down."""
+
+    def __init__(self) -> None:
+        self._first: tuple[float, Progress] | None = None
+        self._contexts = 0
+        self._end: float | None = None
+
+    def at(self, now: float, progress: Progress) -> float | None:
+        """Seconds from ``now``, a time of ``time.monotonic``; None before the first context is finished."""
+        if self._first is None:
+            self._first, self._contexts = (now, progress), progress.contexts
+        (begun, before) = self._first
+        if progress.contexts > self._contexts and progress.share > before.share:
+            self._contexts = progress.contexts
+            self._end = now + (now - begun) * (1 - progress.share) / (progress.share - before.share)
+        return None if self._end is None else max(self._end - now, 0.0)
+
+
+def progress_text(progress: Progress, left: float | None) -> str:
+    """Where a run stands, in words."""
+    text = f"{progress.contexts} of {progress.of} contexts ({progress.share:.0%})"
+    if left is None:
+        return text
+    if left < 90:
+        return f"{text}, about {left:.0f} seconds left"
+    if left < 7200:
+        return f"{text}, about {left / 60:.0f} minutes left"
+    return f"{text}, about {left / 3600:.1f} hours left"
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[Callable[[float, int], None]]:
-    """A function of (cells done, cells in all): a bar with the remaining time, or a line a minute for a log."""
+def _progress(label: str) -> Iterator[Callable[[Progress], None]]:
+    """A function that shows where a run stands: a bar, or a line a minute for a log."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as Bar
 
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    shown = sys.stderr.isatty()
-    first: list[tuple[float, float]] = []  # (time, cells done) when this session began
-    said = monotonic()
-    with Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
-        task = bar.add_task(label, total=None)
+    shown, label = sys.stderr.isatty(), plain(label)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[stands]}")
+    left, said = TimeLeft(), monotonic()
+    with Bar(*columns, console=Console(stderr=True), disable=not shown, transient=True) as bar:
+        task = bar.add_task(label, total=1.0, stands="")
 
-        def told(done: float, total: int) -> None:
+        def told(progress: Progress) -> None:
             nonlocal said
             now = monotonic()
-            first[:] = first or [(now, done)]
-            bar.update(task, completed=done, total=total)
+            stands = progress_text(progress, left.at(now, progress))
+            bar.update(task, completed=progress.share, stands=stands)
             if not shown and now - said >= LINE_EVERY_S:
                 said = now
-                rate = (done - first[0][1]) / (now - first[0][0])
-                left = f", {(total - done) / rate / 60:.0f} minutes left" if rate else ""
-                print(f"{label}: {done:.0f} of {total} plans on contexts{left}", file=sys.stderr, flush=True)
+                print(f"{label}: {stands}", file=sys.stderr, flush=True)
 
         yield told

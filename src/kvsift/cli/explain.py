@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,8 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.cli.progress import prefill_progress
+from kvsift.cli.escaping import cell
+from kvsift.cli.progress import Progress
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,27 +26,35 @@ TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
 
 def explain(
     context: Annotated[
-        Path | None, typer.Option("--context", help="Text file to ask about; without it, the demo's document.")
+        str | None,
+        typer.Option("--context", help="Text file to ask about; - is stdin. By default, the demo's document."),
     ] = None,
-    question: Annotated[str | None, typer.Option("--question", help="About it.")] = None,
-    token: Annotated[int, typer.Option("--token", min=0, help="Which token of the answer, from 0.")] = 0,
+    question: Annotated[str | None, typer.Option("--question", help="Question about the text.")] = None,
+    token: Annotated[
+        str, typer.Option("--token", help="Tokens of the answer, from 0: one, several as 0,2, a range as 0-3, or all.")
+    ] = "0",
     methods: Annotated[
-        str, typer.Option("--methods", help="What to compare, at one budget: names with their settings, or none.")
+        str, typer.Option("--methods", help="Methods to compare at one budget, with their settings; or none.")
     ] = METHODS,
     budget: Annotated[
-        int | None, typer.Option("--budget", min=1, help="Visible tokens of those; the plan's, or 256 if it is dense.")
+        int | None,
+        typer.Option("--budget", min=1, help="Budget of the compared methods; else the plan's, or 256."),
     ] = None,
     context_tokens: Annotated[
-        int | None, typer.Option("--context-tokens", min=64, help="Take so much of the text; 4096 of the demo's.")
+        int | None,
+        typer.Option("--context-tokens", min=64, help="Use only so many tokens of the text; the demo's: 4096."),
     ] = None,
     passage_tokens: Annotated[int, typer.Option("--passage-tokens", min=1, help="Tokens per passage.")] = 64,
-    html: Annotated[Path | None, typer.Option("--html", help="Write heat maps and all passages here.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", "--out", "--output", help="Write a page with heat maps and all passages.")
+    ] = None,
     model: o.ModelOption = None,
     plan: o.PlanOption = PLAN,
     max_new_tokens: o.NewTokensOption = 32,
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
     chunk_size: o.ChunkOption = None,
+    threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
@@ -55,26 +65,45 @@ def explain(
     names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
     if not all(names):
         raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
-    text = None if context is None else o.read_text(context, "context")
-    from kvsift.engine.llm import LLM
-    from kvsift.eval.explain import explain as explained
-    from kvsift.eval.explain_page import page
+    tokens = _tokens(token)
+    text = None if context is None else o.read_texts([context], "context")
+    spec = o.read_plan(plan)
+    o.use_threads(threads)
+    with Progress() as progress:
+        from kvsift.engine.llm import LLM
+        from kvsift.eval.explain import explain_tokens
+        from kvsift.eval.explain_page import page
 
-    llm = LLM(
-        model, o.read_plan(plan), device=device, dtype=dtype, chunk_size=chunk_size, path="composed", probe_every=0
-    )
-    text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
-    with prefill_progress("reading") as progress:
-        found = explained(
-            llm, text, question or FACTS[2][2], methods=names, budget=budget, token=token,
-            max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress,
+        progress.clear()  # a download draws bars of its own
+        llm = LLM(model, spec, device=device, dtype=dtype, chunk_size=chunk_size, path="composed", probe_every=0)
+        text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
+        found = explain_tokens(
+            llm, text, question or FACTS[2][2], methods=names, budget=budget, tokens=tokens,
+            max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress.reading,
         )  # fmt: skip
+    if model is None and context is not None:
+        print(f"kvsift: WARNING: {o.EMBEDDED_NOTE}", file=sys.stderr)
     if html is not None:
-        o.write_whole(html, page(found))
+        o.write_whole(html, page(*found))
     if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
+        documents = [each.as_dict() for each in found]
+        print(json.dumps(documents[0] if token.strip().isdecimal() else documents, indent=1))
     else:
-        _print(found, html)
+        for each in found:
+            _print(each, html if each is found[-1] else None)
+
+
+def _tokens(text: str) -> list[int] | None:
+    """The tokens that are asked for; None for all."""
+    if text.strip() == "all":
+        return None
+    tokens: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not (first.isdecimal() and (last.isdecimal() if dash else True) and int(first) <= int(last or first)):
+            raise InputError(f"--token {text}: write a token such as 2, several as 0,2, a range as 0-3, or all.")
+        tokens += range(int(first), int(last or first) + 1)
+    return tokens
 
 
 def _shortened(llm: LLM, text: str, num_tokens: int | None) -> str:
@@ -91,14 +120,14 @@ def _print(found: Explanation, html: Path | None) -> None:
     from rich.text import Text
 
     console = Console()
-    console.print(Text(f"{found.question}  ({found.model}, {found.plan})"))
+    console.print(cell(f"{found.question}  ({found.model}, {found.plan})"))
     styles = ["bold reverse" if index == found.token else "" for index in range(len(found.tokens))]
-    console.print(Text.assemble(*zip(found.tokens, styles, strict=True)))
+    console.print(Text.assemble(*map(cell, found.tokens, styles)))
     got = found.attention()
     table = Table("passage", "tokens", "attention", "text", show_lines=True, title="most read but sinks and window")
     for index in found.most_read(TOP):
         passage = found.passages[index]
-        words = Text(" ".join(passage.text.split()))
+        words = cell(" ".join(passage.text.split()))
         table.add_row(str(index), f"{passage.start}-{passage.stop - 1}", f"{got[index]:.1%}", words)
     console.print(table)
     heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
@@ -109,7 +138,7 @@ def _print(found: Explanation, html: Path | None) -> None:
     if found.choices:
         console.print(_choices(found))
     if html is not None:
-        console.print(Text(f"heat maps and all passages: {html}"))
+        console.print(cell(f"heat maps and all passages: {html}"))
 
 
 def _read_by(found: Explanation, reading: LayerReading, head: int) -> str:
@@ -127,8 +156,8 @@ def _choices(found: Explanation) -> object:
     from rich.table import Table
 
     title = f"what methods would have read, with {found.choices[0].plan.partition(':')[2]}"
-    table = Table("method", "visible tokens", "top-10 seen", "attention mass", "of the oracle's tokens", title=title)
+    table = Table("method", "visible tokens", "top-10 recall", "mass recovered", "oracle overlap", title=cell(title))
     for each in found.choices:
         shares = (each.recall, each.recovery, each.overlap)
-        table.add_row(each.name, f"{each.visible_tokens:,.0f}", *(f"{share:.1%}" for share in shares))
+        table.add_row(cell(each.name), f"{each.visible_tokens:,.0f}", *(f"{share:.1%}" for share in shares))
     return table

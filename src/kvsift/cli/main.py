@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvsift import __version__
 from kvsift.cli import (  # noqa: F401, each adds itself to bench
@@ -22,6 +24,7 @@ from kvsift.cli.bench import bench
 from kvsift.cli.calibrate import calibrate
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
+from kvsift.cli.escaping import plain
 from kvsift.cli.eval import evaluate
 from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
@@ -29,11 +32,29 @@ from kvsift.cli.methods import methods
 from kvsift.cli.report_page import report
 from kvsift.errors import KVSiftError
 
+NOTHING_HALF_WRITTEN = "No file was left half written."
+SAFE = {
+    "ask": "No file was left half written; answers to --questions-file so far are whole lines.",
+    "eval": "The samples so far are safe; give the same command again to go on.",
+}
+
+
+class Commands(TyperGroup):
+    """The commands; after Ctrl-C they say what is safe."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # here, since typer turns it into an exit code without a word
+            safe = SAFE.get(ctx.invoked_subcommand or "", NOTHING_HALF_WRITTEN)
+            print(f"\nkvsift: interrupted. {safe}", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="kvsift",
+    cls=Commands,
     help="Long-context inference that reads, for every query, only what it needs of the KV cache.",
-    no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 for command in (demo, ask, generate, explain, report, methods, calibrate, doctor):
@@ -48,11 +69,14 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
+    ctx: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Options of every command."""
+    """Long-context inference that reads, for every query, only what it needs of the KV cache."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 def main() -> None:
@@ -60,8 +84,5 @@ def main() -> None:
     try:
         app()
     except KVSiftError as error:
-        print(f"kvsift: {error}", file=sys.stderr)
+        print(f"kvsift: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("kvsift: interrupted", file=sys.stderr)
-        sys.exit(130)

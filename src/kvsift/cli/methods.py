@@ -2,47 +2,83 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import TYPE_CHECKING, Any
+import re
+import sys
+from dataclasses import fields
+from shutil import get_terminal_size
+from textwrap import TextWrapper
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.escaping import plain
+from kvsift.errors import InputError
 
 if TYPE_CHECKING:
     from kvsift.methods.base import Method
+    from kvsift.runtime.budget import Budget
     from kvsift.types import LayerShape
 
+NAME_WIDTH = 21
+LEAST_TEXT_WIDTH = 30  # of a terminal that is narrower still
 
-def methods(as_json: o.JsonOption = False) -> None:
-    """List every method with its phases and knobs."""
-    rows = method_rows()
+
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="One method: all about it. Without it, a list of all methods.")
+    ] = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """List every method with its phases and knobs, or say all about one."""
     if as_json:
-        print(json.dumps(rows, indent=2))
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("method", "chooses", "phases", "unit", "keeps", "state", "knobs", "source", show_lines=True)
-    for row in rows:
-        knobs = " ".join(f"{key}={value}" for key, value in row["knobs"].items())
-        state = f"{row['state_bytes_per_token']:,.0f} B"
-        about = (row["name"], row["summary"], " ".join(row["phases"]), row["granularity"], row["keeps"], state)
-        table.add_row(*about, knobs, row["source"])
-    console = Console()
-    console.print(table)
-    console.print(state_note())
-    console.print("Every method but dense also takes: " + " ".join(f"{k}={v}" for k, v in budget_knobs().items()))
+        print(json.dumps(method_rows() if name is None else method_row(name), indent=2))
+    elif name is None:
+        _print_list(method_rows())
+    else:
+        _print_one(method_row(name))
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """The catalogue with what each method says about itself, as it is by default."""
+    """The catalogue with what each method says about itself, as it is by default. A method of an installed package that
+    cannot be loaded is named on stderr and left out."""
+    from kvsift.methods import catalogue
+
+    rows = []
+    for name, entry in catalogue().items():
+        try:
+            rows.append(method_row(name))
+        except InputError as error:
+            if not entry.package:
+                raise
+            print(f"kvsift: WARNING: {plain(str(error))} It is left out.", file=sys.stderr)
+    return rows
+
+
+def method_row(name: str) -> dict[str, Any]:
+    """What one method says about itself.
+
+    Raises:
+        InputError: if there is no such method, or an installed package brings it and it cannot be used.
+    """
     from kvsift.methods import catalogue, method_class
 
-    return [_row(name, entry.summary, method_class(name)()) for name, entry in catalogue().items()]
+    cls = method_class(name)
+    entry = catalogue()[name]
+    try:
+        return _row(name, entry.summary, cls())
+    except Exception as error:
+        if not entry.package:
+            raise
+        raise InputError(
+            f"the method {name!r} of the installed package {entry.package} cannot say what it is: "
+            f"{type(error).__name__}: {error}."
+        ) from error
 
 
 def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
-    from dataclasses import fields
-
     knobs = {f.name: f.default for f in fields(method)}
     keeps = "all" if method.keeps_all else "hides"
     return {
@@ -53,8 +89,47 @@ def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
         "keeps": f"{keeps}; evict=true frees" if "evict" in knobs else keeps,
         "state_bytes_per_token": method.state_bytes_per_token(_example_layer()),
         "knobs": knobs,
+        "meanings": {knob: text for knob, text in _meanings(type(method)).items() if knob in knobs},
+        "budget": _budget_of(method),
         "source": method.source,
     }
+
+
+def _budget_of(method: Method) -> dict[str, Any]:
+    """The budget's keys that a method takes, with its defaults."""
+    from kvsift.runtime.budget import Budget
+
+    if method.unbounded:
+        return {}
+    refused = {"window": not method.selects, "mass": not method.estimates_mass}
+    refused["head_budgets"] = not method.compares_heads
+    defaults = budget_knobs(Budget(**getattr(method, "budget_defaults", {})))
+    return {key: value for key, value in defaults.items() if not refused.get(key)}
+
+
+def budget_knobs(budget: Budget | None = None) -> dict[str, Any]:
+    """Keys of every budget with their defaults, as a plan spells them."""
+    from kvsift.runtime.budget import Budget
+    from kvsift.runtime.spec import BUDGET_KEYS
+
+    budget = budget or Budget()
+    found = {key: getattr(budget, name) for key, name in BUDGET_KEYS.items()}
+    return {key: "+".join(map(str, value)) or "none" if isinstance(value, tuple) else value
+            for key, value in found.items()}  # fmt: skip
+
+
+def own_budget(row: dict[str, Any]) -> list[str]:
+    """Where the budget of a method is by default another than that of most, each as in a plan."""
+    common = budget_knobs()
+    return spelled({key: value for key, value in row["budget"].items() if value not in (None, common[key])})
+
+
+def spelled(knobs: dict[str, Any]) -> list[str]:
+    """Knobs as a plan writes them; one that is off by default without a value."""
+    return [
+        key if value is None else f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+        for key, value in knobs.items()
+    ]
 
 
 def state_note() -> str:
@@ -67,21 +142,88 @@ def state_note() -> str:
     )
 
 
+def budget_note(knobs: str) -> str:
+    """What the budget of every method is; ``knobs`` are its keys with their defaults."""
+    return (
+        f"A knob without a value is off unless it is given. Every method but dense also takes {knobs}; a method that "
+        'has other defaults names them after "budget:", and a compat mode may set its own. What makes no sense for a '
+        "method it refuses: a window where it is all that sinks leave, mass and head_budgets=adaptive where no scores "
+        "estimate attention."
+    )
+
+
 def _example_layer() -> LayerShape:
     from kvsift.types import LayerShape
 
     return LayerShape(layer=2, num_query_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)
 
 
-def budget_knobs() -> dict[str, Any]:
-    """Keys of every budget with their defaults, as a plan spells them."""
-    from dataclasses import fields
+def _meanings(cls: type) -> dict[str, str]:
+    """Attribute -> its text in the docstrings of a class and of those that it is derived from."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
+        names: list[str] = []
+        for line in attributes.splitlines():
+            if line and not line.startswith(" "):
+                break  # the next section
+            head = re.match(r"    (\w+(?:, \w+)*): *(.*)", line)
+            if head:
+                names = head[1].split(", ")
+            for name in names:
+                found[name] = head[2] if head else f"{found[name]} {line.strip()}".strip()
+    code = re.compile(r" \(``[a-z_.]+``\)")  # where to read on, for those who read the code
+    return {name: code.sub("", text).replace("``tokens``", "budget").replace("``", "") for name, text in found.items()}
 
+
+def _print_list(rows: list[dict[str, Any]]) -> None:
+    """Names and knobs are wrapped between words and never cut, in a pipe as on a terminal."""
+    for row in rows:
+        own = own_budget(row)
+        texts = [row["summary"], ", ".join(row["phases"]), " ".join(spelled(row["knobs"]))]
+        texts += [f"budget: {' '.join(own)}"] if own else []
+        _print_beside(row["name"], texts)
+    print()
+    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME says what each means."], 0)
+
+
+def _print_one(row: dict[str, Any]) -> None:
     from kvsift.runtime.budget import Budget
-    from kvsift.runtime.spec import BUDGET_KEYS
+    from kvsift.runtime.spec import make_rule
 
-    defaults = {f.name: getattr(Budget(), f.name) for f in fields(Budget)}
-    return {
-        key: "+".join(map(str, value)) if isinstance(value := defaults[name], tuple) else value
-        for key, name in BUDGET_KEYS.items()
+    facts = {
+        row["name"]: row["summary"],
+        "plan": str(make_rule(row["name"], {})),
+        "phases": ", ".join(row["phases"]),
+        "selects": f"{row['granularity']}s",
+        "keeps": row["keeps"].replace("hides", "hides for good what it leaves out"),
+        "state": f"{row['state_bytes_per_token']:,.0f} {state_note().removeprefix('State: ')}",
+        "source": row["source"] or "kvsift",
     }
+    for name, text in facts.items():
+        _print_beside(name, [text])
+    meanings = _meanings(Budget)
+    _print_knobs("Knobs", row["knobs"], row["meanings"])
+    _print_knobs("Budget", row["budget"], {**meanings, "budget": meanings["tokens"]})
+
+
+def _print_knobs(title: str, knobs: dict[str, Any], meanings: dict[str, str]) -> None:
+    if knobs:
+        print(f"\n{title}")
+    for knob, text in zip(knobs, spelled(knobs)):
+        _print_beside(text, [meanings.get(knob, "")])
+
+
+def _print_beside(name: str, texts: list[str], indent: int = NAME_WIDTH) -> None:
+    """A name, and texts beside it, each on lines of its own; below it if the name is long."""
+    width = max(get_terminal_size().columns, indent + LEAST_TEXT_WIDTH)
+    wrapper = TextWrapper(
+        width, subsequent_indent=" " * indent, initial_indent=" " * indent, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    lines = [line for text in texts for line in wrapper.wrap(plain(text))] or [""]
+    if len(name) < indent:
+        lines[0] = f"{name:<{indent}}{lines[0][indent:]}".rstrip()
+    elif name:
+        lines.insert(0, name)
+    print("\n".join(lines))

@@ -3,53 +3,118 @@
 from __future__ import annotations
 
 import os
+import sys
 import tomllib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, unknown
 
 ModelOption = Annotated[
-    Path | None, typer.Option("--model", help="Hugging Face model directory; without it, the embedded model.")
+    str | None,
+    typer.Option(
+        "--model",
+        help="Hugging Face model directory, or a model's name on huggingface.co, such as Qwen/Qwen3-4B. Without it, "
+        "the embedded model, which only finds planted facts.",
+    ),
 ]
 PlanOption = Annotated[
     str,
-    typer.Option("--plan", help="How to sift, e.g. quest:budget=1024, or a TOML file with a [plan] table."),
+    typer.Option(
+        "--plan",
+        help="How to sift, e.g. quest:budget=1024, or a TOML file with a \\[plan] table. The budget includes sinks (4) "
+        "and window (64).",
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 StrictOption = Annotated[bool, typer.Option("--strict", help="Fail if a sparse plan skipped nothing.")]
-NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Generate at most so many tokens.")]
+NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
 ChunkOption = Annotated[
-    int | None, typer.Option("--chunk-size", min=1, help="Prompt tokens per forward pass; 8192 on a GPU, else 2048.")
+    int | None,
+    typer.Option("--chunk-size", min=1, max=65_536, help="Prompt tokens per forward pass; 8192 on a GPU, else 2048."),
 ]
 ProbeOption = Annotated[
-    int, typer.Option("--probe-every", min=0, help="Compare every so many decode steps with exact attention; 0 never.")
+    int, typer.Option("--probe-every", min=0, help="Compare every Nth decode step with exact attention; 0: never.")
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Draw from the likeliest tokens that reach this share.")]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of the draw, when the temperature is above 0.")]
+TopPOption = Annotated[
+    float, typer.Option("--top-p", help="Draw from the likeliest tokens that together have this probability.")
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", help="Seed of the random draws; used when the temperature is above 0.")
+]
+StopOption = Annotated[str | None, typer.Option("--stop", help="End the text when this appears; it is left out.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no table of numbers.")]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers, not only the main ones.")]
 DenseBelowOption = Annotated[
     str,
-    typer.Option("--dense-below", help="Shorter contexts are decoded in full; auto: on a GPU, where that is faster."),
+    typer.Option(
+        "--dense-below",
+        help="Decode shorter contexts densely; auto: on a GPU, where that is faster.",
+    ),
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Threads on the processor; as many as torch uses by default.")
 ]
 
 PlacementOption = Annotated[
     str,
     typer.Option(
         "--placement",
-        help="Where KV lives: device; split: in host memory, attended there; offload: in host memory, attended on the "
-        "device; host: with the model on the CPU. Knobs: offload:device_cache=8192:host_values=int8.",
+        help="Where the KV cache is: device; split: host memory, attended there; offload: host memory, attended on the "
+        "device; host: host memory, model on the CPU. With settings: offload:device_cache=8192:host_values=int8.",
     ),
 ]
+
+EMBEDDED_NOTE = (
+    "the embedded model only copies planted facts (codes, names, dates) out of a text and is no language model. For "
+    "real answers name one, for instance --model Qwen/Qwen3-4B."
+)
+
+
+def read_template(given: str | None, raw: bool) -> str | None:
+    """A prompt template, from a file unless it is one itself.
+
+    Raises:
+        InputError: if the file cannot be read, or both ways to a prompt are given.
+    """
+    from kvsift.engine.prompt import RAW
+
+    if raw and given is not None:
+        raise InputError("--raw and --prompt-template are two prompts; give one of them.")
+    if raw or given is None:
+        return RAW if raw else None
+    return given if "{context}" in given or "{question}" in given else read_text(Path(given), "prompt template")
 
 
 def dense_below(text: str) -> int | str:
     """A number of tokens, or the word as given."""
     return int(text) if text.isdecimal() else text
+
+
+def read_texts(names: Sequence[str], what: str) -> str:
+    """Text files one after the other, a blank line between them; - is standard input.
+
+    Raises:
+        InputError: as ``read_text``.
+    """
+    texts = [_decoded(sys.stdin.buffer.read(), f"{what} on", "standard input") if name == "-" else
+             read_text(Path(name), what) for name in names]  # fmt: skip
+    return texts[0] if len(texts) == 1 else "\n\n".join(text.strip("\n") for text in texts)
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch, and all that follows it, use so many threads from now on; None changes nothing."""
+    if threads is not None:
+        from kvsift.threads import use
+
+        use(threads)
 
 
 def read_text(path: Path, what: str) -> str:
@@ -61,22 +126,26 @@ def read_text(path: Path, what: str) -> str:
     try:
         if not path.exists():
             raise InputError(f"the {what} file {path} does not exist.")
-        if not path.is_file():
+        if not path.is_file() and not path.is_fifo():  # a pipe: --context <(pdftotext manual.pdf -)
             raise InputError(f"the {what} {path} is not a file.")
         data = path.read_bytes()
     except OSError as error:  # no permission, or a text where its file's name belongs
         raise InputError(f"the {what} file {_shortened(path)} cannot be read: {error.strerror}.") from None
+    return _decoded(data, f"{what} file", str(path))
+
+
+def _decoded(data: bytes, what: str, path: str) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"the {what} file {path} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}). Convert it to "
+            f"the {what} {path} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}). Convert it to "
             "plain text first, for instance with pdftotext or iconv."
         ) from None
     if "\0" in text:
-        raise InputError(f"the {what} file {path} holds zero bytes: it is binary, not text.")
+        raise InputError(f"the {what} {path} holds zero bytes: it is binary, not text.")
     if not text.strip():
-        raise InputError(f"the {what} file {path} is empty.")
+        raise InputError(f"the {what} {path} is empty.")
     return text
 
 
@@ -98,22 +167,60 @@ def require_writable(path: Path | None, option: str) -> None:
         raise InputError(f"{option} {path}: no file can be written there.")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A file that is the old one or the new one, never half of either."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that is the old one or the new one, never half of either.
+
+    Raises:
+        InputError: if that fails, for instance because the disk is full; the old one stays.
+    """
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text)
-    partial.replace(path)
+    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
+    with writing(path):
+        partial.write_bytes(data)
+        partial.replace(path)
+
+
+@contextmanager
+def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
+    """Turn what writing a file raises, an OSError or one of ``errors``, into a sentence, and leave no half of it.
+
+    Raises:
+        InputError: if the block raised one of these.
+    """
+    from kvsift.eval.durable import reason
+
+    caught: tuple[type[Exception], ...] = (OSError, *errors)
+    try:
+        yield
+    except caught as error:
+        path.with_name(path.name + ".partial").unlink(missing_ok=True)
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(
+            f"{path} is not written: {why}. Make room or name another place, and give the command again."
+        ) from None
 
 
 def read_plan(text: str) -> str | dict[str, Any]:
     """A plan as given on the command line: itself, or the [plan] table of a TOML file."""
     if not text.endswith(".toml"):
+        _check_names(text)
         return text
     try:
         tables = tomllib.loads(read_text(Path(text), "plan"))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{text} is not TOML: {error}") from None
     if "plan" not in tables:
         raise InputError(f"{text} holds no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")
     plan: str | dict[str, Any] = tables["plan"]
     return plan
+
+
+def _check_names(plan: str) -> None:
+    """Refuse unknown methods at once; everything else is checked once torch is imported, which takes seconds."""
+    from kvsift.methods import catalogue
+
+    for rule in plan.split(","):
+        phase, equals, name = (part.strip() for part in rule.partition(":")[0].rpartition("="))
+        named = phase in ("prefill", "decode", "both") if equals else "," not in plan
+        if named and name and name not in catalogue():
+            raise unknown("method", name, catalogue())

@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.escaping import plain
 
 
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval, or older result files.")],
-    out: Annotated[Path, typer.Option("--out", help="The page, one HTML file that needs no other.")] = Path(
+    out: Annotated[Path, typer.Option("--out", "--output", help="The page, one HTML file that needs no other.")] = Path(
         "report.html"
     ),
     kvpress: Annotated[
@@ -27,10 +28,10 @@ def report(
         from kvsift.eval.kvpress import write_folders
 
         for folder in write_folders(loaded, kvpress):
-            print(folder)
+            print(plain(str(folder)))
         return
     o.require_writable(out, "--out")
     from kvsift.eval.page import page
 
     o.write_whole(out, page(loaded))
-    print(out)
+    print(plain(str(out)))

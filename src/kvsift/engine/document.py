@@ -16,7 +16,7 @@ from kvsift.engine.generation import (
     decode_composed,
     first_token,
 )
-from kvsift.engine.prompt import STOP
+from kvsift.engine.prompt import require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.session import Session, row_lengths
@@ -43,6 +43,7 @@ class Document:
         encode: the whole prompt of a question, which begins with ``ids``.
         plan: unless a question brings its own.
         progress: called while the document is prefilled, which happens with the first question.
+        stop: text that ends an answer to ``ask``.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Document:
         encode: Callable[[str], list[int]],
         plan: Plan,
         progress: Progress | None = None,
+        stop: str | None = None,
     ) -> None:
         self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
+        self._stop = stop
         self._cache: SparseCache | None = None
         self._session: Session | None = None  # captured steps over the cache
         self._lock, self._asked_by = Lock(), 0
-        self.read_s = 0.0
+        self.read_s = self._build_s = 0.0  # reading; what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
     @property
@@ -76,6 +79,7 @@ class Document:
         """
         if not question.strip():
             raise InputError("the question is empty.")
+        require_text(question, "question")
         asked = len(self._llm.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
         if asked > self.num_tokens:
             raise InputError(
@@ -91,25 +95,38 @@ class Document:
         self._llm.check([ids], max_new_tokens, self._plan if plan is None else plan)
         return ids
 
-    def prefill(self, plan: Plan, reserve: int = 256) -> SparseCache:
-        """The cache of the document under a plan; read again only if the plan prefills differently, or the last answer
-        has dropped a part of it for good (evict=true)."""
+    def prefill(self, plan: Plan, more: int | None = None) -> SparseCache:
+        """The cache of the document under a plan, for ``more`` tokens after it; read again only if the plan prefills
+        differently, if the last answer has dropped a part of it for good (evict=true), or if RoPE rotates a sequence of
+        this length otherwise. None: nothing will be fed, so any rotation will do."""
         self._llm.load()
         fast = self._llm.fast_path.reason_against(plan, self._llm.model) is None
         plan = plan if fast else self._llm.composed_plan(plan)
-        if self._cache is not None and self._cache.can_rewind and _read_alike(self._cache.run.plan, plan):
+        length = self.num_tokens + (more or 0)
+        if (
+            self._cache is not None
+            and self._cache.can_rewind
+            and _read_alike(self._cache.run.plan, plan)
+            and (more is None or self._cache.rotation == self._llm.rotation(length))
+        ):
             self._cache.rewind()
+            started, is_new = perf_counter(), self._cache.run.plan != plan
             self._cache.replan(plan)
+            if is_new:
+                self._cache.prepare()  # now, and not in the first decode step
+            self._build_s = perf_counter() - started
             return self._cache
         self._cache = self._session = None  # the memory of the old one is free before the new one grows
         self._llm.fast_path.release()
         started = perf_counter()
-        total = self.num_tokens + reserve
+        total = self.num_tokens + max(more or 0, 256)
         rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if fast else ()
-        cache = self._llm.new_cache(plan, total, rows)
+        cache = self._llm.new_cache(plan, total, rows, length)
         self._llm.prefill(cache, self._ids, self._progress)
+        read = perf_counter()
         cache.prepare()
-        self.read_s, self.read_stats = perf_counter() - started, cache.stats.report()
+        self.read_s, self._build_s = read - started, perf_counter() - read
+        self.read_stats = cache.stats.report()
         cache.stats.clear()
         cache.mark()
         self._cache = cache  # only now: a reading that was interrupted leaves nothing behind
@@ -137,14 +154,14 @@ class Document:
                 harder protocol of Quest's evaluation.
 
         Returns:
-            The answer; its ``ttft_s`` counts from the cached document, see ``read_s`` for the document itself.
+            The answer. Its ``ttft_s`` counts from the cached document and includes ``build_s``, in which
+            the plan built its index over it, the first time; see ``read_s`` for the document itself.
         """
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
         ids = self.check(question, max_new_tokens, plan)
-        stop = None if self._llm.tokenizer.chat_template else STOP
         answer = self.go_on(
-            ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=stop, on_text=on_text,
+            ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=self._stop, on_text=on_text,
             question_phase=question_phase,
         )  # fmt: skip
         answer.text = answer.text.strip()
@@ -163,9 +180,9 @@ class Document:
     ) -> Answer:
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is left as it is."""
         plan = self._plan if plan is None else parse_plan(plan)
+        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
         with self._llm.fast_path.turn, self._alone():
-            cache = self.prefill(plan, len(ids) - self.num_tokens + max(max_new_tokens, 256))
-            request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
+            cache = self.prefill(plan, request.length - self.num_tokens)
             return self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
 
     @contextmanager
@@ -187,7 +204,7 @@ class Document:
     def _answer(
         self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
     ) -> Answer:
-        llm, started, cached = self._llm, perf_counter(), cache.get_seq_length()
+        llm, started, cached = self._llm, perf_counter() - self._build_s, cache.get_seq_length()
         loops: list[DecodeLoop] = []
         reason = llm.fast_path.reason_against(cache.run.plan, llm.model)
         for piece in (
@@ -200,7 +217,7 @@ class Document:
         total = len(transcript.request.ids)
         return answer_of(
             llm, cache, transcript, started, total, new_prompt_tokens=total - cached,
-            loop=next(iter(loops), None), path=reason or "",
+            loop=next(iter(loops), None), path=reason or "", build_s=self._build_s,
         )  # fmt: skip
 
     def _captured(

@@ -13,6 +13,7 @@ import torch
 from kvsift.engine.crossover import measure_crossover
 from kvsift.engine.session import Session, Step, row_lengths
 from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.transcript import Request
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.models.decoder_prefill import DecoderPrefill
@@ -69,7 +70,7 @@ class FastPath:
         self._path, self._device, self._dense_below, self._placement = path, device, dense_below, placement
         self.turn: AbstractContextManager[object] = RLock() if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what all threads share: the step, and the trial
-        self._step: Step | None = None
+        self._step: DecoderStep | None = None
         self._prefill: DecoderPrefill | None = None
         self._model_reason: str | None = None  # against any step of the model; "" if there is none
         self._kept: Session | None = None  # of the last call that brought its own prompts
@@ -119,24 +120,29 @@ class FastPath:
             return None
         with self._making:
             if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
-                step = self._step_of(model)
-                assert isinstance(step, DecoderStep)
-                self._prefill = DecoderPrefill(step)
+                self._prefill = DecoderPrefill(self._fused_step(model))
             return self._prefill
 
-    def take(self, llm: LLM, plan: Plan, lengths: Sequence[int]) -> tuple[SparseCache, Session | None]:
-        """An empty cache for rows of these lengths, to be fed one by one, and captured steps over it if there are any:
-        those of the last call, if they will do. They are the caller's until it gives them to ``keep``."""
-        page_size = plan.page_size or DEFAULT_PAGE_SIZE
-        rows = row_lengths([length + SPARE_TOKENS for length in lengths], page_size)
+    def take(self, llm: LLM, plan: Plan, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
+        """An empty cache for requests that RoPE rotates alike, to be fed one by one, and captured steps over it if
+        there are any: those of the last call, if they will do. They are the caller's until it gives them to ``keep``.
+        """
+        page_size, length = plan.page_size or DEFAULT_PAGE_SIZE, max(request.length for request in requests)
+        totals = [len(request.ids) + request.max_new_tokens for request in requests]
+        rows = row_lengths([total + SPARE_TOKENS for total in totals], page_size)
         with self._making:  # no two threads take the same
             kept = self._kept
             self.release()
-        if kept is not None and kept.cache.run.plan == plan and kept.has_room(rows):
+        if (
+            kept is not None
+            and kept.cache.run.plan == plan
+            and kept.cache.rotation == llm.rotation(length)
+            and kept.has_room(rows)
+        ):
             kept.cache.clear(rows)
             return kept.cache, kept
         del kept  # its memory is free before the new cache grows
-        return llm.new_cache(plan, 0, rows), None
+        return llm.new_cache(plan, 0, rows, length), None
 
     def release(self) -> None:
         """Give back the pools and graphs of the last call."""
@@ -150,7 +156,7 @@ class FastPath:
         """Captured steps over a cache: those at hand if they still hold."""
         if kept is not None and kept.cache is cache and kept.holds:
             return kept
-        return Session(self._step_of(model), cache, self._crossover, capture=self._path != "eager")
+        return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
 
     def extend(self, model: Any, cache: SparseCache, length: int, kept: Session | None) -> Session:
         """Captured steps over a cache of one row, which will grow to a length: those at hand if they still hold."""
@@ -160,10 +166,15 @@ class FastPath:
             attention.store.reserve_rows([length + SPARE_TOKENS])
         return self.session(model, cache, kept)
 
-    def _step_of(self, model: Any) -> Step:
+    def _step_of(self, model: Any, cache: SparseCache) -> Step:
+        if DecoderStep.reason_against(model) is not None:
+            return TransformersStep(model, cache.rotation)
+        return self._fused_step(model)
+
+    def _fused_step(self, model: Any) -> DecoderStep:
         with self._making:
             if self._step is None:
-                self._step = TransformersStep(model) if DecoderStep.reason_against(model) else DecoderStep(model)
+                self._step = DecoderStep(model)
             return self._step
 
     def _reason_against(self, plan: Plan, model: Any) -> str | None:
@@ -183,7 +194,7 @@ class FastPath:
         cache = make_cache(model, plan, rows=row_lengths([4 * page_size], page_size))
         with torch.inference_mode(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
-        slots = Session(self._step_of(model), cache, lambda cache, slots: 0).slots(1)
+        slots = Session(self._step_of(model, cache), cache, lambda cache, slots: 0).slots(1)
         try:
             slots.prepare(StepKind(dense=rule_of(plan) is None, sampled=False))
         except Exception as error:  # of the model's code, of a compiler, of a quantisation: whatever it is, it is said

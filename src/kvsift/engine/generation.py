@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -38,9 +38,6 @@ class Generation:
         requests: together where the steps are captured, else one after the other.
         started: when the user asked.
         progress: called while prompts are prefilled.
-
-    Attributes:
-        answers: in the order of the requests, when all is generated.
     """
 
     def __init__(
@@ -48,7 +45,12 @@ class Generation:
     ) -> None:
         self._llm, self._plan, self._requests, self._started = llm, plan, requests, started
         self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
-        self.answers: list[Answer] = []
+        self._answers: dict[int, Answer] = {}
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Those of finished requests, in their order."""
+        return [answer for _, answer in sorted(self._answers.items())]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         return in_turns(self._llm.fast_path.turn, self._pieces())
@@ -56,41 +58,51 @@ class Generation:
     def _pieces(self) -> Generator[tuple[int, str], None, None]:
         reason = self._llm.fast_path.reason_against(self._plan, self._llm.model)
         if reason is None:
-            yield from self._captured()
+            for indices in self._alike():
+                yield from self._captured(indices)
             return
         for index, request in enumerate(self._requests):
-            yield from ((index, piece) for piece in self._composed(request, reason))
+            yield from ((index, piece) for piece in self._composed(index, request, reason))
 
-    def _composed(self, request: Request, reason: str) -> Iterator[str]:
+    def _alike(self) -> Iterable[list[int]]:
+        """Requests that can share a cache, since RoPE rotates them alike; nearly always that is all."""
+        groups: dict[int | None, list[int]] = {}
+        for index, request in enumerate(self._requests):
+            groups.setdefault(self._llm.rotation(request.length), []).append(index)
+        return groups.values()
+
+    def _composed(self, index: int, request: Request, reason: str) -> Iterator[str]:
         llm = self._llm
-        cache = llm.new_cache(llm.composed_plan(self._plan), len(request.ids) + request.max_new_tokens)
+        reserve = len(request.ids) + request.max_new_tokens
+        cache = llm.new_cache(llm.composed_plan(self._plan), reserve, length=request.length)
         transcript = Transcript(request, llm.tokenizer)
         llm.prefill(cache, request.ids[:-1], self._told)
         cache.prepare()
         self._done += len(request.ids) - 1
         yield from decode_composed(llm, cache, transcript)
-        self.answers.append(answer_of(llm, cache, transcript, self._started, len(request.ids), path=reason))
+        self._answers[index] = answer_of(llm, cache, transcript, self._started, len(request.ids), path=reason)
 
-    def _captured(self) -> Iterator[tuple[int, str]]:
-        llm = self._llm
+    def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
+        llm, requests = self._llm, [self._requests[index] for index in indices]
         fast = llm.fast_path
-        cache, kept = fast.take(llm, self._plan, [len(r.ids) + r.max_new_tokens for r in self._requests])
+        cache, kept = fast.take(llm, self._plan, requests)
         rows = []
-        for index, request in enumerate(self._requests):
+        for row, request in enumerate(requests):
             stats, transcript = RunStats(llm.probe_every), Transcript(request, llm.tokenizer)
-            cache.turn_to(index, stats)
-            yield from ((index, piece) for piece in first_token(llm, cache, transcript, progress=self._told))
+            cache.turn_to(row, stats)
+            yield from ((indices[row], piece) for piece in first_token(llm, cache, transcript, progress=self._told))
             self._done += len(request.ids) - 1
-            rows.append(Row(index, transcript, stats, len(request.ids)))
+            rows.append(Row(row, transcript, stats, len(request.ids)))
         session = fast.session(llm.model, cache, kept)
         loop = DecodeLoop(session, rows, rule_of(self._plan))
         try:
-            yield from loop
+            yield from ((indices[row], piece) for row, piece in loop)
         finally:
             fast.keep(session)
-        self.answers = [
-            answer_of(llm, cache, row.transcript, self._started, row.start, stats=row.stats, loop=loop) for row in rows
-        ]
+        self._answers |= {
+            index: answer_of(llm, cache, row.transcript, self._started, row.start, stats=row.stats, loop=loop)
+            for index, row in zip(indices, rows)
+        }
 
     def _told(self, done: int, total: int) -> None:
         if self._progress is not None:
@@ -116,6 +128,7 @@ def decode_composed(llm: LLM, cache: SparseCache, transcript: Transcript, phase:
     request = transcript.request
     choose = request.sampling.chooser(llm.device)
     logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
+    cache.prepare()  # what these tokens have outdated is no part of the first step's time
     while True:
         token = choose(logits[0, -1])
         piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
@@ -143,7 +156,7 @@ def decode_captured(
 def answer_of(
     llm: LLM, cache: SparseCache, transcript: Transcript, started: float, prompt_tokens: int, *,
     new_prompt_tokens: int | None = None, stats: RunStats | None = None, loop: DecodeLoop | None = None,
-    path: str = "",
+    path: str = "", build_s: float = 0.0,
 ) -> Answer:  # fmt: skip
     """A finished transcript with its numbers."""
     return Answer(
@@ -162,6 +175,8 @@ def answer_of(
         index=cache.describe(),
         dense_below=0 if loop is None else loop.dense_below,
         setup_s=0.0 if loop is None else loop.setup_s,
+        build_s=build_s,
+        finish_reason=transcript.finish_reason,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
@@ -21,14 +22,16 @@ from kvsift.engine.document import Document
 from kvsift.engine.fast_path import FastPath
 from kvsift.engine.generation import Generation, Progress
 from kvsift.engine.memory import require_memory
-from kvsift.engine.prompt import prompt
+from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.result import Answer, TextStream
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
+from kvsift.methods import knobs
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache, feeding, make_cache
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
+from kvsift.models.transformers_pinning import RopeLimits
 from kvsift.runtime.paged_decode import rule_of
 from kvsift.runtime.places import Place, Placement
 from kvsift.runtime.plan import Plan
@@ -36,6 +39,7 @@ from kvsift.runtime.spec import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
 CHUNK_SIZES = 2048, 8192  # prompt tokens at a time: on a CPU, on a GPU
+MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
 
 
 class Options(TypedDict, total=False):
@@ -55,11 +59,12 @@ class LLM:
     Threads may share it: each answer has a state of its own. On a GPU they take turns, piece by piece in a stream.
 
     Args:
-        model: a Hugging Face directory; None is the embedded model.
+        model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
+            cache if it is not there; None is the embedded model.
         plan: how to sift the KV cache; see ``kvsift.parse_plan``.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
-        chunk_size: prompt tokens per forward pass; 8192 on a GPU and 2048 elsewhere by default.
+        chunk_size: prompt tokens per forward pass, at most 65,536; 8192 on a GPU and 2048 elsewhere by default.
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
         dense_below: in contexts shorter than this, decode shows everything; "auto": where that is measured to be
             faster, on a GPU whose decode steps are captured.
@@ -87,8 +92,8 @@ class LLM:
         path: str = "auto",
         placement: Placement = "device",
     ) -> None:
-        if chunk_size is not None and chunk_size < 1:
-            raise InputError(f"chunk_size={chunk_size} must be 1 or more.")
+        if chunk_size is not None:
+            knobs.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
         if probe_every < 0:
             raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
         if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
@@ -133,7 +138,7 @@ class LLM:
         """
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
-        name, vocabulary = self.directory.path.name, getattr(self.directory.config, "vocab_size", None)
+        name, vocabulary = self.directory.name, getattr(self.directory.config, "vocab_size", None)
         largest = max((max(ids, default=0) for ids in prompts), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
@@ -148,24 +153,37 @@ class LLM:
                 f"{positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use a "
                 "model made for longer ones."
             )
+        plan = self.plan if plan is None else parse_plan(plan)
+        plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
             if self.fast_path.wanted:  # rows are cached together
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
-            plan = self.plan if plan is None else parse_plan(plan)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
-    def read(self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None) -> Document:
-        """Prefill a document once; ask as often as you like.
+    def read(
+        self, context: str, *, plan: PlanSpec = None, progress: Progress | None = None, template: str | None = None,
+        system: str | None = None, stop: str | None = None,
+    ) -> Document:  # fmt: skip
+        """A document to ask about. It is prefilled with its first question, under that question's plan, and once.
+
+        Args:
+            context: the document.
+            plan: instead of the default one.
+            progress: called while the document is prefilled.
+            template: text with {context} and {question}, instead of the chat template or kvsift's own format.
+            system: a system message for the chat template.
+            stop: end answers when this appears; by default at a line's end in kvsift's own format, else nowhere.
 
         Raises:
             InputError: if it is empty, or too long for the model or the machine.
         """
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
-        plan = self.plan if plan is None else parse_plan(plan)
+        require_text(context, "context")
+        plan, form = self.plan if plan is None else parse_plan(plan), PromptFormat(self.tokenizer, template, system)
         # what every question's prompt begins with is the document
-        ids = _common_prefix(self._encode(context, "a"), self._encode(context, "Which?"))
-        return Document(self, ids, lambda question: self._encode(context, question), plan, progress)
+        ids = _common_prefix(form.encode(context, "a"), form.encode(context, "Which?"))
+        return Document(self, ids, lambda question: form.encode(context, question), plan, progress, stop or form.stop)
 
     @overload
     def generate(self, text: str, **options: Unpack[Options]) -> Answer: ...
@@ -227,6 +245,8 @@ class LLM:
         streamed: bool,
     ) -> Generation:  # fmt: skip
         started = perf_counter()
+        for text in texts:
+            require_text(text, "prompt")
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
             raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
@@ -257,11 +277,27 @@ class LLM:
         later = replace(rule, budget=replace(rule.budget, min_context=self.dense_below))
         return Plan(later if plan.evicts_prompt else plan.prefill, later)
 
-    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = ()) -> SparseCache:
-        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one."""
-        return make_cache(
+    def rotation(self, length: int) -> int | None:
+        """How RoPE rotates a sequence that ends with so many cached tokens (``models.transformers_pinning``); None if
+        always alike. Dynamic NTK takes the next multiple of its original maximum, so that questions share a document.
+        """
+        limits = self._rope_limits
+        return None if limits is None else limits.least(limits.stepped(length))
+
+    @cached_property
+    def _rope_limits(self) -> RopeLimits | None:
+        return RopeLimits.of(self.model)
+
+    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
+
+        ``length``, if it is not ``reserve``, is how many tokens will be cached in the end: RoPE may depend on it.
+        """
+        cache = make_cache(
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
+        cache.pin(self.rotation(reserve if length is None else length))
+        return cache
 
     @torch.inference_mode()
     def prefill(
@@ -287,15 +323,6 @@ class LLM:
                 if progress is not None:
                     progress(min(start + self.chunk_size, len(ids)), len(ids))
         return logits
-
-    def _encode(self, context: str, question: str) -> list[int]:
-        if not self.tokenizer.chat_template:
-            ids: list[int] = self.tokenizer(prompt(context, question), verbose=False)["input_ids"]
-            return ids
-        turn = [{"role": "user", "content": f"{context.rstrip()}\n\n{question.strip()}"}]
-        text = self.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        templated: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return templated
 
     def _end_ids(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

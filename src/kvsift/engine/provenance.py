@@ -13,6 +13,8 @@ import torch
 
 from kvsift import __version__
 
+IN_REPOSITORY = "src/kvsift/engine/provenance.py"  # this file, in kvsift's own repository
+
 
 def versions_and_machine(device: torch.device) -> dict[str, Any]:
     """Commit, versions and machine, ready for a result file."""
@@ -29,13 +31,19 @@ def versions_and_machine(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit that runs; KVSIFT_COMMIT names it where the code was copied without its repository."""
+    """Return the commit of the code that runs; KVSIFT_COMMIT names it where the code was copied without its
+    repository. A package installed inside another project's repository is not that project's commit."""
     if "KVSIFT_COMMIT" in os.environ:
         return os.environ["KVSIFT_COMMIT"]
-    root = Path(__file__).parent
     try:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=root, capture_output=True, text=True, check=True)
+        if _git("ls-files", "--full-name", "--", Path(__file__).name) != IN_REPOSITORY:
+            return "unknown"
+        return _git("rev-parse", "HEAD") + ("+changes" if _git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return git.stdout.strip() + ("+changes" if dirty.stdout.strip() else "")
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()

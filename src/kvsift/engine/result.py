@@ -31,6 +31,8 @@ class Answer:
             where nothing did.
         index: layer -> what the method's index is, for every row; empty for methods that have none.
         setup_s: seconds spent capturing steps and measuring the crossover; in no other time.
+        build_s: seconds of ``ttft_s`` in which the plan's index, codes or summaries of a cached document were built.
+        finish_reason: "stop" (an end-of-text token, or a stop) or "length" (``max_new_tokens`` reached).
     """
 
     text: str
@@ -48,6 +50,8 @@ class Answer:
     host: str = ""
     index: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     setup_s: float = 0.0
+    build_s: float = 0.0
+    finish_reason: str = "stop"
 
     @property
     def tpot_s(self) -> float | None:
@@ -64,9 +68,11 @@ class Answer:
         return {
             "text": self.text,
             "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
             "prompt_tokens": self.prompt_tokens,
             "new_prompt_tokens": self.new_prompt_tokens,
             "ttft_s": self.ttft_s,
+            "build_s": self.build_s,
             "tpot_s": self.tpot_s,
             **{key: self.decode(key) for key in keys},
             "kv_bytes": self.kv_bytes,

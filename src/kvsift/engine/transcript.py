@@ -33,6 +33,11 @@ class Request:
     stops: tuple[str, ...] = ()
     streamed: bool = False
 
+    @property
+    def length(self) -> int:
+        """Tokens cached in the end; the last one generated is not fed."""
+        return len(self.ids) + self.max_new_tokens - 1
+
 
 class Transcript:
     """What a request has been answered so far."""
@@ -42,6 +47,7 @@ class Transcript:
         self.new_ids: list[int] = []
         self.times: list[float] = []
         self.done = False
+        self.finish_reason = "stop"  # or "length", once max_new_tokens have come without one
         self._tokenizer = tokenizer
         self._folded, self._context, self._open = "", 0, 0  # text of the first ``_open`` tokens; where to decode from
         self._text: str | None = None
@@ -66,6 +72,7 @@ class Transcript:
             return self._piece(self.text) if request.streamed else ""
         self.new_ids.append(token)
         self.done = len(self.new_ids) >= request.max_new_tokens
+        self.finish_reason = "length" if self.done else "stop"
         if not request.stops and not request.streamed:
             return ""
         text = self._grown()
@@ -73,7 +80,7 @@ class Transcript:
         begin = len(text) - len(text.lstrip())
         found = [place for stop in request.stops if text.strip() and (place := text.find(stop, begin)) >= 0]
         if found:
-            text, self.done = text[: min(found)], True
+            text, self.done, self.finish_reason = text[: min(found)], True, "stop"
         if self.done:
             self._text = text
         return self._piece(text if self.done else text[: len(text) - undecided(text, request.stops)])

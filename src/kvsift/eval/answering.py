@@ -13,7 +13,7 @@ from kvsift.engine.prompt import answer_text
 from kvsift.eval.contexts import Contexts
 from kvsift.eval.recipe import Job, Recipe
 from kvsift.eval.results import Done, Result
-from kvsift.eval.rows import Row
+from kvsift.eval.rows import Row, way_of_reading
 from kvsift.eval.scorers import score
 from kvsift.eval.tasks import Question, Sample
 from kvsift.methods.base import Phase
@@ -42,7 +42,7 @@ class Asker:
         document = self._document(sample)
         notes = {"notes": list(sample.notes)} if sample.notes else {}
         count = 1 if sample.targets else len(sample.questions)
-        for row in sorted(self.recipe.rows, key=lambda row: _way_of_reading(row.plan)):  # stable
+        for row in sorted(self.recipe.rows, key=lambda row: way_of_reading(row.plan)):  # stable
             missing = [index for index in range(count) if (row.plan, index) not in done]
             # a turn follows the answers before it, which are given again if one is missing
             asked = range(max(missing) + 1) if missing and sample.in_turn else missing
@@ -124,13 +124,6 @@ class Asker:
         nll = total / len(sample.targets)
         return {"depth": 1.0, "scorer": "perplexity", "score": _short(exp(-nll)), "nll": _short(nll),
                 **_counters(cache.stats.report(), document)}  # fmt: skip
-
-
-def _way_of_reading(plan: str) -> str:
-    """What plans that can be asked over the same prefilled context have in common."""
-    parsed = parse_plan(plan)
-    learns = parsed.decode is not None and parsed.decode.method.wants_queries
-    return f"{parsed.prefill}{parsed.decode if learns else ''}"
 
 
 def _counters(stats: dict[str, Any], document: Document) -> Result:

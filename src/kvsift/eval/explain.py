@@ -3,6 +3,7 @@
 explanation = explain(llm, text, "What is the access code?", methods=["quest", "streaming_llm"])
 explanation.most_read(3)                      # passages, by the attention they got
 explanation.choices[1].recall                 # of quest, at the same budget and for the same queries
+explain_tokens(llm, text, question)           # every token of the answer, from one run
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from kvsift.engine.llm import LLM
 from kvsift.engine.prompt import STOP
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
-from kvsift.eval.explain_measure import choices_of, reading_of
+from kvsift.eval.explain_measure import attention_of, choices_of, reading_of
 from kvsift.eval.explain_panel import ORACLE, Panel
-from kvsift.eval.explanation import Explanation, Passage
+from kvsift.eval.explain_text import passages_of, pieces_of, words_of
+from kvsift.eval.explanation import Explanation
 from kvsift.models.transformers import PlanSpec
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import Plan, Rule
@@ -47,7 +49,27 @@ def explain(
     passage_tokens: int = 64,
     progress: Progress | None = None,
 ) -> Explanation:
-    """Answer a question and explain one token of the answer.
+    """Answer a question and explain one token of the answer; arguments as in ``explain_tokens``."""
+    return explain_tokens(
+        llm, context, question, plan=plan, methods=methods, budget=budget, tokens=[token],
+        max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress,
+    )[0]  # fmt: skip
+
+
+def explain_tokens(
+    llm: LLM,
+    context: str,
+    question: str,
+    *,
+    plan: PlanSpec = None,
+    methods: Sequence[str] = (),
+    budget: int | None = None,
+    tokens: Sequence[int] | None = None,
+    max_new_tokens: int = 32,
+    passage_tokens: int = 64,
+    progress: Progress | None = None,
+) -> list[Explanation]:
+    """Answer a question once and explain tokens of the answer.
 
     The last token of the prompt and all that follow run under the decode rule.
 
@@ -58,43 +80,55 @@ def explain(
         plan: of the run; the model's default.
         methods: rules to compare, such as "quest" or "quest:page_size=32"; all get the same budget.
         budget: visible tokens of those; the plan's by default, or 256 if it has none.
-        token: which of the answer's tokens, from 0.
+        tokens: which of the answer's tokens, from 0; all of them by default.
         max_new_tokens: at most so many are generated.
-        passage_tokens: tokens per passage.
+        passage_tokens: tokens per passage at most; a passage ends between words.
         progress: called while the prompt is read.
+
+    Returns:
+        One per token. What each head saw is kept until the end, so memory grows with the tokens.
 
     Raises:
         InputError: before the weights are loaded, unless the answer turns out to have fewer tokens.
     """
     plan = llm.plan if plan is None else parse_plan(plan)
-    _check_sizes(token, max_new_tokens, passage_tokens)
+    wanted = range(max_new_tokens) if tokens is None else list(dict.fromkeys(tokens))
+    _check_sizes(wanted, max_new_tokens, passage_tokens)
     rules = _rules(equal_budget(plan, budget), methods)
     document = llm.read(context)
     ids = document.check(question, max_new_tokens)
-    position = len(ids) - 1 + token
     _check_chooses(rules[ORACLE], len(ids))
-    panel = Panel(rules, position)
+    panel = Panel(rules, [len(ids) - 1 + token for token in wanted])
     foresees = any(rule.method.wants_hidden for rule in rules.values())
     run = Foreseeing(plan.prefill, plan.decode) if foresees else plan
     transcript = _answered(llm, run, ids, max_new_tokens, panel, progress)
-    answer = [_text(llm, [each]) for each in transcript.new_ids]
-    if token >= len(answer):
-        raise _no_token(token, answer)
-    fed = [*ids, *transcript.new_ids][: position + 1]
-    passages = _passages(llm, fed, rules[ORACLE].budget.always(position, 1), passage_tokens)
-    layers = panel.layers()
-    return Explanation(
-        model=llm.directory.path.name,
-        plan=str(plan),
-        question=question,
-        answer=transcript.text.strip(),
-        tokens=answer,
-        token=token,
-        position=position,
-        passages=passages,
-        readings=[reading_of(layer, passages) for layer in layers],
-        choices=choices_of(layers, rules, passages),
-    )
+    answer = pieces_of(llm.tokenizer.decode, transcript.new_ids)
+    found = wanted if tokens is not None else wanted[: len(answer)]
+    if missing := [token for token in found if token >= len(answer)] or (not answer and [0]):
+        raise _no_token(missing[0], answer)
+    pieces = pieces_of(llm.tokenizer.decode, [*ids, *transcript.new_ids])
+    explanations = []
+    for token in found:
+        position = len(ids) - 1 + token
+        layers = panel.layers(position)
+        fed = pieces[: position + 1]
+        passages = passages_of(fed, rules[ORACLE].budget.always(position, 1), passage_tokens)
+        explanations.append(
+            Explanation(
+                model=llm.directory.name,
+                plan=str(plan),
+                question=question,
+                answer=transcript.text.strip(),
+                tokens=answer,
+                token=token,
+                position=position,
+                passages=passages,
+                words=words_of(fed, attention_of(layers), passages),
+                readings=[reading_of(layer, passages) for layer in layers],
+                choices=choices_of(layers, rules, passages),
+            )
+        )
+    return explanations
 
 
 def equal_budget(plan: Plan, tokens: int | None) -> Budget:
@@ -113,14 +147,17 @@ def equal_budget(plan: Plan, tokens: int | None) -> Budget:
     return own
 
 
-def _check_sizes(token: int, max_new_tokens: int, passage_tokens: int) -> None:
+def _check_sizes(tokens: Sequence[int], max_new_tokens: int, passage_tokens: int) -> None:
     if passage_tokens < 1:
         raise InputError(f"passage_tokens={passage_tokens} must be 1 or more.")
-    if not 0 <= token < max_new_tokens:
-        raise InputError(
-            f"token={token} is not among the tokens that may be generated: 0 to {max_new_tokens - 1}. Raise "
-            "max_new_tokens for a later one."
-        )
+    if not tokens:
+        raise InputError("tokens is empty: name at least one token of the answer, or leave it out to explain all.")
+    for token in tokens:
+        if not 0 <= token < max_new_tokens:
+            raise InputError(
+                f"token={token} is not among the tokens that may be generated: 0 to {max_new_tokens - 1}. Raise "
+                "max_new_tokens for a later one."
+            )
 
 
 def _no_token(token: int, answer: Sequence[str]) -> InputError:
@@ -157,22 +194,10 @@ def _answered(
     llm.load()
     stop = None if llm.tokenizer.chat_template else STOP
     transcript = Transcript(llm.request(ids, max_new_tokens, None, stop, False), llm.tokenizer)
-    cache = llm.new_cache(plan, len(ids) + max_new_tokens)
+    cache = llm.new_cache(plan, len(ids) + max_new_tokens, length=transcript.request.length)
     cache.stats.watch = panel
     llm.prefill(cache, ids[:-1], progress)
     cache.prepare()
     for _ in decode_composed(llm, cache, transcript, "decode"):
         pass
     return transcript
-
-
-def _text(llm: LLM, ids: Sequence[int]) -> str:
-    text: str = llm.tokenizer.decode(list(ids))
-    return text
-
-
-def _passages(llm: LLM, ids: Sequence[int], spans: tuple[int, int], size: int) -> list[Passage]:
-    sinks, window = spans
-    edges = [(start, min(start + size, window), "text") for start in range(sinks, window, size)]
-    edges = [(0, sinks, "sinks"), *edges, (window, len(ids), "window")]
-    return [Passage(start, stop, kind, _text(llm, ids[start:stop])) for start, stop, kind in edges if start < stop]

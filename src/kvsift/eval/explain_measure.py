@@ -25,10 +25,23 @@ def _seen(visible: Tensor, passages: Sequence[Passage]) -> Tensor:
 
 def reading_of(shown: Shown, passages: Sequence[Passage]) -> LayerReading:
     """What the run read in one layer."""
-    visible = shown.visible[RUN]
-    weights = shown.weights * visible
-    mass = _by_passage(weights / weights.sum(1, keepdim=True), passages)
-    return LayerReading(shown.layer, mass.tolist(), _seen(visible, passages).tolist())
+    visible, oracle = shown.visible[RUN], shown.visible[ORACLE]
+    mass = _by_passage(_attention(shown), passages)
+    recall, recovery = measured(shown.weights, visible)
+    chosen = None if bool(oracle.all()) else _seen(oracle, passages).mean(0).tolist()
+    return LayerReading(shown.layer, mass.tolist(), _seen(visible, passages).tolist(), chosen, recall, recovery)
+
+
+def attention_of(layers: Sequence[Shown]) -> list[float]:
+    """What the run gave to each token, a mean over layers and heads."""
+    shares: list[float] = torch.stack([_attention(shown).mean(0).cpu() for shown in layers]).mean(0).tolist()
+    return shares
+
+
+def _attention(shown: Shown) -> Tensor:
+    """Attention of the run over what it saw, [num_query_heads, num_tokens]; a head's sums to 1."""
+    weights = shown.weights * shown.visible[RUN]
+    return weights / weights.sum(1, keepdim=True)
 
 
 def choices_of(layers: Sequence[Shown], rules: Mapping[str, Rule], passages: Sequence[Passage]) -> list[Choice]:

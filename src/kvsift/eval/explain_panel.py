@@ -1,12 +1,12 @@
 """Methods that are asked what a run is asked: each keeps a cache of its own, and what it would have shown is noted.
 
-All hear of every token with the queries of the run, so that at the token that is explained they differ in what they
+All hear of every token with the queries of the run, so that at the tokens that are explained they differ in what they
 choose and in nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,7 +24,7 @@ RUN = "run"
 
 
 class Shown(NamedTuple):
-    """One layer at the token that is explained."""
+    """One layer at a token that is explained."""
 
     layer: int
     weights: Tensor  # float32 [num_query_heads, num_tokens], exact shares of attention
@@ -36,12 +36,12 @@ class Panel:
 
     Args:
         rules: of decode, by name; the oracle's is among them.
-        position: of the query that is explained.
+        positions: of the queries that are explained.
     """
 
-    def __init__(self, rules: Mapping[str, Rule], position: int) -> None:
-        self._rules, self._position = rules, position
-        self._notes = {name: Note(position) for name in [RUN, *rules]}
+    def __init__(self, rules: Mapping[str, Rule], positions: Collection[int]) -> None:
+        self._rules, self._last = rules, max(positions)
+        self._notes = {name: Note(positions) for name in [RUN, *rules]}
         self._relays = {name: Relay() for name in rules}
         self._layers: dict[int, dict[str, SparseAttention]] = {}
 
@@ -49,7 +49,7 @@ class Panel:
         if shape.layer not in self._layers:
             self._layers[shape.layer] = {name: self._member(name, shape, chunk.keys) for name in self._rules}
         for member in self._layers[shape.layer].values():
-            if member.store.lengths[0] > self._position:
+            if member.store.lengths[0] > self._last:
                 return
             if decode_tokens:
                 member.attend(chunk, decode_tokens)
@@ -61,13 +61,13 @@ class Panel:
     ) -> None:
         self._notes[RUN].answered(shape, row, segment, spans, selection)
 
-    def layers(self) -> list[Shown]:
+    def layers(self, position: int) -> list[Shown]:
         """Every layer, once the run has come past the position; nothing before that."""
         found = []
-        for layer, queries in sorted(self._notes[RUN].queries.items()):
+        for layer, queries in sorted(self._notes[RUN].queries[position].items()):
             oracle = self._layers[layer][ORACLE]
-            keys = oracle.store.row(0).keys(0, self._position + 1)
-            visible = {name: note.visible[layer].to(keys.device) for name, note in self._notes.items()}
+            keys = oracle.store.row(0).keys(0, position + 1)
+            visible = {name: note.visible[position][layer].to(keys.device) for name, note in self._notes.items()}
             found.append(Shown(layer, exact_shares(oracle.shape, queries.to(keys.device), keys), visible))
         return found
 
@@ -77,12 +77,11 @@ class Panel:
 
 
 class Note:
-    """What one member shows to the query at a position, layer by layer."""
+    """What one member shows to the queries at some positions, layer by layer."""
 
-    def __init__(self, position: int) -> None:
-        self._position = position
-        self.queries: dict[int, Tensor] = {}  # [num_query_heads, 1, head_dim]
-        self.visible: dict[int, Tensor] = {}  # bool [num_query_heads, position + 1]
+    def __init__(self, positions: Collection[int]) -> None:
+        self.queries: dict[int, dict[int, Tensor]] = {each: {} for each in positions}  # [num_query_heads, 1, head_dim]
+        self.visible: dict[int, dict[int, Tensor]] = {each: {} for each in positions}  # [num_query_heads, position + 1]
 
     def fed(self, shape: LayerShape, chunk: Chunk, decode_tokens: int) -> None:
         pass
@@ -90,8 +89,8 @@ class Note:
     def answered(
         self, shape: LayerShape, row: int, segment: Segment, spans: tuple[int, int], selection: Selection | None
     ) -> None:
-        if (segment.start, segment.stop) != (self._position, self._position + 1):
+        if segment.stop != segment.start + 1 or segment.start not in self.queries:
             return
         device = segment.queries.device if selection is None else selection.units.device
-        self.queries[shape.layer] = segment.queries[0]
-        self.visible[shape.layer] = visible_tokens(shape, segment.stop, spans, selection, device)
+        self.queries[segment.start][shape.layer] = segment.queries[0]
+        self.visible[segment.start][shape.layer] = visible_tokens(shape, segment.stop, spans, selection, device)

@@ -26,11 +26,17 @@ class LayerReading:
         layer: true index.
         mass: attention that the run gave to a passage, of what it saw; a head's sum to 1.
         seen: share of the passage's tokens that were visible.
+        oracle: share of the passage's tokens that the oracle shows, a mean over heads; None if the layer is dense.
+        recall: share of the ten heaviest tokens that were visible, a mean over heads.
+        recovery: attention mass on what was visible, likewise.
     """
 
     layer: int
     mass: list[list[float]]
     seen: list[list[float]]
+    oracle: list[float] | None
+    recall: float
+    recovery: float
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class Explanation:
         answer: the whole of it; ``tokens``: its pieces, of which ``token`` is explained.
         position: of the query that asked for it, the last token before it.
         passages: all tokens up to the query.
+        words: of each passage, with the attention that each got, a mean over layers and heads.
         readings: of every layer, as the run read.
         choices: the oracle's, then those of the methods asked for; over no layer if all are dense.
     """
@@ -78,6 +85,7 @@ class Explanation:
     token: int
     position: int
     passages: list[Passage]
+    words: list[list[tuple[str, float]]]
     readings: list[LayerReading]
     choices: list[Choice]
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections import defaultdict
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -34,25 +35,30 @@ def write_folders(results: Iterable[tuple[str, dict[str, Any]]], out: Path) -> l
     Raises:
         InputError: if nothing can be written there.
     """
-    written: list[Path] = []
+    groups = [(result, group) for _, result in results for group in _groups(result).values()]
+    folders = [out / name for name in _folder_names(groups)]
     try:
-        for _, result in results:
-            for group in _groups(result).values():
-                folder = _not_in(written, out / _folder_name(result, group))
-                folder.mkdir(parents=True, exist_ok=True)
-                write_atomically(folder / "predictions.csv", _predictions(group))
-                write_atomically(folder / "metrics.json", json.dumps(_metrics(group), indent=4))
-                write_atomically(folder / "config.yaml", _config(result, group))
-                written.append(folder)
+        for folder, (result, group) in zip(folders, groups, strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / "predictions.csv", _predictions(group))
+            write_atomically(folder / "metrics.json", json.dumps(_metrics(group), indent=4))
+            write_atomically(folder / "config.yaml", _config(result, group))
     except OSError as error:
         raise InputError(f"--kvpress {out}: {reason(error)}.") from None
-    return written
+    return folders
 
 
-def _not_in(written: Sequence[Path], folder: Path) -> Path:
-    """The folder, or a numbered one in it where ratios round to the same, as kvpress does."""
-    numbered = (folder / str(index) for index in range(1, len(written) + 1))
-    return next(each for each in (folder, *numbered) if each not in written)
+def _folder_names(groups: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[str]:
+    """A name for each, side by side: ratios that two decimals do not tell apart have four, and the same ratio of the
+    same press is numbered."""
+    short = [_folder_name(*each, decimals=2) for each in groups]
+    counts = Counter(short)
+    names = [name if counts[name] == 1 else _folder_name(*each, decimals=4) for name, each in zip(short, groups)]
+    seen: Counter[str] = Counter()
+    for place, name in enumerate(names):
+        seen[name] += 1
+        names[place] = name if seen[name] == 1 else f"{name}__{seen[name]}"
+    return names
 
 
 def _groups(result: dict[str, Any]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
@@ -73,7 +79,8 @@ def _name(plan: str, result: dict[str, Any]) -> str:
     row = next(row for row in result["rows"] if row["plan"] == plan)
     if row["phase"] is None:
         return "no_press"
-    return row["name"].replace(":", "-").replace("=", "-").replace(",", "-")
+    name: str = row["name"]
+    return name.replace(":", "-").replace("=", "-").replace(",", "-")
 
 
 def _ratio(samples: Sequence[dict[str, Any]]) -> float:
@@ -88,12 +95,17 @@ def _model(result: dict[str, Any]) -> str:
     return result["recipe"].get("model") or "kvsift/embedded"
 
 
-def _folder_name(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
+def _folder_name(result: dict[str, Any], group: Sequence[dict[str, Any]], decimals: int) -> str:
     first = group[0]
     parts = [_dataset(first["task"]), str(first["length"] or ""), _model(result).replace("/", "--")]
-    parts += [_name(first["plan"], result), f"{_ratio(group):.2f}"]
+    parts += [_name(first["plan"], result), f"{_ratio(group):.{decimals}f}"]
     parts += ["query_aware"] if _knows_question(result) else []
-    return "__".join(filter(None, parts))
+    return _one_folder("__".join(filter(None, parts)))
+
+
+def _one_folder(name: str) -> str:
+    """The name of one folder directly below another, whatever a result says: tasks, models and plans are text."""
+    return re.sub(r"[^\w.+-]", "-", name)
 
 
 def _predictions(group: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""A model for lm-eval (EleutherAI's harness), an extra: pip install 'kvsift[lm-eval]', then
+"""A model for lm-eval (EleutherAI's harness), an extra: pip install lm-eval, then
 
     import lm_eval, kvsift.eval.lm_eval                       # registers "kvsift"
     lm_eval.simple_evaluate(model="kvsift", model_args="pretrained=./Qwen3-4B,plan=quest:budget=1024", tasks=[...])
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import lm_eval.models  # noqa: F401, lm-eval lists its own models only while its registry is empty: before ours is in it
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -64,7 +65,7 @@ class KVSiftLM(TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """Part of the name of lm-eval's cache of requests."""
-        return self.llm.directory.path.name
+        return self.llm.directory.name
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Tokens of a text, with bos where the tokenizer adds it and the text has none yet."""
@@ -94,11 +95,11 @@ class KVSiftLM(TemplateLM):
         return [self._score(context, continuation) for _, context, continuation in requests]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows that do not overlap where they are longer than the model."""
+        """Log-likelihoods of whole texts, in disjoint windows where they are longer than the model. As in lm-eval's
+        ``hf``, a bos token that the tokenizer adds is scored too, after the prefix token."""
         totals = []
         for (text,) in [request.args for request in requests]:
-            tokens = self.tok_encode(text, add_special_tokens=False)
-            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1)
+            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             totals.append(sum((self._score(*make_disjoint_window(window))[0] for window in windows), 0.0))
         return totals
 
@@ -111,18 +112,21 @@ class KVSiftLM(TemplateLM):
         stops = [stops] if isinstance(stops, str) else list(stops)
         draws = options.get("do_sample", float(options.get("temperature") or 0.0) > 0)
         temperature = float(options.get("temperature") or 1.0) if draws else 0.0
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and self.tokenizer(context, verbose=False)["input_ids"][:2] == [bos, bos]:
+            context = context.removeprefix(self.tokenizer.bos_token)  # of a chat template; the tokenizer adds its own
         answer = self.llm.generate(
             context or self.tokenizer.decode([self.prefix_token_id]),
             max_new_tokens=int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_NEW_TOKENS))),
             sampling=Sampling(temperature=temperature, top_p=float(options.get("top_p", 1.0))),
             stop=stops,
         )
-        return answer.text
+        return min((answer.text.partition(stop)[0] for stop in stops if stop), key=len, default=answer.text)
 
     @torch.inference_mode()
     def _score(self, context: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
         """Log-likelihood of a continuation, and whether it is the likeliest one token by token."""
-        kept = max(self.max_length - len(continuation), 1)
+        kept = max(self.max_length + 1 - len(continuation), 1)  # the last token is predicted and never read
         context = list(context)[-kept:]
         self.llm.load()
         cache = self._read(tuple(context[:-1]), len(continuation))
@@ -138,8 +142,8 @@ class KVSiftLM(TemplateLM):
         """A cache that holds a context: the last one again if it is the same."""
         plan = parse_plan(self.llm.plan)
         if not ids:
-            return self.llm.new_cache(self.llm.composed_plan(plan), more + 1)
+            return self.llm.new_cache(self.llm.composed_plan(plan), more)
         if self._document is None or self._document[0] != ids:
             self._document = None  # its memory is free before the next one's is taken
             self._document = ids, Document(self.llm, list(ids), lambda text: list(ids), plan)
-        return self._document[1].prefill(plan, more + 1)
+        return self._document[1].prefill(plan, more)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift.eval.durable import whole_lines
+from kvsift.eval.appended import whole_lines
+from kvsift.eval.packed import read_stored, stored
 from kvsift.eval.recipe import Job
 from kvsift.eval.results import SAMPLES, parse_samples, read_summary
 from kvsift.eval.rows import rows_of
@@ -26,8 +27,10 @@ def load_result(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return {**_directory(path), "path": str(path)}
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        found: dict[str, Any] = json.loads(read_stored(path))
+    except FileNotFoundError:
+        raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.") from None
+    except (OSError, ValueError, RecursionError) as error:  # the last of JSON that is nested too deeply
         raise InputError(f"the result {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or found.get("kind") not in KINDS:
         raise InputError(f"{path} is no result of an evaluation. Name the directory that kvsift eval wrote.")
@@ -37,10 +40,10 @@ def load_result(path: Path) -> dict[str, Any]:
 def _directory(path: Path) -> dict[str, Any]:
     summary = read_summary(path)
     try:
-        text = whole_lines(path / SAMPLES)[0]
+        text = whole_lines(path / SAMPLES).decode(errors="replace")
     except OSError as error:
         raise InputError(f"{path / SAMPLES} cannot be read: {error.strerror}.") from None
-    samples = parse_samples(text, path / SAMPLES)
+    samples = parse_samples(text, stored(path / SAMPLES))
     jobs = [Job(*each) for each in summary["contexts"]]
     last = {key: summary["sessions"][-1][key] for key in ("commit", "versions", "machine")}
     tables = tables_of(summary["recipe"], samples, jobs)  # the summary is older where a run was killed

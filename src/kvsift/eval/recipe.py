@@ -80,7 +80,7 @@ class Recipe:
         """
         try:
             return cls.of(tomllib.loads(path.read_text()), path.name)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError(f"the recipe {path} cannot be read: {error}") from None
 
     @classmethod

@@ -3,17 +3,22 @@
 samples.jsonl   a JSON object per sample and line, appended, each on the disk before the next begins
 summary.json    recipe, fingerprint, sessions and the tables made from the samples; replaced as a whole
 recipe.toml     the recipe as it was given
+
+The first two are packed when nothing is left to do and they are large: samples.jsonl.xz, summary.json.xz.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift.eval.durable import Lines, reason, write_atomically
+from kvsift.eval.appended import Lines
+from kvsift.eval.durable import reason, write_atomically
 from kvsift.eval.fingerprint import asks_for_more, difference, document_of, fingerprint
+from kvsift.eval.packed import pack_large, packed_path, read_stored, stored
 from kvsift.eval.recipe import Job, Recipe
 
 SAMPLES, SUMMARY, RECIPE = "samples.jsonl", "summary.json", "recipe.toml"
@@ -43,23 +48,34 @@ class ResultsDirectory:
         self._recipe = document_of(recipe)
         before = self._before()
         self.sessions: list[dict[str, Any]] = before.get("sessions", [])
+        self._whole = False
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lines = Lines(path / SAMPLES)
-            self.samples = parse_samples(self._lines.text, path / SAMPLES)
+        except OSError as error:
+            raise _no_place(path, error) from None
+        try:
+            self.samples = parse_samples(self._lines.text, self._lines.source)
             if not before or before["fingerprint"] != fingerprint(self._recipe):
                 write_atomically(path / RECIPE, text)
         except OSError as error:
-            raise InputError(f"{path} cannot hold results: {error.strerror}.") from None
+            self._lines.close()
+            raise _no_place(path, error) from None
+        except InputError:
+            self._lines.close()
+            raise
         self.dropped = self._lines.dropped
         self._done: dict[Job, set[tuple[str, int]]] = {}
         for sample in self.samples:
             self._note(sample)
 
     def _before(self) -> dict[str, Any]:
-        if not (self.path / SUMMARY).exists():
-            if (self.path / SAMPLES).exists() and (self.path / SAMPLES).stat().st_size:
-                raise InputError(f"{self.path} holds {SAMPLES} but no {SUMMARY}: it is no results directory of kvsift.")
+        if not stored(self.path / SUMMARY).exists():
+            samples = stored(self.path / SAMPLES)
+            if samples.exists() and samples.stat().st_size:
+                raise InputError(
+                    f"{self.path} holds {samples.name} but no {SUMMARY}: it is no results directory of kvsift."
+                )
             return {}
         before = read_summary(self.path)
         same = before["fingerprint"] == fingerprint(self._recipe)
@@ -84,15 +100,20 @@ class ResultsDirectory:
         self._note(result)
 
     def write_summary(self, tables: dict[str, Any]) -> None:
-        """Replace the summary.
+        """Replace the summary, unless it says the same.
 
         Raises:
             InputError: if the disk has no room; the older summary stays.
         """
         head = {"kind": "evaluation", "fingerprint": fingerprint(self._recipe), "recipe": self._recipe}
-        text = json.dumps({**head, "sessions": self.sessions, **tables}, indent=1)
+        text = json.dumps({**head, "sessions": self.sessions, **tables}, indent=1) + "\n"
+        self._whole = not tables.get("left_out", True)
+        summary = self.path / SUMMARY
         try:
-            write_atomically(self.path / SUMMARY, text + "\n")
+            if stored(summary).exists() and read_stored(summary) == text.encode():
+                return
+            write_atomically(summary, text)
+            packed_path(summary).unlink(missing_ok=True)  # an older one
         except OSError as error:
             raise self._no_room(error) from error
 
@@ -101,8 +122,13 @@ class ResultsDirectory:
         return frozenset(self._done.get(job, ()))
 
     def close(self) -> None:
-        """Let others write."""
-        self._lines.close()
+        """Let others write. If nothing is left to do, pack what is large."""
+        with suppress(OSError):  # where there is no room it stays plain
+            try:
+                if self._whole:
+                    pack_large(self.path / SUMMARY)
+            finally:
+                self._lines.close(self._whole)
 
     def _note(self, sample: Result) -> None:
         self._done.setdefault(job_of(sample), set()).add((sample["plan"], sample["question"]))
@@ -112,6 +138,10 @@ class ResultsDirectory:
             f"{self.path}: {reason(error)}. The {len(self.samples):,} samples so far are safe; make room and give the "
             "same command again to go on."
         )
+
+
+def _no_place(path: Path, error: OSError) -> InputError:
+    return InputError(f"{path} cannot hold results: {error.strerror}.")
 
 
 def parse_samples(text: str, path: Path) -> list[Result]:
@@ -125,7 +155,7 @@ def parse_samples(text: str, path: Path) -> list[Result]:
         try:
             sample = json.loads(line)
             job_of(sample)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(
                 f"line {number} of {path} is no sample: something else wrote there, or the disk lost it. Take the line "
                 "out, and the same command makes that sample again."
@@ -146,8 +176,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         InputError: if it is none.
     """
     try:
-        found = json.loads((path / SUMMARY).read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads(read_stored(path / SUMMARY))
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is no results directory: {SUMMARY} cannot be read ({error}).") from None
     if not isinstance(found, dict) or found.get("kind") != "evaluation":
         raise InputError(f"{path / SUMMARY} is no summary of an evaluation.")

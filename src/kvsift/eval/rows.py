@@ -128,3 +128,10 @@ def _limits(name: str, like: Rule) -> str:
     settings = f":sinks={limits.sinks}:dense_layers={'+'.join(map(str, limits.dense_layers)) or 'none'}"
     settings += f":window={limits.window}" if method.selects and name != "streaming_llm" else ""
     return settings + (f":page_size={method.unit_size}" if name == "random" else "")
+
+
+def way_of_reading(plan: str) -> str:
+    """What plans that can be asked over the same prefilled context have in common."""
+    parsed = parse_plan(plan)
+    learns = parsed.decode is not None and parsed.decode.method.wants_queries
+    return f"{parsed.prefill}{parsed.decode if learns else ''}"

@@ -1,7 +1,7 @@
 """LongBench's scorers (THUDM/LongBench, ``LongBench/metrics.py`` and ``eval.py``): the best over the references.
 
 Four of its data sets keep only the first line of a prediction: trec, triviaqa, samsum, lsht. Chinese text is cut into
-words by jieba, which the extra ``kvsift[eval]`` installs.
+words by jieba, which the extra ``eval`` installs.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _segmented(text: str) -> list[str]:
         import jieba
     except ImportError:
         raise InputError(
-            "Chinese data sets are scored by words that jieba cuts, which is not installed: pip install 'kvsift[eval]'."
+            "Chinese data sets are scored by words that jieba cuts, which is not installed: pip install jieba."
         ) from None
     return list(jieba.cut(text, cut_all=False))
 

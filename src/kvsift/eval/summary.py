@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean, median
 from typing import Any
 
+from kvsift.errors import InputError
 from kvsift.eval.intervals import design_effect, interval
 from kvsift.eval.recipe import Job
 from kvsift.eval.results import Result, job_of
@@ -29,6 +30,9 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
         warnings: in plain words.
         left_out: contexts that are not finished, with how many of their samples are there.
         contexts: all that were wanted.
+
+    Raises:
+        InputError: if a sample is of a task or a plan that the recipe does not have.
     """
     groups: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
     for sample in samples:
@@ -50,7 +54,16 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
 def _order(recipe: dict[str, Any], sample: Result) -> tuple[Any, ...]:
     names = [*recipe["tasks"], *(file["name"] for file in recipe["files"])]
     plans = [row["plan"] for row in recipe["rows"]]
-    return names.index(sample["task"]), sample["length"] or 0, plans.index(sample["plan"])
+    return _place("task", sample["task"], names), sample["length"] or 0, _place("plan", sample["plan"], plans)
+
+
+def _place(what: str, name: str, known: Sequence[str]) -> int:
+    if name not in known:
+        raise InputError(
+            f"a sample is of the {what} {name!r}, which the recipe of these results does not have; it has "
+            f"{', '.join(known)}. Samples and recipe are of different runs: give the directory that kvsift eval wrote."
+        )
+    return known.index(name)
 
 
 def design_effects(groups: Iterable[Sequence[Result]]) -> dict[str, float | None]:

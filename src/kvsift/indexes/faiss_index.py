@@ -29,8 +29,8 @@ def load_faiss() -> Any:
         return import_module("faiss")
     except ImportError as error:
         raise InputError(
-            f"IVF and HNSW come from faiss, which is not installed ({error}). Install it: "
-            "pip install 'kvsift[index]' (or pip install faiss-cpu)."
+            f"the indexes ivf, hnsw and faiss_flat need faiss, which cannot be imported ({error}). Install it: "
+            "pip install faiss-cpu."
         ) from error
 
 

@@ -51,6 +51,6 @@ def _extremes_kernel(
         x = tl.load(x_ptr + at.to(tl.int64)[:, None] * x_row + d[None, :], mask=(d < D)[None, :], other=0.0)
         top = tl.maximum(top, tl.max(x, 0).to(tl.float32))
         bottom = tl.minimum(bottom, tl.min(x, 0).to(tl.float32))
-    out_ptr += (head * tl.num_programs(0) + segment) * 2 * D
+    out_ptr += (head * tl.num_programs(0) + segment).to(tl.int64) * 2 * D
     tl.store(out_ptr + d, top, mask=d < D)
     tl.store(out_ptr + D + d, bottom, mask=d < D)

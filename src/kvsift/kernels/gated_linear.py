@@ -103,7 +103,7 @@ def gate_triton(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     """``activation(gate) * up`` of a finished product [rows, 2 * inter] -> [rows, inter]."""
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inter)
-    _gate_kernel[(triton.cdiv(inter, 1024), rows)](
+    _gate_kernel[(rows, triton.cdiv(inter, 1024))](  # the second axis of a grid ends at 65,535
         gate_up, out, inter, SILU=activation == "silu", BLOCK=1024, num_warps=4
     )
     return out
@@ -123,7 +123,7 @@ def gated(gate, up, SILU: tl.constexpr):
 
 @jit
 def _gate_kernel(gate_up_ptr, out_ptr, inter, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    row, i = tl.program_id(1), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate_up_ptr += row * 2 * inter
     gate = tl.load(gate_up_ptr + i, mask=i < inter, other=0.0)
     up = tl.load(gate_up_ptr + inter + i, mask=i < inter, other=0.0)

@@ -21,6 +21,7 @@ from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 TILE_TOKENS = 128
 TILE_BYTES = 32 << 10  # of keys at most: with the values and a stage ahead it fits the shared memory of every GPU
 SPLIT_TOKENS = 128  # of a list: small enough that a budget of 2048 keeps a whole H200 busy
+MOST_SPLITS = 1024  # of a row: merged as one tile, which Triton limits to 2^20 numbers
 LOG2E = 1.4426950408889634
 
 
@@ -126,7 +127,7 @@ def page_attention_triton(
 def split_count(kv: PagedKV, capacity: int | None, rows: int) -> int:
     """Splits of a row: of a list as many as it has full splits; of the whole cache what keeps the device busy."""
     if capacity is not None:
-        return max(1, -(-capacity * kv.page_size // SPLIT_TOKENS))
+        return min(max(1, -(-capacity * kv.page_size // SPLIT_TOKENS)), MOST_SPLITS)
     processors = 132
     if kv.keys.is_cuda:
         processors = torch.cuda.get_device_properties(kv.keys.device).multi_processor_count

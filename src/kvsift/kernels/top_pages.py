@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 
 GROUP_PAGES = 16
 BLOCK, WARPS = 2048, 8  # twice that for long rows
@@ -61,9 +61,9 @@ def visible_pages_triton(scores: Tensor, spans: Tensor, capacity: int, out: List
     maxima = scores.new_empty(batch, num_rows, num_groups)
     groups = pages.new_empty(batch, num_rows, capacity)
     factor = 2 if max_pages > LONG_ROW else 1
-    _visible_kernel[num_rows, batch](
-        scores.contiguous(), maxima, groups, spans, pages, counts, max_pages, num_groups, capacity,
-        BLOCK=factor * BLOCK, LISTED=power_of_two(capacity), GROUP=GROUP_PAGES, num_warps=factor * WARPS,
+    _visible_kernel[(batch * num_rows,)](
+        scores.contiguous(), maxima, groups, spans, pages, counts, num_rows, max_pages, num_groups, capacity,
+        BLOCK=factor * BLOCK, GROUP=GROUP_PAGES, num_warps=factor * WARPS,
     )  # fmt: skip
     return pages, counts
 
@@ -104,15 +104,19 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLO
     while (inside != k) & (high - low > 1):
         width = high - low
         first, second, third = low + width // 4, low + width // 2, low + width * 3 // 4
-        seen = tl.zeros((BLOCK,), tl.int64)  # three counts of 21 bits
+        seen = tl.zeros((BLOCK,), tl.int64)  # three counts of 21 bits, of every BLOCK-th score each
         for start in range(0, count, BLOCK):
             keys, where = load_keys(values_ptr, map_ptr, start + offsets, start + offsets < count, MAPPED)
             real = (start + offsets < count) & (where < limit)
             seen += tl.where(real & (keys >= first.to(tl.int32)), 1, 0).to(tl.int64)
             seen += tl.where(real & (keys >= second.to(tl.int32)), 1 << 21, 0).to(tl.int64)
             seen += tl.where(real & (keys >= third.to(tl.int32)), 1, 0).to(tl.int64) << 42
-        seen = tl.sum(seen, 0)
-        one, two, three = seen & 0x1FFFFF, (seen >> 21) & 0x1FFFFF, seen >> 42
+        if count <= 0x1FFFFF:  # the sums of all three fit too, and one reduction has them
+            total = tl.sum(seen, 0)
+            one, two, three = total & 0x1FFFFF, (total >> 21) & 0x1FFFFF, total >> 42
+        else:
+            one, two = tl.sum(seen & 0x1FFFFF, 0), tl.sum((seen >> 21) & 0x1FFFFF, 0)
+            three = tl.sum(seen >> 42, 0)
         high = tl.where(three >= k, high, tl.where(two >= k, third, tl.where(one >= k, second, first)))
         above = tl.where(three >= k, above, tl.where(two >= k, three, tl.where(one >= k, two, one))).to(tl.int32)
         low = tl.where(three >= k, third, tl.where(two >= k, second, tl.where(one >= k, first, low)))
@@ -138,18 +142,19 @@ def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, MAPPED: tl.
 
 
 @jit
-def write_spans(out_ptr, first, stop, k, held, LISTED: tl.constexpr):
+def write_spans(out_ptr, first, stop, k, held, BLOCK: tl.constexpr):
     """Sinks in front of the k chosen pages and the window behind them."""
-    slot = tl.arange(0, LISTED)
-    behind = slot - first - k
-    page = tl.where(slot < first, slot, stop + behind)
-    tl.store(out_ptr + slot, page, mask=(slot < first) | ((behind >= 0) & (behind < held - stop)))
+    count = first + held - stop
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        slot, page = tl.where(i < first, i, i + k), tl.where(i < first, i, i - first + stop)
+        tl.store(out_ptr + slot, page, mask=i < count)
 
 
 @jit
 def choose_pages(
     scores_ptr, maxima_ptr, groups_ptr, out_ptr, first, stop, k, held,
-    BLOCK: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The whole visible list of one row; ``maxima_ptr`` holds the largest score of every GROUP candidates."""
     count = stop - first
@@ -162,18 +167,17 @@ def choose_pages(
             write_best(scores_ptr, groups_ptr, out_ptr + first, k * GROUP, count, k, first, GROUP, BLOCK)
     else:
         write_best(scores_ptr, scores_ptr, out_ptr + first, count, count, k, first, 0, BLOCK)
-    write_spans(out_ptr, first, stop, k, held, LISTED)
+    write_spans(out_ptr, first, stop, k, held, BLOCK)
     return first + k + held - stop
 
 
 @jit
 def _visible_kernel(
-    scores_ptr, maxima_ptr, groups_ptr, spans_ptr, pages_ptr, counts_ptr, max_pages, num_groups, capacity,
-    BLOCK: tl.constexpr, LISTED: tl.constexpr, GROUP: tl.constexpr,
+    scores_ptr, maxima_ptr, groups_ptr, spans_ptr, pages_ptr, counts_ptr, num_rows, max_pages, num_groups, capacity,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    batch = tl.program_id(1)
-    row = batch * tl.num_programs(0) + tl.program_id(0)
-    spans_ptr += batch * 4
+    spans_ptr += tl.program_id(0) // num_rows * 4
+    row = tl.program_id(0).to(tl.int64)  # rows of a million tokens lie more than 2^31 numbers apart
     first, stop, k, held = tl.load(spans_ptr), tl.load(spans_ptr + 1), tl.load(spans_ptr + 2), tl.load(spans_ptr + 3)
     scores_ptr += row * max_pages
     maxima_ptr += row * num_groups
@@ -187,6 +191,6 @@ def _visible_kernel(
         tl.debug_barrier()
     count = choose_pages(
         scores_ptr, maxima_ptr, groups_ptr + row * capacity, pages_ptr + row * capacity, first, stop, k, held,
-        BLOCK, LISTED, GROUP,
+        BLOCK, GROUP,
     )  # fmt: skip
     tl.store(counts_ptr + row, count)

@@ -59,9 +59,9 @@ def _unlikeness_kernel(
     QUERIES: tl.constexpr,
 ):  # fmt: skip
     segment, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    n, d = tl.arange(0, QUERIES), tl.arange(0, DP)
+    n, d = tl.arange(0, QUERIES).to(tl.int64), tl.arange(0, DP)
     q_ptr += head.to(tl.int64) * q_head + segment.to(tl.int64) * size * q_token
-    out_ptr += (segment * num_heads + head) * size
+    out_ptr += (segment * num_heads + head).to(tl.int64) * size
     total, norms = tl.zeros((DP,), tl.float32), 0.0
     for first in tl.range(0, size, QUERIES, num_stages=3):
         mask = (first + n < size)[:, None] & (d < D)[None, :]

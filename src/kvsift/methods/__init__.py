@@ -6,6 +6,7 @@ my_method = "my_package.my_method:MyMethod"
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from kvsift.methods.base import Method
 
 
+log = logging.getLogger(__name__)
+
+
 class Entry(NamedTuple):
     """Where a method's class is, and what it does in one line."""
 
     path: str  # "module:Class"
     summary: str
+    package: str = ""  # the installed package that added it; none if it is ours
 
 
 BUILT_IN: dict[str, Entry] = {
@@ -60,25 +65,48 @@ BUILT_IN: dict[str, Entry] = {
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """Every method that can be named: built in, and added by installed packages."""
-    added = {
-        point.name: Entry(point.value, f"added by {point.dist.name if point.dist else 'an installed package'}")
-        for point in entry_points(group="kvsift.methods")
-    }
-    clash = sorted(added.keys() & BUILT_IN.keys())
-    if clash:
-        raise InputError(f"an installed package adds methods that exist already: {', '.join(clash)}. Uninstall it.")
-    return dict(sorted({**BUILT_IN, **added}.items()))
+    """Every method that can be named: built in, and added by installed packages. One whose name is taken is left out
+    with a warning."""
+    found = dict(BUILT_IN)
+    for point in entry_points(group="kvsift.methods"):
+        package = point.dist.name if point.dist else "unknown"
+        if point.name in found:
+            other = found[point.name].package or "kvsift"
+            log.warning(
+                "the method %r of the installed package %s is left out: %s has a method of that name.",
+                point.name, package, other,
+            )  # fmt: skip
+            continue
+        found[point.name] = Entry(point.value, f"added by {package}", package)
+    return dict(sorted(found.items()))
 
 
 def method_class(name: str) -> type[Method]:
     """The class of a catalogued method.
 
     Raises:
-        InputError: if no method has that name (with the nearest one that exists).
+        InputError: if no method has that name (with the nearest one that exists), or an installed package adds it and
+            it cannot be loaded.
     """
     if name not in catalogue():
         raise unknown("method", name, catalogue())
-    module, _, attribute = catalogue()[name].path.partition(":")
-    found: type[Method] = getattr(import_module(module), attribute)
+    entry = catalogue()[name]
+    try:
+        return _load(entry.path)
+    except Exception as error:
+        if not entry.package:
+            raise
+        raise InputError(
+            f"the method {name!r} of the installed package {entry.package} cannot be loaded: "
+            f"{type(error).__name__}: {error}. Repair or uninstall {entry.package}."
+        ) from error
+
+
+def _load(path: str) -> type[Method]:
+    from kvsift.methods.base import Method
+
+    module, _, attribute = path.partition(":")
+    found = getattr(import_module(module), attribute)
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise TypeError(f"{path} is no subclass of kvsift.methods.base.Method")
     return found

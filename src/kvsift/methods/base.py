@@ -67,6 +67,13 @@ class Method:
         """Tokens per page of the summaries that it reads; a unit may be several pages, or part of one."""
         return self.unit_size
 
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Refuse a model that cannot be run on, by the true indices of its attention layers.
+
+        Raises:
+            InputError: if hyper-parameters name layers that it lacks.
+        """
+
     def new_state(self, shape: LayerShape) -> Any:
         """Memory of one sequence in one layer."""
         return None
@@ -201,17 +208,23 @@ def top_units(scores: Tensor, k: int, keep: Tensor | None = None) -> Tensor:
 
 
 def _top(scores: Tensor, k: int) -> Tensor:
-    """The k largest without sorting them all, and without a question to the host on a device."""
+    """The k largest without sorting them all, and without a question to the host on a device. As in topk and sort, NaN
+    is larger than any number."""
     if k == 0:
         return scores.new_empty(scores.shape[0], 0, dtype=torch.int64)
     best, order = scores.topk(k, dim=-1, sorted=False)
-    least = best.amin(-1, keepdim=True)
-    tied = scores == least
+    least = best.masked_fill(best.isnan(), torch.inf).amin(-1, keepdim=True)
     # topk takes any of the units that tie for the last places: right as it is where it took them all
-    if scores.device.type == "cpu" and torch.equal(tied.sum(-1), (best == least).sum(-1)):
+    if scores.device.type == "cpu" and bool(((scores < least).sum(-1) == scores.shape[1] - k).all()):
         return order.sort(-1).values
-    above = scores > least
-    chosen = above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))  # k of each row
+    return _top_without_waiting(scores, least, k)
+
+
+def _top_without_waiting(scores: Tensor, least: Tensor, k: int) -> Tensor:
+    """The k largest of each row, ``least`` [num_heads, 1] being the smallest number among them."""
+    tied = scores == least
+    above = ~(tied | (scores < least))  # NaN too
+    chosen = above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))  # k of each row, or more if NaN
     places = torch.arange(1, k + 1, device=scores.device).expand(scores.shape[0], k).contiguous()
     return torch.searchsorted(chosen.cumsum(-1), places)  # the first unit by which so many are chosen
 

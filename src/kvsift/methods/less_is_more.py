@@ -6,23 +6,27 @@ to the most recent tokens. The layers above attend that set.
 
 Deviation from the paper: recent tokens are the budget's window and, where a fraction of the budget is more, those next
 to it. In prefill a chunk chooses by the mean share of its queries. ``full_choice=false`` lets layers that choose attend
-what they chose.
+what they chose. The paper finds the correction layer for each model; ``correction=auto`` is as far up as in theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kvsift.errors import InputError
 from kvsift.methods import knobs
 from kvsift.methods.base import Phase
 from kvsift.methods.chunked import ChunkedMethod, seen_by_all
 from kvsift.methods.shares import mean_shares
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+FIRST, DEPTH = 2, 32  # the first sparse layer of the papers, and the layers of the models their defaults are for
 
 
 @dataclass(frozen=True)
@@ -30,21 +34,24 @@ class LessIsMore(ChunkedMethod):
     """The tokens that all heads together rank highest, for all layers up to the correction and for all above.
 
     Attributes:
-        correction: true index of the layer that chooses anew; the paper's lie between 9 and 20.
+        correction: true index of the layer that chooses anew; "auto": the published one of a model of 32 layers, in
+            proportion; "none": no layer does.
         recent_fraction: of the budget, sinks left out, for the most recent tokens.
         full_choice: layers that choose see everything.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2508.07101"
+    published: ClassVar[int] = 12  # the correction layer of 32
 
-    correction: int = 12
+    correction: int | Literal["auto", "none"] = "auto"
     recent_fraction: float = 0.25
     full_choice: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.whole("correction", self.correction, 0)
+        if self.correction not in ("auto", "none"):
+            knobs.whole("correction", self.correction, 0, also=("auto", "none"))
         knobs.share("recent_fraction", self.recent_fraction)
         knobs.flag("full_choice", self.full_choice)
 
@@ -52,7 +59,7 @@ class LessIsMore(ChunkedMethod):
         self, state: object, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
-        ranked = None if shape.layer == self.correction else reader.from_below()
+        ranked = None if shape.layer == self.corrects_at(shape.peers) else reader.from_below()
         if ranked is not None:  # a layer may have fewer than the one that chose
             return Selection(ranked[:, : limit.units].sort(-1).values.to(queries.device), 1, full=True)
         keys = reader.keys(0, seen_by_all(start, queries.shape[1]))
@@ -63,6 +70,25 @@ class LessIsMore(ChunkedMethod):
         ranked = torch.cat([newest.flip(0).expand(len(ranked), -1), ranked], 1) + candidates.first
         reader.pass_up(ranked)
         return Selection(ranked.sort(-1).values, 1, full=True, for_above=self.full_choice)
+
+    def corrects_at(self, layers: Sequence[int]) -> int | None:
+        """Which of a model's attention layers chooses anew; None: none does, or nobody knows the layers."""
+        if isinstance(self.correction, int):
+            return self.correction
+        if self.correction == "none" or not layers:
+            return None
+        share = (self.published - FIRST) / (DEPTH - FIRST)  # of the layers above the first sparse one
+        wanted = FIRST + round(share * (layers[-1] + 1 - FIRST))
+        return next((layer for layer in layers if layer >= wanted), layers[-1])
+
+    def check_layers(self, layers: Sequence[int]) -> None:
+        if isinstance(self.correction, int) and self.correction not in layers:
+            whole = len(layers) == layers[-1] + 1
+            there = f"0 to {layers[-1]}" if whole else ", ".join(map(str, layers))
+            raise InputError(
+                f"correction={self.correction} is no layer that kvsift attends in this model; those are {there}. Give "
+                "one of them, correction=auto or correction=none."
+            )
 
     def ranking(self, shape: LayerShape, shares: Tensor, k: int) -> Tensor:
         """The k best tokens of each list, best first: float32 [num_query_heads, count] -> int64 [num_lists, k]."""

@@ -44,7 +44,7 @@ class SummaryMethod(PagedMethod):
     """Pages by the score of their summary: one matrix product per step, whatever the kind.
 
     Attributes:
-        score_by: kind of summary, a key of ``kernels.page_summary.SUMMARIES``.
+        score_by: kind of page summary: "minmax", "minmax_fp8", "mean_std", "centroid_radius" or "log_mass".
         prefilter: rank blocks of pages first, and score only the pages of the best ones: as many blocks as hold
             ``prefilter`` times the pages to select, rounded up. 0 scores every page. Blocks that are candidates in
             part, at either end, are always scored and do not count.

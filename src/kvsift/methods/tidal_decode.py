@@ -30,8 +30,8 @@ class TidalDecode(LessIsMore, ScoringMethod):
     compares_heads: ClassVar[bool] = False
     no_mass: ClassVar[str] = "chooses for layers whose attention it does not look at"
     source: ClassVar[str] = "arXiv 2410.05076"
+    published: ClassVar[int] = 13
 
-    correction: int = 13
     recent_fraction: float = 0.0
 
     def __post_init__(self) -> None:

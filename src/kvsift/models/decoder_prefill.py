@@ -13,6 +13,7 @@ from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_cache import SparseCache
+from kvsift.threads import yield_to_others
 from kvsift.types import LayerShape
 
 
@@ -39,6 +40,7 @@ class DecoderPrefill:
             Logits of the last one, [1, 1, vocabulary].
         """
         assert not (phase == "decode" and cache.run.plan.wants_hidden), "queries are foreseen by transformers' modules"
+        yield_to_others()
         step = self._step
         cache.run.decode_tokens = len(tokens) if phase == "decode" else 0
         start = cache.get_seq_length()

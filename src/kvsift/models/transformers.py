@@ -38,7 +38,8 @@ def sparse(
         plan: for instance "quest:budget=1024"; see ``kvsift.runtime.spec``.
         strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
         probe_every: compare every so many sparse decode steps with exact attention; 0 never.
-        reserve: tokens the context is expected to reach; saves copies.
+        reserve: tokens the context is expected to reach; saves copies, and decides how RoPE rotates where that depends
+            on the length.
         placement: where KV lives: "device", "split", "offload" or "host", with knobs if need be (``runtime.places``).
 
     Yields:
@@ -60,7 +61,8 @@ def make_cache(
     """A cache that runs ``model`` under a plan wherever it is passed as ``past_key_values``.
 
     The model's attention becomes "kvsift" and stays so; without such a cache it is exact and dense. With ``rows``,
-    lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``).
+    lengths that they will not exceed, a ragged batch is fed one row at a time (``SparseCache.turn_to``). Where RoPE
+    depends on the length, ``reserve`` and ``rows`` decide how it rotates.
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
     return Adapter.explicit(model, run)

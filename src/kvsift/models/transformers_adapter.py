@@ -19,9 +19,11 @@ from kvsift.models.transformers_cache import SparseBlock, SparseCache, SparseRun
 from kvsift.models.transformers_foresight import Foresight
 from kvsift.models.transformers_layer import NAME, Run, SparseLayer, UnsupportedModel, attention_forward, mask_forward
 from kvsift.models.transformers_origin import origin_of
+from kvsift.models.transformers_pinning import RopePinning
 from kvsift.models.transformers_rope import FAR, find_rope, turns
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
+from kvsift.threads import yield_to_others
 from kvsift.types import Rope
 
 WATCHED = "generate", "_prefill"
@@ -84,6 +86,7 @@ class Adapter:
         self.no_rope = ""  # why that is not known
         self._block: SparseBlock | None = None
         self._foresight: Foresight | None = None
+        self._pinning: RopePinning | None = None  # of a RoPE that depends on the length
         self._own = {name: model.__dict__[name] for name in WATCHED if name in model.__dict__}
         self._forward_names = list(signature(model.forward).parameters)
         self._handle: Any = None
@@ -110,6 +113,7 @@ class Adapter:
             for name in WATCHED:
                 if hasattr(model, name):
                     model.__dict__[name] = Watched(adapter, name)
+            adapter._pinning = RopePinning.attach(model, adapter.sifts)
             model.__dict__["_kvsift"] = adapter
             try:
                 adapter._try_out()
@@ -121,6 +125,8 @@ class Adapter:
     def detach(self) -> None:
         """Leave the model as it was."""
         self._handle.remove()
+        if self._pinning is not None:
+            self._pinning.detach()
         if self._foresight is not None:
             self._foresight.detach()
         for name in (*WATCHED, "_kvsift"):
@@ -151,7 +157,7 @@ class Adapter:
                     "this model already runs under kvsift.sparse, here or in another thread. Leave that block before "
                     "entering another; threads that share a model share one block around all of them."
                 )
-            adapter.describe(run)
+            adapter._new_cache(run)  # refuses layers that the model lacks
             adapter._block = block = SparseBlock(run)
         try:
             yield block
@@ -170,21 +176,22 @@ class Adapter:
         """
         with ATTACHING:
             adapter = cls.attach(model)
-            adapter.describe(run)
+            cache = adapter._new_cache(run)
             adapter.stays = True
-        return SparseCache(adapter.model.config, run)
+        return cache
 
-    def describe(self, run: SparseRun) -> None:
-        """Tell a run what it wants to know of the model.
+    def _new_cache(self, run: SparseRun) -> SparseCache:
+        """A cache of this run, which is told what it wants to know of the model.
 
         Raises:
-            InputError: for a plan that needs to know more.
+            InputError: for a plan that needs to know more, or names layers that the model lacks.
         """
         run.origin = origin_of(self.model)
         model = ref(self.model)
         run.attention_in_use = lambda: "" if (found := model()) is None else str(found.config._attn_implementation)
         try:
             run.know_rope(self.rope, self.no_rope)
+            return SparseCache(self.model.config, run)
         except InputError:
             self._detach_if_unused()
             raise
@@ -197,6 +204,10 @@ class Adapter:
         """A method of the model as it is without the adapter."""
         method: Callable[..., Any] = self._own.get(name) or getattr(type(self.model), name).__get__(self.model)
         return method
+
+    def sifts(self, cache: Cache) -> bool:
+        """Whether the layers of a cache are ours, or would become so in a forward pass."""
+        return self._block is not None or any(isinstance(layer, SparseLayer) for layer in cache.layers)
 
     def check_generate(self, kwargs: dict[str, Any]) -> None:
         """Refuse options of generate() that do not go with a block.
@@ -225,6 +236,7 @@ class Adapter:
 
     @torch.compiler.disable
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        yield_to_others()
         kwargs |= dict(zip(self._forward_names, args))
         cache = kwargs.get("past_key_values")
         if self._block is not None:
@@ -241,6 +253,8 @@ class Adapter:
             if run.foresees and self._foresight is None:
                 with ATTACHING:
                     self._foresight = self._foresight or Foresight(self.model)
+        if self._pinning is not None:
+            self._pinning.begin(cache, layers, kwargs)
         return (), kwargs
 
     def _check_call(self, kwargs: dict[str, Any]) -> None:
@@ -333,10 +347,8 @@ class Adapter:
             with torch.no_grad():
                 self.model(input_ids=ids, past_key_values=cache, use_cache=True)
                 self._try_rope(ids[:, :1], cache)
-        except UnsupportedModel as error:
+        except InputError as error:
             raise UnsupportedModel(f"{name} cannot run under kvsift: {error}") from None
-        except InputError:  # of a setting, not of the architecture
-            raise
         except Exception as error:
             raise UnsupportedModel(
                 f"{name} cannot run under kvsift: a forward pass with its cache failed with {type(error).__name__}: "

@@ -106,6 +106,17 @@ class SparseCache(DynamicCache):
         return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
 
     @property
+    def rotation(self) -> int | None:
+        """Rotation of the keys, where RoPE depends on the length (``transformers_pinning``); None: not decided."""
+        return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
+
+    def pin(self, rotation: int | None) -> None:
+        """Decide it before the first pass does."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.rotation = rotation
+
+    @property
     def attentions(self) -> list[SparseAttention]:
         """Of every layer, where all of them are kvsift's and have seen a token."""
         found = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
@@ -185,6 +196,7 @@ class SparseCache(DynamicCache):
         """Go on with another plan over what is cached; counters start anew."""
         wanted = parse_plan(plan)
         check_rope(wanted, self.run.rope, self.run.no_rope)
+        wanted.check_layers(self.run.peers)
         self.run.plan = wanted
         self.run.stats.clear()
         for layer in self.layers:
@@ -193,13 +205,18 @@ class SparseCache(DynamicCache):
 
 
 def take_layers(cache: Cache, run: SparseRun, config: Any) -> None:
-    """Put kvsift's layers where the cache has stock full-attention ones over text; the run is this cache's alone."""
+    """Put kvsift's layers where the cache has stock full-attention ones over text; the run is this cache's alone.
+
+    Raises:
+        InputError: for a plan that names a layer which is not there.
+    """
     over_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     run.peers = tuple(
         index
         for index, layer in enumerate(cache.layers)
         if type(layer) in (DynamicLayer, SparseLayer) and index not in over_images
     )
+    run.plan.check_layers(run.peers)
     cache.run = run
     cache.layers = [
         SparseLayer(run, index) if type(layer) is DynamicLayer and index in run.peers else layer

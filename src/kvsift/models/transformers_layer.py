@@ -164,6 +164,7 @@ class SparseLayer(AttendingLayer):
         self.foreseen: Tensor | None = None  # what the coming tokens would ask of the input of the layer below
         self.columns = 0
         self.valid: Tensor | None = None  # bool [batch, columns] on the host; None while nothing was padding
+        self.rotation: int | None = None  # of the keys (``transformers_pinning``); None: not decided
         self.attention: SparseAttention | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -287,7 +288,7 @@ class SparseLayer(AttendingLayer):
 
     def reset(self) -> None:
         self.columns, self.valid, self.attention, self._pending = 0, None, None, None
-        self.is_initialized = False
+        self.is_initialized, self.rotation = False, None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end: -n removes n; a positive n keeps n (transformers 5.17 still calls it so)."""
@@ -299,7 +300,12 @@ class SparseLayer(AttendingLayer):
             for row, length in enumerate(self._lengths(columns)):
                 self.attention.crop(row, length)
         self.valid = None if self.valid is None else self.valid[:, :columns]
-        self.columns = columns
+        self.columns, self.rotation = columns, self.rotation if columns else None
+
+    @property
+    def num_padding(self) -> int:
+        """Columns that are padding in the row that has the fewest."""
+        return 0 if self.attention is None or self.valid is None else self.columns - max(self._lengths(self.columns))
 
     def _lengths(self, columns: int) -> list[int]:
         assert self.attention is not None

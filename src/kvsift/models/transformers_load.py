@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -19,6 +27,9 @@ from kvsift.errors import InputError, unknown
 log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
+NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 
 
 def embedded_model() -> Path:
@@ -44,17 +55,13 @@ class ModelDirectory:
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
-        """Look without loading. None is the embedded model.
+        """Look without loading; a model of the Hub is downloaded first, unless it is in its cache. None is the
+        embedded model.
 
         Raises:
             InputError: saying which file is missing.
         """
-        directory = embedded_model() if path is None else Path(path)
-        if not directory.is_dir():
-            raise InputError(
-                f"{directory} is not a directory. --model takes a Hugging Face model directory on disk (config.json, "
-                "*.safetensors, tokenizer.json); download one first, or leave it out to use the embedded model."
-            )
+        directory = _directory_of(path)
         if not (directory / "config.json").is_file():
             raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory.")
         weights = _weight_files(directory)
@@ -74,9 +81,20 @@ class ModelDirectory:
         return cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
 
     @property
+    def name(self) -> str:
+        """The directory's name; in the Hub's cache, the model's name there."""
+        repository = self.path.parent.parent.name
+        if self.path.parent.name == "snapshots" and repository.startswith("models--"):
+            return repository.removeprefix("models--").replace("--", "/")
+        return self.path.resolve().name
+
+    @property
     def max_positions(self) -> int | None:
         """Positions the model was made for, if it says so."""
         positions = getattr(self.config, "max_position_embeddings", None)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if positions and rope.get("rope_type") == "dynamic":  # the one type whose configurations give the original ones
+            positions *= rope.get("factor", 1)
         return int(positions) if positions else None
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -171,6 +189,40 @@ def cpu_has_fast_bf16() -> bool:
     )
 
 
+def _directory_of(model: str | Path | None) -> Path:
+    """Where a model's files are; a local directory is preferred to a model of the Hub with that name."""
+    if model is None:
+        return embedded_model()
+    directory = Path(model)
+    if directory.is_dir():
+        return directory
+    if directory.exists() or not HUB_NAME.fullmatch(str(model)):
+        raise InputError(
+            f"{model} is not a directory. Give a Hugging Face model directory (config.json, *.safetensors, "
+            "tokenizer.json), the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to use the "
+            "embedded model."
+        )
+    return Path(_download(str(model)))
+
+
+def _download(name: str) -> str:
+    """The cached snapshot of a model of the Hub, completed if need be; huggingface_hub shows the progress."""
+    try:
+        return snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
+    except GatedRepoError:
+        why = f"its licence has to be accepted at https://huggingface.co/{name} first; then log in with hf auth login"
+    except RepositoryNotFoundError:
+        why = "huggingface.co has no such model, or it is private; log in with hf auth login if it is yours"
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
+        why = (
+            "it is not in the cache, or not wholly, and huggingface.co cannot be reached; check the connection, or "
+            "unset HF_HUB_OFFLINE if it is set"
+        )
+    except Exception as error:
+        why = f"it cannot be downloaded: {_reason(error)}"
+    raise InputError(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
+
+
 def _weight_files(directory: Path) -> list[Path]:
     """The files that the weights will be read from, each complete."""
     index = directory / "model.safetensors.index.json"
@@ -191,7 +243,7 @@ def _weight_files(directory: Path) -> list[Path]:
 def _shards(index: Path) -> list[Path]:
     try:
         files = sorted({index.parent / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(f"{index} cannot be read: {_reason(error)}.") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -16,6 +16,7 @@ from transformers import Cache
 from kvsift.kernels.append import append
 from kvsift.models.transformers_cache import SparseCache, SparseRun
 from kvsift.models.transformers_layer import AttendingLayer, SparseLayer
+from kvsift.models.transformers_pinning import RopeLimits
 from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
@@ -55,10 +56,11 @@ class TransformersStep:
 
     Args:
         model: one that ``Adapter.attach`` has taken, and for which ``reason_against`` has no objection.
+        rotation: of the cache (``transformers_pinning``).
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, rotation: int | None = None) -> None:
+        self._model, self._rotation = model, rotation
 
     @staticmethod
     def reason_against(model: Any) -> str | None:
@@ -66,6 +68,9 @@ class TransformersStep:
         layers = SparseCache(model.config, SparseRun(Plan(), RunStats())).layers
         if not all(isinstance(layer, SparseLayer) for layer in layers):
             return f"{type(model).__name__} has layers without full attention"
+        limits = RopeLimits.of(model)
+        if limits is not None and limits.dynamic:  # a graph would hold those of one length
+            return f"{type(model).__name__} has RoPE frequencies of its own for every length ({limits})"
         return None
 
     def angles(self, num_positions: int) -> Tensor:
@@ -84,10 +89,12 @@ class TransformersStep:
     ) -> Tensor:
         """Logits after one more token per sequence, float32 [batch, vocabulary]; see ``DecoderStep``."""
         layers = [StepLayer(layer, pools, dense, watched) for layer, pools in zip(attention, summaries, strict=True)]
+        cache = Cache(layers=layers)
+        cache.rotation = self._rotation
         output = self._model(
             input_ids=tokens.unsqueeze(1),
             position_ids=(batch.lengths - 1).long().unsqueeze(1),
-            past_key_values=Cache(layers=layers),
+            past_key_values=cache,
             use_cache=True,
         )
         logits: Tensor = output.logits[:, -1].float()

@@ -16,6 +16,7 @@ from kvsift.errors import InputError
 from kvsift.native.shapes import check_rows
 
 ROWS = 16  # per block: one register of 32-bit sums, 4 channels at a time
+LARGEST = 2.0**120  # of a number that is coded: sums of two are finite in float32
 MARGIN = 1.25  # by how much a range is widened when keys fall outside: not again for each new token
 _CHUNK = 8192  # rows that are coded at a time, bounding what is needed besides
 
@@ -63,6 +64,8 @@ class Codes:
         self._reserve(n)
         new = keys[:, self.length :]
         top, bottom = new.amax(1).float(), new.amin(1).float()  # [num_kv_heads, head_dim]
+        if not (torch.maximum(top, -bottom) <= LARGEST).all():
+            top, bottom = self._coded_extremes(new)
         reach = 127 * self.scale
         outside = (top > self.centre + reach) | (bottom < self.centre - reach)
         for head in range(heads):
@@ -90,6 +93,14 @@ class Codes:
     def nbytes(self) -> int:
         """Bytes held, unused capacity included."""
         return self.blocks.numel() + 2 * self.scale.numel() * 4
+
+    def _coded_extremes(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest and smallest number of each channel that has a code of its own. Infinities and what is nearly as
+        large would make every other code of their channel the same; they get the outermost ones."""
+        coded = keys.abs() <= LARGEST  # no NaN either
+        top, bottom = keys.masked_fill(~coded, -torch.inf).amax(1), keys.masked_fill(~coded, torch.inf).amin(1)
+        some = coded.any(1)
+        return torch.where(some, top.float(), self.centre), torch.where(some, bottom.float(), self.centre)
 
     def _reserve(self, length: int) -> None:
         needed = (length + ROWS - 1) // ROWS

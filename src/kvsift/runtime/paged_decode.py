@@ -32,12 +32,15 @@ Space = TypeVar("Space")
 
 def reason_against(plan: Plan) -> str | None:
     """Why the decode rule of a plan needs the composed path; None if this one can run it."""
+    if unwritten := sorted(set(plan.summaries) - KINDS.keys()):  # of the rule of prefill too: steps go on with them
+        return f"no kernel writes page summaries of kind {', '.join(unwritten)}"
     rule = plan.decode
     if rule is None or rule.method.unbounded:
         return None
     method, name = rule.method, str(rule).partition(":")[0]
-    if not isinstance(method, SummaryMethod) or method.score_by not in KINDS:
-        return f"{name} does not rank pages by a summary"
+    if not isinstance(method, SummaryMethod):
+        way = "scores page summaries in its own way" if method.summaries else "does not rank pages by a summary"
+        return f"{name} {way}"
     if method.page_size & (method.page_size - 1):
         return f"page_size={method.page_size} is not a power of two"
     if method.page_size > MOST_TOKENS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -48,6 +49,11 @@ class Rule:
     def evicts(self) -> bool:
         """Whether what is dropped is freed."""
         return getattr(self.method, "evict", False)
+
+    @property
+    def bare_phase(self) -> Phase:
+        """The phase of this rule in a plan that names none."""
+        return "decode" if "decode" in self.method.phases else "prefill"
 
     def is_dense(self, layer: int, start: int, stop: int) -> bool:
         """Whether queries at positions start to stop see everything before them in this layer."""
@@ -146,6 +152,11 @@ class Plan:
         """Kinds of page summary to maintain."""
         return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
 
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Refuse a model of these attention layers, true indices, if a method cannot run on it (``InputError``)."""
+        for rule in self.rules:
+            rule.method.check_layers(layers)
+
     @property
     def wants_hidden(self) -> bool:
         """Whether decode chooses by what the layer below has read."""
@@ -161,6 +172,8 @@ class Plan:
     def __str__(self) -> str:
         if self.prefill is not None and self.prefill == self.decode:
             return f"both={self.decode}"
+        if len(self.rules) == 1 and self.rule(self.rules[0].bare_phase) and not self.rules[0].method.unbounded:
+            return str(self.rules[0])
         sparse = [f"{phase}={self.rule(phase)}" for phase in PHASES if self.rule(phase) is not None]
         return ",".join(sparse) or "dense"
 

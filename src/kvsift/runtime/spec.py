@@ -16,8 +16,8 @@ from dataclasses import fields
 from typing import Any
 
 from kvsift.errors import InputError, unknown
-from kvsift.methods import method_class
-from kvsift.methods.base import Phase
+from kvsift.methods import catalogue, knobs, method_class
+from kvsift.methods.base import Method, Phase
 from kvsift.runtime.budget import Budget
 from kvsift.runtime.plan import PHASES, Plan, Rule
 
@@ -50,6 +50,11 @@ def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
     for part in spec.split(","):
         phase, _, rule = part.partition("=")
         phase = phase.strip()
+        if phase not in NAMED and (corrected := _with_colons(spec)) != spec:
+            raise InputError(
+                f"{spec!r} has a comma before a knob: commas separate phases, and colons the knobs of a method. "
+                f"Did you mean {corrected!r}?"
+            )
         phases = _phases(phase, rules, spec)
         if not rule.strip():
             raise InputError(f"{phase}= is empty in {spec!r}; write for instance {phase}=dense.")
@@ -68,11 +73,11 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     cls = method_class(method)
     if cls.unbounded and settings:
         raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
-    knobs = [f.name for f in fields(cls)]
+    names = [f.name for f in fields(cls)]
     for key in settings:
-        if key not in knobs and key not in BUDGET_KEYS:
-            raise unknown(f"key of {method}", key, [*knobs, *BUDGET_KEYS])
-    chosen = cls(**{key: value for key, value in settings.items() if key in knobs})
+        if key not in names and key not in BUDGET_KEYS:
+            raise unknown(f"key of {method}", key, [*names, *BUDGET_KEYS])
+    chosen = _new_method(cls, {key: value for key, value in settings.items() if key in names})
     budget = {BUDGET_KEYS[key]: value for key, value in settings.items() if key in BUDGET_KEYS}
     if "dense_layers" in budget and isinstance(budget["dense_layers"], int):
         budget["dense_layers"] = (budget["dense_layers"],)
@@ -82,10 +87,37 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     return Rule(chosen, Budget(**{**defaults, **budget}))
 
 
+def _new_method(cls: type[Method], settings: Mapping[str, Any]) -> Method:
+    """A method with these knobs. What it says of them itself comes first; then all must be of their declared types."""
+    try:
+        method = cls(**settings)
+    except InputError:
+        raise
+    except Exception:  # it may have calculated with text
+        knobs.of_declared_types(cls, settings)
+        raise
+    knobs.of_declared_types(cls, settings)
+    return method
+
+
+def _with_colons(spec: str) -> str:
+    """The plan with a colon before what is a knob of the method before it, where a comma was."""
+    corrected, keys = "", set[str]()
+    for part in spec.split(","):
+        if part.partition("=")[0].strip() in keys:
+            corrected += ":" + part.strip()
+            continue
+        corrected += "," + part if corrected else part
+        method = part.partition(":")[0].rpartition("=")[2].strip()
+        if method in catalogue():
+            keys = {*BUDGET_KEYS, *(f.name for f in fields(method_class(method)))}
+    return corrected
+
+
 def _plan_of(rule: Rule) -> Plan:
     if rule.method.unbounded:
         return Plan()
-    return Plan(decode=rule) if "decode" in rule.method.phases else Plan(prefill=rule)
+    return Plan(**{rule.bare_phase: rule})
 
 
 def _from_mapping(table: Mapping[str, Any]) -> Plan:
@@ -100,7 +132,13 @@ def _from_mapping(table: Mapping[str, Any]) -> Plan:
 def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[Phase, ...]:
     """The phases that a name stands for, none of which has a rule yet."""
     if name not in NAMED:
-        raise unknown("phase", name.partition(":")[0], NAMED)
+        error = unknown("phase", name.partition(":")[0], NAMED)
+        if isinstance(spec, Mapping):
+            raise error
+        raise InputError(
+            f"{error}. Commas separate phases and colons the settings of a method: quest:budget=1024, or "
+            "prefill=quoka:budget=1024,decode=quest:budget=1024"
+        )
     if twice := given.keys() & NAMED[name]:
         raise InputError(f"{min(twice)} is given twice in {spec!r}.")
     return NAMED[name]

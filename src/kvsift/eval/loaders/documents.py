@@ -78,7 +78,7 @@ def _hotpot_items(data: Any) -> Iterator[Item]:
 def _parsed(path: Path, items: Callable[[Any], Iterator[Item]]) -> list[Item]:
     try:
         return list(items(json.loads(path.read_text(encoding="utf-8-sig"))))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}.") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not in the published format: {type(error).__name__} at {error}.") from None

@@ -56,7 +56,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                 continue
             try:
                 values = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are
+            except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
                 raise InputError(f"{path}:{number}: a JSON object per line is expected: {error}.") from None
             if not isinstance(values, dict):
                 raise InputError(f"{path}:{number}: a JSON object is expected, not {_short(values)}.")

@@ -61,7 +61,7 @@ def _prompts(path: Path) -> dict[str, str]:
         return {}
     try:
         prompts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}.") from None
     good = isinstance(prompts, dict) and all(isinstance(each, str) and "{context}" in each for each in prompts.values())
     if not good:

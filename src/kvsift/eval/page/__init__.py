@@ -5,34 +5,58 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvsift.eval.page import depths, layers, provenance, quality, scores, speed
-from kvsift.eval.page.html import document, escaped, section
+from kvsift.errors import InputError
+from kvsift.eval.page import depths, layers, memory, pareto, provenance, quality, scores, speed
+from kvsift.eval.page.html import document, escaped, plan_name, section
+from kvsift.eval.page.means import headline, means_of, short_names
 
 SECTIONS = (
+    ("Mean scores", scores.render),
     ("Quality against visible tokens", quality.render),
-    ("Scores", scores.render),
+    ("Quality against time per token", pareto.render),
+    ("Memory", memory.render),
+    ("Times", speed.render),
     ("Where the answer stood", depths.render),
     ("Layer by layer", layers.render),
-    ("Time and memory", speed.render),
     ("Recipe and machine", provenance.render),
+)
+INTERVALS = (
+    "Intervals are 95 %; questions that share a context count as fewer. Visible tokens are counted from selections, "
+    "not taken from the budget."
 )
 
 
 def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """A page over results of ``reading.load_result``, by name."""
-    parts = []
-    for name, result in results:
-        found = [(title, body) for title, render in SECTIONS if (body := render(result))]
-        intro = f"<h2 class=result>{escaped(name)}</h2>{_summary(result)}"
-        parts.append(intro + "".join(section(title, body) for title, body in found))
-    title = ", ".join(name for name, _ in results)
-    return document(f"kvsift: {title}", "".join(parts))
+    """A page over results of ``reading.load_result``, by name.
+
+    Raises:
+        InputError: if a result has no scores.
+    """
+    leads, parts = [], []
+    for number, (name, result) in enumerate(results):
+        if "cells" not in result:
+            raise InputError(f"{name} has no scores, only recall. kvsift report draws results of kvsift eval.")
+        result, shared = short_names(result)
+        means = means_of(result)
+        found = [(f"r{number}-{place}", title, body) for place, (title, render) in enumerate(SECTIONS)
+                 if (body := render(result, means))]  # fmt: skip
+        link = f'<a href="#r{number}">{escaped(name)}</a>: ' if len(results) > 1 else ""
+        leads.append(f"<p class=lead>{link}{plan_name(headline(means))}</p>")
+        head = f'<h2 class=result id="r{number}">{escaped(name)}</h2>' if len(results) > 1 else ""
+        links = "".join(f'<a href="#{anchor}">{escaped(title)}</a>' for anchor, title, _ in found)
+        nav = f'<nav aria-label="Sections of {escaped(name)}">{links}</nav>'
+        parts.append(head + _summary(result, shared) + nav + "".join(section(t, body, a) for a, t, body in found))
+    title = f"kvsift: {', '.join(name for name, _ in results)}"
+    return document(
+        title, f"<h1>{escaped(title)}</h1>{''.join(leads)}{''.join(parts)}<p class=soft>{INTERVALS}</p>"
+    )  # fmt: skip
 
 
-def _summary(result: dict[str, Any]) -> str:
+def _summary(result: dict[str, Any], shared: Sequence[str]) -> str:
     recipe = result["recipe"]
     model = recipe.get("model") or "the embedded model"
     asked = f"{len(result['samples']):,} answers of {model}, {SETUPS[recipe['setup']]}."
+    asked += f" Every plan has {', '.join(shared)}, which names leave out." if shared else ""
     notes = [*result["warnings"], *_left(result["left_out"])]
     listed = "".join(f"<li>{escaped(note)}</li>" for note in notes)
     return f"<p>{escaped(asked)}</p>" + (f"<ul class=warnings>{listed}</ul>" if listed else "")

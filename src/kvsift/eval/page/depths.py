@@ -3,71 +3,78 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from kvsift.eval.page.html import details, escaped, figure
+from kvsift.eval.page.html import details, heat, table
+from kvsift.eval.page.means import Mean
 
-BINS = 10
-CELL, ROW, LEFT, TOP = 44, 17, 66, 18
+BINS = 10, 5  # of the depth, as many as the samples fill
+WIDEST = 24  # columns
+FILLED = 0.8  # of a map's cells have a sample, or there is no map
 
-Cells = dict[tuple[Any, int], list[float]]
-"""(length, bin of the depth) -> scores."""
+Column = tuple[int, int]
+"""Length, bin of the depth."""
 
 
-def render(result: dict[str, Any]) -> str:
-    """Maps of every plan and budget, folded up by task; of tasks whose answers stand somewhere."""
-    rows = {row["plan"]: row for row in result["rows"]}
-    tasks: dict[str, dict[str, Cells]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
+    """A map per task whose answers stand somewhere, folded up: a row per plan, a column per length and depth."""
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         if sample["length"] and sample.get("depth") is not None and "nll" not in sample:
-            depth = min(int(sample["depth"] * BINS), BINS - 1)
-            tasks[sample["task"]][sample["plan"]][sample["length"], depth].append(sample["score"])
-    parts = []
-    for index, task in enumerate(task for task in result["recipe"]["tasks"] if task in tasks):
-        plans = tasks[task]
-        maps = []
-        for plan in (plan for plan in rows if plan in plans):
-            row = rows[plan]
-            name = row["name"] if row["budget"] is None else f"{row['name']}, {row['budget']:,}"
-            maps.append(figure(name, _map(f"{task}, {name}", plans[plan])))
-        parts.append(details(task, f"<div class=maps>{''.join(maps)}</div>", is_open=index == 0))
-    return (
-        "<p class=soft>Rows are depths, from the beginning of the context down to its end.</p>" + "".join(parts)
-        if parts
-        else ""
-    )
+            found[sample["task"]].append(sample)
+    rows = {row["plan"]: (row["name"], row["budget"]) for row in result["rows"]}
+    order = {(each.name, each.budget): each for each in means}
+    parts: list[str] = []
+    for task in (task for task in result["recipe"]["tasks"] if task in found):
+        if count := _num_bins(found[task]):
+            parts.append(details(task, _map(task, found[task], count, rows, order)))
+    if not parts:
+        return ""
+    note = "Columns are depths, from the beginning of the context to its end."
+    return f"<p class=soft>{note}</p>" + "".join(parts)
 
 
-def _map(title: str, cells: Cells) -> str:
-    lengths = sorted({length for length, _ in cells})
-    width, height = LEFT + CELL * len(lengths) + 2, TOP + ROW * BINS + 2
-    parts = [f'<text x="{LEFT + CELL * (i + 0.5)}" y="12" text-anchor="middle">{_short(length)}</text>'
-             for i, length in enumerate(lengths)]  # fmt: skip
-    said = []
-    for depth in range(BINS):
-        y = TOP + ROW * depth
-        label = f"{100 * depth // BINS}-{100 * (depth + 1) // BINS} %"
-        parts.append(f'<text x="{LEFT - 5}" y="{y + 12}" text-anchor="end">{label}</text>')
-        for index, length in enumerate(lengths):
-            scores = cells.get((length, depth), [])
-            parts.append(_cell(LEFT + CELL * index, y, scores, f"{length:,} tokens, depth {label}"))
-            said += [f"{length:,} tokens at {label}: {fmean(scores):.2f}"] if scores else []
-    return (f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img"><title>{escaped(title)}</title>'
-            f"<desc>{escaped('; '.join(said))}</desc>{''.join(parts)}</svg>")  # fmt: skip
+def _num_bins(samples: Sequence[dict[str, Any]]) -> int:
+    """The most bins that are filled for every length and fit a screen; 0 if none are."""
+    plan = samples[0]["plan"]  # all plans are asked the same
+    own = [sample for sample in samples if sample["plan"] == plan]
+    num_lengths = len({sample["length"] for sample in own})
+    for count in BINS:
+        cells = {_column(sample, count) for sample in own}
+        if num_lengths * count <= WIDEST and len(cells) >= FILLED * num_lengths * count:
+            return count
+    return 0
 
 
-def _cell(x: int, y: int, scores: list[float], where: str) -> str:
-    if not scores:
-        return f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{ROW - 2}" fill="none" stroke="var(--line)"/>'
-    mean = fmean(scores)
-    ink = "var(--heatink)" if mean > 0.5 else "var(--ink)"
-    return (
-        f"<g><title>{escaped(where)}: {mean:.2f} of {len(scores)}</title>"
-        f'<rect x="{x}" y="{y}" width="{CELL - 2}" height="{ROW - 2}" rx="2" '
-        f'style="fill:color-mix(in srgb,var(--heat1) {100 * mean:.0f}%,var(--heat0))"/>'
-        f'<text x="{x + CELL / 2 - 1}" y="{y + 11.5}" text-anchor="middle" style="fill:{ink}">{mean:.2f}</text></g>'
-    )
+def _column(sample: dict[str, Any], count: int) -> Column:
+    return sample["length"], min(int(sample["depth"] * count), count - 1)
+
+
+def _map(
+    task: str, samples: Sequence[dict[str, Any]], count: int, rows: dict[str, tuple[str, int | None]],
+    order: dict[tuple[str, int | None], Mean],
+) -> str:  # fmt: skip
+    scores: dict[tuple[tuple[str, int | None], Column], list[float]] = defaultdict(list)
+    for sample in samples:
+        scores[rows[sample["plan"]], _column(sample, count)].append(sample["score"])
+    lengths = sorted({sample["length"] for sample in samples})
+    columns = [(length, depth) for length in lengths for depth in range(count)]
+    names = [_depth(length, depth, count, len(lengths) > 1) for length, depth in columns]
+    lines = []
+    for key, each in order.items():
+        cells = [scores.get((key, column), []) for column in columns]
+        hints = [f"{each.label}, {column[0]:,} tokens, {_depth(*column, count, False)}" for column in columns]
+        lines.append([each.label, *(heat(fmean(own) if own else None, hint) for own, hint in zip(cells, hints))])
+    soft = [index for index, each in enumerate(order.values()) if each.is_reference]
+    caption = task if len(lengths) > 1 else f"{task}, {lengths[0]:,} tokens"
+    return table(["plan", *names], lines, caption, soft)
+
+
+def _depth(length: int, depth: int, count: int, with_length: bool) -> str:
+    where = f"{100 * depth // count}-{100 * (depth + 1) // count} %"
+    return f"{_short(length)}, {where}" if with_length else where
 
 
 def _short(length: int) -> str:

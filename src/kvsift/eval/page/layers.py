@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from kvsift.eval.page.html import details, figure
-from kvsift.eval.page.lines import Point, Series, legend, line_chart
-from kvsift.eval.page.quality import lines_of
+from kvsift.eval.page.html import details, heat, table
+from kvsift.eval.page.means import Mean
 
-MEASURES = {"recall": (2, "ten heaviest tokens seen"), "recovery": (3, "attention mass recovered")}
+MEASURES = {2: "Ten heaviest tokens seen", 3: "Attention mass recovered"}  # by their place in a layer's counters
+
+Found = dict[tuple[int, int, str, int], list[float]]  # budget, measure, name, layer
 
 
-def render(result: dict[str, Any]) -> str:
-    """Two charts per budget, over all tasks and lengths."""
+def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
+    """Two tables per budget, over all tasks and lengths: a row per plan, a column per layer."""
     rows = {row["plan"]: row for row in result["rows"]}
-    found: dict[tuple[int, str, str, int], list[float]] = defaultdict(list)  # budget, measure, name, layer
+    found: Found = defaultdict(list)
     for sample in result["samples"]:
         row = rows[sample["plan"]]
         for layer in sample.get("layers", ()):
-            for measure, (place, _) in MEASURES.items():
-                if row["budget"] is not None and layer[place] is not None:
-                    found[row["budget"], measure, row["name"], layer[0]].append(layer[place])
+            for measure in MEASURES:
+                if row["budget"] is not None and layer[measure] is not None:
+                    found[row["budget"], measure, row["name"], layer[0]].append(layer[measure])
     if not found:
         return ""
-    lines = lines_of(result)
     budgets = sorted({budget for budget, *_ in found})
-    parts = [legend(list(lines.values()))]
-    for budget in budgets:
-        charts = "".join(_chart(found, budget, measure, lines) for measure in MEASURES)
-        parts.append(
-            details(f"Budget {budget:,}", f"<div class=grid>{charts}</div>", budget == budgets[len(budgets) // 2])
-        )
-    note = "<p class=soft>Means over all tasks and lengths, from sampled decode steps; dense layers are not in it.</p>"
-    return note + "".join(parts)
+    names = {each.name: each.is_reference for each in means}
+    parts = [
+        details(f"Budget {budget:,}", "".join(_table(found, budget, measure, names) for measure in MEASURES),
+                budget == budgets[len(budgets) // 2])
+        for budget in budgets
+    ]  # fmt: skip
+    note = "Means over all tasks and lengths, from sampled decode steps. Dense layers are left out."
+    return f"<p class=soft>{note}</p>" + "".join(parts)
 
 
-def _chart(
-    found: dict[tuple[int, str, str, int], list[float]], budget: int, measure: str, lines: dict[str, Series]
-) -> str:
-    title = MEASURES[measure][1]
-    series = []
-    for name, line in lines.items():
-        means = {key[3]: fmean(values) for key, values in found.items() if key[:3] == (budget, measure, name)}
-        points = [Point(layer, mean, mean, mean) for layer, mean in sorted(means.items())]
-        series += [replace(line, points=points)] if points else []
-    drawing = line_chart(f"{title}, budget {budget:,}", "layer", "share", series)
-    return figure(f"{title[0].upper()}{title[1:]}, budget {budget:,}", drawing)
+def _table(found: Found, budget: int, measure: int, names: dict[str, bool]) -> str:
+    own = {key[2:]: fmean(values) for key, values in found.items() if key[:2] == (budget, measure)}
+    layers = sorted({layer for _, layer in own})
+    shown = [name for name in names if any((name, layer) in own for layer in layers)]
+    rows = [[name, *(heat(own.get((name, layer)), f"{name}, layer {layer}") for layer in layers)] for name in shown]
+    soft = [index for index, name in enumerate(shown) if names[name]]
+    head = ["plan", *(f"layer {layer}" for layer in layers)]
+    return table(head, rows, f"{MEASURES[measure]}, budget {budget:,}", soft)

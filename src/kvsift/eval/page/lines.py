@@ -1,4 +1,4 @@
-"""Line charts as SVG: series with intervals, references across, on a linear or a logarithmic axis."""
+"""Line charts as SVG: series with intervals, side by side where they share a place, and levels named at the edge."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from dataclasses import dataclass
 from math import ceil, floor, log2
 from typing import NamedTuple
 
-from kvsift.eval.page.html import COLOURS, escaped
+from kvsift.eval.page.html import escaped
+from kvsift.eval.page.style import COLOURS
 
 WIDTH, HEIGHT = 380, 250
-LEFT, RIGHT, TOP, BOTTOM = 38, 10, 10, 40
-DASHES = "", "7 3", "9 3 2 3"
+LEFT, RIGHT, TOP, BOTTOM = 38, 48, 10, 40  # levels have their names at the right
+APART = 3.2  # pixels between marks of series at one place
 DASH_OF_REFERENCES = "2 3"
-
+MARKS = (
+    "M-3.4 0a3.4 3.4 0 1 0 6.8 0a3.4 3.4 0 1 0-6.8 0",
+    "M-3-3h6v6h-6z",
+    "M0-4L4 3H-4z",
+    "M0-4.4L4.4 0L0 4.4L-4.4 0z",
+)
 
 Place = Callable[[float], float]
 
@@ -29,7 +35,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Series:
-    """A line. ``style`` counts through colours, then dashes; those of references are dotted."""
+    """A line. ``style`` counts through colours and marks; lines of references are dotted."""
 
     name: str
     points: Sequence[Point]
@@ -42,7 +48,12 @@ class Series:
 
     @property
     def dash(self) -> str:
-        return DASH_OF_REFERENCES if self.is_reference else DASHES[self.style // len(COLOURS) % len(DASHES)]
+        return DASH_OF_REFERENCES if self.is_reference else ""
+
+    def mark(self, x: float, y: float) -> str:
+        """What stands at a point."""
+        shape = MARKS[self.style % len(MARKS)]
+        return f'<path class="mark" transform="translate({x:.1f} {y:.1f})" d="{shape}" fill="{self.colour}"/>'
 
 
 class Level(NamedTuple):
@@ -60,7 +71,7 @@ def line_chart(
     xs = [point.x for each in series for point in each.points] or [1.0]
     place = log2 if logarithmic else float
     low, high = place(min(xs)), place(max(xs))
-    margin = (high - low) * 0.06 or 0.5
+    margin = (high - low) * 0.08 or 0.5
     low, high = low - margin, high + margin
 
     def at_x(x: float) -> float:
@@ -71,10 +82,10 @@ def line_chart(
 
     parts = [_frame(x_title, y_title, at_y)]
     parts += [_tick(at_x(x), f"{x:,.0f}") for x in _ticks(xs, logarithmic)]
-    for each in series:
-        parts.append(_series(each, at_x, at_y))
-    for level in levels:
-        parts.append(_level(level, at_y(level.y)))
+    parts += _levels(levels, at_y)
+    for index, each in enumerate(series):
+        shift = APART * (index - (len(series) - 1) / 2)
+        parts.append(_series(each, lambda x, shift=shift: at_x(x) + shift, at_y))  # type: ignore[misc]
     said = "; ".join(
         f"{each.name}: " + ", ".join(f"{p.y:.2f} at {p.x:,.0f} ({p.low:.2f} to {p.high:.2f})" for p in each.points)
         for each in series
@@ -91,8 +102,7 @@ def legend(series: Sequence[Series]) -> str:
     """Names beside their lines; once for charts that share them."""
     listed = "".join(
         f'<li><svg viewBox="0 0 34 12" aria-hidden="true"><line x1="1" x2="33" y1="6" y2="6" stroke="{each.colour}" '
-        f'stroke-width="2.5" stroke-dasharray="{each.dash}"/><circle cx="17" cy="6" r="3" fill="{each.colour}"/></svg>'
-        f"{escaped(each.name)}</li>"
+        f'stroke-width="2" stroke-dasharray="{each.dash}"/>{each.mark(17, 6)}</svg>{escaped(each.name)}</li>'
         for each in series
     )
     return f"<ul class=legend>{listed}</ul>"
@@ -112,13 +122,19 @@ def _frame(x_title: str, y_title: str, at_y: Place) -> str:
     )
 
 
-def _level(level: Level, y: float) -> str:
-    below = level.y > 0.9  # there is no room above
-    return (
-        f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--soft)" '
-        f'stroke-dasharray="{DASH_OF_REFERENCES}"/><text class="level" x="{LEFT + 4}" '
-        f'y="{y + 12 if below else y - 4:.1f}">{escaped(level.name)}</text>'
-    )
+def _levels(levels: Sequence[Level], at_y: Place) -> list[str]:
+    """Lines across, named beyond their right end, from the top down and never over one another."""
+    parts, free = [], 0.0
+    for level in sorted(levels, key=lambda level: -level.y):
+        y = at_y(level.y)
+        baseline = max(y + 4, free)
+        free = baseline + 12
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--soft)" '
+            f'stroke-dasharray="{DASH_OF_REFERENCES}"/><text class="level" x="{WIDTH - RIGHT + 5}" '
+            f'y="{baseline:.1f}">{escaped(level.name)}</text>'
+        )
+    return parts
 
 
 def _tick(x: float, text: str) -> str:
@@ -135,9 +151,9 @@ def _series(each: Series, at_x: Place, at_y: Place) -> str:
             f'stroke-dasharray="{each.dash}"/>')  # fmt: skip
     marks = "".join(
         f"<g><title>{escaped(each.name)}: {p.y:.2f} ({p.low:.2f} to {p.high:.2f}) at {p.x:,.0f}</title>"
-        f'<line x1="{at_x(p.x):.1f}" x2="{at_x(p.x):.1f}" y1="{at_y(p.low):.1f}" y2="{at_y(p.high):.1f}" '
-        f'stroke="{each.colour}" stroke-opacity=".45" stroke-width="1.5"/>'
-        f'<circle cx="{at_x(p.x):.1f}" cy="{at_y(p.y):.1f}" r="3.2" fill="{each.colour}"/></g>'
+        f'<line class="interval" x1="{at_x(p.x):.1f}" x2="{at_x(p.x):.1f}" y1="{at_y(p.low):.1f}" '
+        f'y2="{at_y(p.high):.1f}" stroke="{each.colour}" stroke-opacity=".5" stroke-width="1.5"/>'
+        f"{each.mark(at_x(p.x), at_y(p.y))}</g>"
         for p in each.points
     )
     return line + marks

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
-from kvsift.eval.page.html import details, escaped, table
+from kvsift.eval.page.html import details, escaped, table, text_cell
+from kvsift.eval.page.means import Mean
 
 
-def render(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
     """The recipe's keys, its rows, the sessions, and what is left out."""
     recipe = {key: value for key, value in result["recipe"].items() if key not in ("rows", "digests") and value != []}
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in recipe.items() if value is not None)
     sessions = [
-        [each["started"] or "-", each["machine"], each["commit"][:12], each["workers"], each.get("samples", "-"),
-         each.get("seconds", "-"), ", ".join(f"{name} {version}" for name, version in each["versions"].items())]
+        [each["started"] or "-", text_cell(each["machine"]), each["commit"][:12], each["workers"],
+         each.get("samples", "-"), each.get("seconds", "-"),
+         text_cell(", ".join(f"{name} {version}" for name, version in each["versions"].items()))]
         for each in result["sessions"]
     ]  # fmt: skip
     head = ["session", "machine", "commit", "at a time", "samples", "seconds", "versions"]

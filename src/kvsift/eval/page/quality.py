@@ -1,28 +1,35 @@
-"""Charts of the score against the tokens that were counted, a chart per task and length."""
+"""Scores against the tokens that were counted: lines of few plans over budgets, otherwise a row of marks per plan."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
 from typing import Any
 
-from kvsift.eval.page.html import details, figure, table
+from kvsift.eval.page import dots, scores
+from kvsift.eval.page.html import details, figure, shown, table
 from kvsift.eval.page.lines import Level, Point, Series, legend, line_chart
+from kvsift.eval.page.means import Mean, place
+
+MOST_LINES = 9  # more in one chart cannot be told apart
+
+Groups = dict[tuple[str, Any], list[dict[str, Any]]]
 
 
-def render(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
     """Charts, their legend, and every number in tables."""
-    groups: dict[tuple[str, Any], list[dict[str, Any]]] = defaultdict(list)
+    groups: Groups = defaultdict(list)
     for cell in result["cells"]:
         groups[cell["task"], cell["length"]].append(cell)
     if not groups:
         return "<p>Nothing has been asked yet.</p>"
+    numbers = details("Every number", "".join(_numbers(where, cells) for where, cells in groups.items()))
     lines = lines_of(result)
-    chance = {(each["task"], each["length"]): each["score"] for each in result["chance"]}
-    charts = [_chart(where, cells, lines, chance.get(where)) for where, cells in groups.items()]
-    numbers = "".join(_numbers(where, cells) for where, cells in groups.items())
-    return legend(list(lines.values())) + f"<div class=grid>{''.join(charts)}</div>" + details("Every number", numbers)
+    if len(result["recipe"]["budgets"]) < 2 or len(lines) > MOST_LINES:
+        return dots.render(result, means) + numbers
+    return _charts(result, groups, lines) + details("Scores by task", scores.by_task(result, means)) + numbers
 
 
 def lines_of(result: dict[str, Any]) -> dict[str, Series]:
@@ -32,10 +39,12 @@ def lines_of(result: dict[str, Any]) -> dict[str, Series]:
     return {name: Series(name, (), style, rows[name]) for style, name in enumerate(names)}
 
 
-def place(where: tuple[str, Any]) -> str:
-    """A task and a length in words."""
-    task, length = where
-    return f"{task}, {length:,} tokens" if length else task
+def _charts(result: dict[str, Any], groups: Groups, lines: dict[str, Series]) -> str:
+    chance = {(each["task"], each["length"]): each["score"] for each in result["chance"]}
+    charts = [_chart(where, cells, lines, chance.get(where)) for where, cells in groups.items()]
+    note = "<p class=soft>Marks at one budget are drawn side by side, so that every interval can be seen.</p>"
+    column = 480 if len(charts) in (2, 4) else 350  # pixels, so that no row has one chart alone
+    return legend(list(lines.values())) + f'<div class=grid style="--column:{column}px">{"".join(charts)}</div>{note}'
 
 
 def _chart(where: tuple[str, Any], cells: list[dict[str, Any]], lines: dict[str, Series], chance: float | None) -> str:
@@ -51,7 +60,10 @@ def _chart(where: tuple[str, Any], cells: list[dict[str, Any]], lines: dict[str,
 
 
 def _numbers(where: tuple[str, Any], cells: list[dict[str, Any]]) -> str:
-    head = ["plan", "budget", "counted", "score", "interval", "samples", "density", "recall", "recovered", "perplexity"]
+    head = [
+        "plan", "budget", "visible tokens", "score", "interval", "samples", "density", "recall", "recovered",
+        "perplexity",
+    ]  # fmt: skip
     rows = [
         [
             cell["name"],
@@ -67,8 +79,3 @@ def _numbers(where: tuple[str, Any], cells: list[dict[str, Any]]) -> str:
     ]
     soft = [index for index, cell in enumerate(cells) if cell["role"] != "plan"]
     return table(head, rows, place(where), soft)
-
-
-def shown(value: float | None, digits: int) -> str:
-    """A number, or a dash where there is none."""
-    return "-" if value is None else f"{value:,.{digits}f}"

@@ -1,47 +1,80 @@
-"""Times and memory as they were met while asking: medians, to compare plans with each other."""
+"""Times as they were met while asking, to compare plans with each other."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
-from kvsift.eval.page.html import table
-from kvsift.eval.page.quality import shown
+from kvsift.errors import InputError
+from kvsift.eval.page.html import percent, shown, table, text_cell
+from kvsift.eval.page.means import Mean, dense_of
+from kvsift.eval.rows import way_of_reading
+
+STEPS = {"captured": "CUDA graph", "": "-"}
 
 
-def render(result: dict[str, Any]) -> str:
-    """A table per length over all tasks."""
-    timed = [sample for sample in result["samples"] if sample.get("ttft_s") is not None]
+def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
+    """A table per length over all tasks, and what prefilling the contexts took."""
+    timed = [each for each in means if each.ttft_s is not None]
     if not timed:
         return ""
+    lengths = list(dict.fromkeys(each.length for each in timed))
+    note = "Medians of single answers, with quartiles. TTFT counts from the cached context."
+    tables = [_table([each for each in timed if each.length == length], length) for length in lengths]
+    return f"<p class=soft>{note} {at_a_time(result)}</p>" + "".join(tables) + _prefill(result)
+
+
+def at_a_time(result: dict[str, Any]) -> str:
+    """A warning if answers slowed one another."""
     together = max((session["workers"] for session in result["sessions"]), default=1)
-    note = "Medians of single answers"
-    note += f"; {together} contexts were worked on at a time, which slows each." if together > 1 else "."
-    parts = [f"<p class=soft>{note} The first token of an answer is counted from the cached context.</p>"]
-    lengths = sorted({sample["length"] for sample in timed}, key=lambda length: length or 0)
-    return "".join(parts + [_table(result, [s for s in timed if s["length"] == each], each) for each in lengths])
+    return f"{together} contexts were worked on at a time, which slows each." if together > 1 else ""
 
 
-def _table(result: dict[str, Any], samples: list[dict[str, Any]], length: int | None) -> str:
-    head = ["plan", "budget", "context read, s", "first token, ms", "per token, ms", "KV held, MiB", "answers"]
-    rows: list[list[Any]] = []
-    soft: list[int] = []
-    for row in result["rows"]:
-        own = [sample for sample in samples if sample["plan"] == row["plan"]]
-        if not own:
-            continue
-        soft += [len(rows)] if row["role"] != "plan" else []
+def _table(means: Sequence[Mean], length: int | None) -> str:
+    head = ["plan", "TTFT, ms", "TPOT, ms", "quartiles", "of dense", "decode step", "answers"]
+    dense = dense_of(means, length)
+    whole = dense.tpot_s[1] if dense and dense.tpot_s else None
+    rows = []
+    for each in means:
+        low, middle, high = each.tpot_s or (None, None, None)
+        spread = "-" if low is None else f"{_ms(low, 2)} to {_ms(high, 2)}"
         rows.append(
-            [row["name"], row["budget"] or "-", shown(_median(own, "read_s"), 2), shown(_median(own, "ttft_s", 1e3), 1),
-             shown(_median(own, "tpot_s", 1e3), 2), shown(_median(own, "kv_bytes", 2**-20), 1), len(own)]
+            [each.label, _ms(each.ttft_s, 1), _ms(middle, 2), spread, percent(middle, whole),
+             STEPS.get(each.path, "eager"), each.num_answers]
         )  # fmt: skip
-    peak = max(sample["peak_memory_bytes"] for sample in samples) / 2**30
-    where = f"{length:,} tokens" if length else "Files"
-    return table(head, rows, f"{where}; peak memory of a process {peak:.2f} GiB", soft)
+    soft = [index for index, each in enumerate(means) if each.is_reference]
+    return table(head, rows, f"{length:,} tokens" if length else "Files", soft)
 
 
-def _median(samples: list[dict[str, Any]], key: str, unit: float = 1.0) -> float | None:
-    values = sorted(sample[key] for sample in samples if sample.get(key) is not None)
-    if not values:
-        return None
-    middle = len(values) // 2
-    return unit * (values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2)
+def _ms(seconds: float | None, digits: int) -> str:
+    return shown(seconds and 1e3 * seconds, digits)
+
+
+def _prefill(result: dict[str, Any]) -> str:
+    """What prefilling took: once per context for all plans that can share it, so no number of a single plan."""
+    rows = {row["plan"]: (_way(row["plan"]), row["name"]) for row in result["rows"]}
+    taken: dict[tuple[Any, str], dict[tuple[Any, ...], float]] = defaultdict(dict)
+    names: dict[str, dict[str, None]] = defaultdict(dict)  # an ordered set
+    for sample in result["samples"]:
+        if sample.get("read_s") is not None:
+            way, name = rows[sample["plan"]]
+            context = sample["task"], sample["seed"], sample["read_s"]
+            taken[sample["length"], way][context] = sample["read_s"]
+            names[way][name] = None
+    lines = [
+        [f"{length:,} tokens" if length else "files", text_cell(", ".join(names[way])), len(times),
+         shown(median(times.values()), 2)]
+        for (length, way), times in sorted(taken.items(), key=lambda item: item[0][0] or 0)
+    ]  # fmt: skip
+    note = "A context is prefilled once for all plans that can share it; then they are asked."
+    head = ["context", "plans that share it", "prefills", "median, s"]
+    return f"<h3>Prefill of the contexts</h3><p class=soft>{note}</p>{table(head, lines)}" if lines else ""
+
+
+def _way(plan: str) -> str:
+    try:
+        return way_of_reading(plan)
+    except InputError:  # a plug-in's that is not installed here
+        return plan
