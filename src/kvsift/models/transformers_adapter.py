@@ -192,7 +192,7 @@ class Adapter:
         try:
             run.know_rope(self.rope, self.no_rope)
             return SparseCache(self.model.config, run)
-        except InputError:
+        except BaseException:
             self._detach_if_unused()
             raise
 
