@@ -18,6 +18,7 @@ from models.tiny import (
     ragged,
     tiny,
 )
+from transformers import LlamaForCausalLM
 
 import kvsift
 
@@ -126,9 +127,13 @@ def test_rows_that_end_in_padding_answer_as_stock(family: str, lengths: tuple[in
         assert torch.equal(greedy(model, **batch, prefill_chunk_size=8), expected)
 
 
+@pytest.mark.parametrize("told", [True, False])  # by logits_to_keep, which not every model takes, how many drafts come
 @pytest.mark.parametrize("length", [30, 20, 1])  # of the prompt without its padding
-def test_drafts_after_a_row_that_ends_in_padding_answer_as_stock(length: int) -> None:
+def test_drafts_after_a_row_that_ends_in_padding_answer_as_stock(
+    length: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first token is that of the last column before the drafts, which sees the real tokens before it."""
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_logits_to_keep", lambda self: told)
     model = tiny()
     batch = ragged(31, side="right")
     batch["attention_mask"][0, length:] = 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Event
+from time import sleep
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from models.tiny import SPARSE, greedy, logits, prompt, tiny
 from torch import Tensor
 
 import kvsift
+from kvsift.models.transformers_adapter import Adapter
+from kvsift.models.transformers_foresight import Foresight
 
 PLANS = [
     SPARSE,
@@ -73,3 +77,49 @@ def test_a_copy_of_a_cache_is_counted_by_its_block_and_goes_on_alone() -> None:
     assert torch.equal(*answers)
     assert run.report()["phases"]["prefill"]["queries"] == 100 * 2
     assert run.report()["phases"]["decode"]["queries"] == 2 * 2
+
+
+def test_a_block_that_is_entered_as_the_one_of_another_thread_ends_never_runs_the_model_unsifted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, attach = tiny(), Adapter.attach
+    entered, leave, left = Event(), Event(), Event()
+
+    def attach_slowly(model: Any) -> Adapter:
+        adapter = attach(model)
+        leave.set()
+        left.wait(0.3)
+        return adapter
+
+    def run_another_block() -> None:
+        with kvsift.sparse(model, SPARSE):
+            entered.set()
+            leave.wait()
+        left.set()
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(run_another_block)
+        entered.wait()
+        monkeypatch.setattr(Adapter, "attach", attach_slowly)
+        with (
+            pytest.raises(kvsift.InputError, match=r"already runs .* in another thread"),
+            kvsift.sparse(model, SPARSE, strict=True),
+        ):
+            greedy(model, prompt())
+        other.result()
+    assert "_kvsift" not in model.__dict__
+
+
+def test_threads_that_begin_together_watch_every_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watched twice, a layer would foresee the queries of its own input instead of the one below."""
+    model, made = tiny(), []
+
+    def slowly(model: Any) -> Foresight:
+        made.append(model)
+        sleep(0.1)
+        return Foresight(model)
+
+    monkeypatch.setattr("kvsift.models.transformers_adapter.Foresight", slowly)
+    with kvsift.sparse(model, PLANS[2]):
+        together([lambda: greedy(model, prompt())] * 2, rounds=1)
+    assert len(made) == 1

@@ -49,7 +49,7 @@ def sparse(
         InputError: for a plan that makes no sense, or a model that cannot be taken over, before anything runs.
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, placement=placement)
-    with Adapter.attach(model).block_of(run) as block:
+    with Adapter.block_of(model, run) as block:
         yield block
     block.check(strict)
 
@@ -65,7 +65,7 @@ def make_cache(
     depends on the length, ``reserve`` and ``rows`` decide how it rotates.
     """
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
-    return Adapter.attach(model).explicit(run)
+    return Adapter.explicit(model, run)
 
 
 @contextmanager

@@ -141,51 +141,64 @@ class Adapter:
         self.__dict__.update(state)
         register()  # in the process that the model was sent to
 
+    @classmethod
     @contextmanager
-    def block_of(self, run: SparseRun) -> Iterator[SparseBlock]:
+    def block_of(cls, model: Any, run: SparseRun) -> Iterator[SparseBlock]:
         """Fresh caches of the model are kvsift's in this block, with the run's settings.
 
         Raises:
+            UnsupportedModel: see ``attach``.
             InputError: if the model is in such a block, or the plan cannot run on it.
         """
-        if self._block is not None:
-            raise InputError("this model already runs under kvsift.sparse; leave that block before entering another.")
+        with ATTACHING:  # else the block of another thread could end in between
+            adapter = cls.attach(model)
+            if adapter._block is not None:
+                raise InputError(
+                    "this model already runs under kvsift.sparse, here or in another thread. Leave that block before "
+                    "entering another; threads that share a model share one block around all of them."
+                )
+            adapter._new_cache(run)  # refuses layers that the model lacks
+            adapter._block = block = SparseBlock(run)
         try:
-            self.describe(run)
-            SparseCache(self.model.config, run)  # refuses layers that the model lacks
-            self._block = block = SparseBlock(run)
             yield block
         finally:
-            self._block = None
-            if not self.stays:
-                self.detach()
+            with ATTACHING:
+                adapter._block = None
+                adapter._detach_if_unused()
 
-    def explicit(self, run: SparseRun) -> SparseCache:
-        """A cache of this run, for which the adapter stays on the model.
+    @classmethod
+    def explicit(cls, model: Any, run: SparseRun) -> SparseCache:
+        """A cache of this run, for which an adapter stays on the model.
 
         Raises:
+            UnsupportedModel: see ``attach``.
             InputError: if the plan cannot run on the model.
         """
-        try:
-            self.describe(run)
-            cache = SparseCache(self.model.config, run)
-        except InputError:
-            if self._block is None and not self.stays:
-                self.detach()
-            raise
-        self.stays = True
+        with ATTACHING:
+            adapter = cls.attach(model)
+            cache = adapter._new_cache(run)
+            adapter.stays = True
         return cache
 
-    def describe(self, run: SparseRun) -> None:
-        """Tell a run what it wants to know of the model.
+    def _new_cache(self, run: SparseRun) -> SparseCache:
+        """A cache of this run, which is told what it wants to know of the model.
 
         Raises:
-            InputError: for a plan that needs to know more.
+            InputError: for a plan that needs to know more, or names layers that the model lacks.
         """
         run.origin = origin_of(self.model)
         model = ref(self.model)
         run.attention_in_use = lambda: "" if (found := model()) is None else str(found.config._attn_implementation)
-        run.know_rope(self.rope, self.no_rope)
+        try:
+            run.know_rope(self.rope, self.no_rope)
+            return SparseCache(self.model.config, run)
+        except BaseException:
+            self._detach_if_unused()
+            raise
+
+    def _detach_if_unused(self) -> None:
+        if self._block is None and not self.stays:
+            self.detach()
 
     def own_method(self, name: str) -> Callable[..., Any]:
         """A method of the model as it is without the adapter."""
@@ -239,7 +252,8 @@ class Adapter:
             run = layers[0].run
             run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, kwargs), None
             if run.foresees and self._foresight is None:
-                self._foresight = Foresight(self.model)
+                with ATTACHING:
+                    self._foresight = self._foresight or Foresight(self.model)
         if self._pinning is not None:
             self._pinning.begin(cache, layers, kwargs)
         return (), kwargs

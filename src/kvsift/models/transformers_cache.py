@@ -67,7 +67,7 @@ class SparseBlock:
         if not self.stats.opened:
             messages = [
                 f"the model did not run under the plan {self.plan}: the block of kvsift.sparse has seen no query. Call "
-                "the model inside the block, and not with a cache of another plan."
+                "the model inside the block. A cache that was made outside keeps its own plan and counts for itself."
             ]
         for message in messages:
             if strict:

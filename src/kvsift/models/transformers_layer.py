@@ -237,11 +237,12 @@ class SparseLayer(AttendingLayer):
         chunk = Chunk(_take(queries, order), _take(keys, order), _take(values, order), lengths, foreseen)
         packed = self.attention.attend(chunk, min(self.run.decode_tokens, num_new), sink_logit)
         output = torch.zeros_like(packed).scatter_(2, order[:, None, :, None].expand_as(packed), packed)
-        # Generation goes on from the last column and from those before drafts, padding or not.
-        first = max(num_new - 1 - self.run.decode_tokens, 0)
-        for row, column in (~new[:, first:]).nonzero().tolist():
-            here = slice(first + column, first + column + 1)
-            length = self.attention.store.lengths[row] - int(new[row, here.stop :].sum())
+        for row in (~new).any(1).nonzero().flatten().tolist():
+            # Generation goes on from the last column of a prompt, which only drafts follow: if that one is padding, it
+            # is the last to be so.
+            column = int((~new[row]).nonzero()[-1])
+            here, behind = slice(column, column + 1), int(new[row, column:].sum())
+            length = self.attention.store.lengths[row] - behind
             output[row, :, here] = self.attention.attend_stored(row, queries[row, :, here], length, sink_logit)
         return output
 
