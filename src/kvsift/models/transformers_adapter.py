@@ -5,70 +5,36 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
-from threading import RLock, local
+from threading import RLock
 from typing import Any
 from weakref import ref
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
 
 from kvsift.errors import InputError
 from kvsift.models.transformers_cache import SparseBlock, SparseCache, SparseRun, take_layers
+from kvsift.models.transformers_calls import WATCHED, Calls, Watched
 from kvsift.models.transformers_foresight import Foresight
-from kvsift.models.transformers_layer import NAME, Run, SparseLayer, UnsupportedModel, attention_forward, mask_forward
+from kvsift.models.transformers_layer import NAME, SparseLayer, UnsupportedModel, attention_forward, mask_forward
 from kvsift.models.transformers_origin import origin_of
 from kvsift.models.transformers_pinning import RopePinning
 from kvsift.models.transformers_rope import FAR, find_rope, turns
+from kvsift.models.transformers_run import Run
+from kvsift.models.transformers_unwrap import device_of_inputs, refuse_unsupported, unwrapped
 from kvsift.runtime.plan import Plan
 from kvsift.runtime.stats import RunStats
 from kvsift.threads import yield_to_others
 from kvsift.types import Rope
 
-WATCHED = "generate", "_prefill"
 ATTACHING = RLock()  # one thread at a time changes a model
-CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache prefills everything again
 
 
 def register() -> None:
     """Make ``attn_implementation="kvsift"`` known to transformers; safe to repeat."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask_forward)
-
-
-class Calls(local):
-    """Which of the model's own methods this thread is inside of: that tells prompt tokens from generated ones."""
-
-    generate = prefill = False
-    chunked = False  # the prompt comes in chunks
-
-    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()  # a copy of the model is inside of none
-
-
-class Watched:
-    """A method of the model that notes in ``Adapter.calls`` while it runs."""
-
-    def __init__(self, adapter: Adapter, name: str) -> None:
-        self._adapter, self._name = adapter, name
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self._adapter.own_method(self._name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        calls, flag = self._adapter.calls, self._name.removeprefix("_")
-        if flag == "generate":
-            self._adapter.check_generate(kwargs)
-        else:
-            calls.chunked = _is_chunked(*args, **kwargs)
-        outer = getattr(calls, flag)  # a model that drafts for itself generates while it generates
-        setattr(calls, flag, True)
-        try:
-            return self.__wrapped__(*args, **kwargs)
-        finally:
-            setattr(calls, flag, outer)
 
 
 class Adapter:
@@ -106,7 +72,7 @@ class Adapter:
                 if model.config._attn_implementation != NAME:  # set_attn_implementation was called since
                     existing._take_attention()
                 return existing
-            _refuse_unsupported(model)
+            refuse_unsupported(model)
             register()
             adapter = cls(model)
             adapter._handle = model.register_forward_pre_hook(adapter._before_forward, with_kwargs=True)
@@ -340,7 +306,7 @@ class Adapter:
         ours = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
         if not ours:
             raise UnsupportedModel(f"{name} has no full-attention layer; there is nothing for kvsift to make sparse.")
-        ids = torch.zeros(1, 2, dtype=torch.long, device=_device_of_inputs(self.model))
+        ids = torch.zeros(1, 2, dtype=torch.long, device=device_of_inputs(self.model))
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
         try:
@@ -386,38 +352,6 @@ class Adapter:
         self.rope = found
 
 
-def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model inside torch.compile, PEFT, TRL's value heads or data parallelism; itself where it is one.
-
-    Raises:
-        UnsupportedModel: if there is none.
-    """
-    inner = model
-    while not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):  # PEFT
-            inner = inner.get_base_model()
-        else:
-            names = (name for name in ("_orig_mod", "pretrained_model", "module") if hasattr(inner, name))
-            if (name := next(names, None)) is None:
-                raise UnsupportedModel(
-                    f"{model!r:.60} is a {type(model).__name__}; kvsift takes a model of transformers (a "
-                    'PreTrainedModel), as AutoModelForCausalLM.from_pretrained("...") returns it. For a directory or a '
-                    'name use kvsift.LLM("...").'
-                )
-            inner = getattr(inner, name)
-    return inner
-
-
-def _device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Where a forward pass wants its tokens; weights that accelerate has offloaded are on no device until then."""
-    embedding = model.get_input_embeddings()
-    for module in (embedding, model):
-        if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
-            return torch.device(device)
-    device = embedding.weight.device
-    return torch.device("cpu") if device.type == "meta" else device
-
-
 def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
     """Token ids [rows, tokens], or embeddings [rows, tokens, hidden]."""
     return next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
@@ -427,32 +361,3 @@ def _packed(what: str) -> InputError:
     return InputError(
         f"{what} several sequences into one row; kvsift would let them see each other. Pass one sequence per row."
     )
-
-
-def _is_chunked(
-    input_ids: Tensor, generation_config: Any, model_kwargs: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> bool:
-    """Whether generate() will prefill in chunks.
-
-    Raises:
-        InputError: if the version at hand gets that wrong.
-    """
-    cache = model_kwargs.get("past_key_values")
-    version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
-    is_chunked = bool(generation_config.prefill_chunk_size)
-    if is_chunked and cache is not None and cache.get_seq_length() > 0 and version < CHUNK_BUG_FIXED:
-        raise InputError(
-            f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
-            "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
-        )
-    return is_chunked
-
-
-def _refuse_unsupported(model: PreTrainedModel) -> None:
-    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; kvsift runs decoders with causal self-attention.")
-    if getattr(config, "kv_lora_rank", None):
-        raise UnsupportedModel(
-            f"{name} caches a latent instead of keys (multi-head latent attention); kvsift needs keys and values."
-        )

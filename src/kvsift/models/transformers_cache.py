@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicLayer
 
 from kvsift.errors import NothingSkipped
 from kvsift.methods.base import Phase
-from kvsift.models.transformers_layer import Run, SparseLayer
+from kvsift.models.transformers_layer import SparseLayer
+from kvsift.models.transformers_run import Run
 from kvsift.runtime.beside import new_thread
 from kvsift.runtime.moved import check_rope
 from kvsift.runtime.plan import PHASES, Plan

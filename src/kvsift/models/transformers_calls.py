@@ -1,0 +1,69 @@
+"""Which of its own methods a model is running, in each thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import local
+from typing import Any
+
+import transformers
+from torch import Tensor
+
+from kvsift.errors import InputError
+
+WATCHED = "generate", "_prefill"
+CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache prefills everything again
+
+
+class Calls(local):
+    """Which of the model's own methods this thread is inside of: that tells prompt tokens from generated ones."""
+
+    generate = prefill = False
+    chunked = False  # the prompt comes in chunks
+
+    def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
+        return Calls, ()  # a copy of the model is inside of none
+
+
+class Watched:
+    """A method of the model that notes in the ``Calls`` of its adapter while it runs."""
+
+    def __init__(self, adapter: Any, name: str) -> None:
+        self._adapter, self._name = adapter, name
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        own: Callable[..., Any] = self._adapter.own_method(self._name)
+        return own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        calls, flag = self._adapter.calls, self._name.removeprefix("_")
+        if flag == "generate":
+            self._adapter.check_generate(kwargs)
+        else:
+            calls.chunked = _is_chunked(*args, **kwargs)
+        outer = getattr(calls, flag)  # a model that drafts for itself generates while it generates
+        setattr(calls, flag, True)
+        try:
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            setattr(calls, flag, outer)
+
+
+def _is_chunked(
+    input_ids: Tensor, generation_config: Any, model_kwargs: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> bool:
+    """Whether generate() will prefill in chunks.
+
+    Raises:
+        InputError: if the version at hand gets that wrong.
+    """
+    cache = model_kwargs.get("past_key_values")
+    version = tuple(int(number) for number in transformers.__version__.split(".")[:2])
+    is_chunked = bool(generation_config.prefill_chunk_size)
+    if is_chunked and cache is not None and cache.get_seq_length() > 0 and version < CHUNK_BUG_FIXED:
+        raise InputError(
+            f"transformers {transformers.__version__} prefills a filled cache again when prefill_chunk_size is "
+            "set (fixed in 5.21). Leave prefill_chunk_size out for this turn, or upgrade."
+        )
+    return is_chunked
