@@ -246,10 +246,12 @@ class Adapter:
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
         if layers:
             self._check_call(kwargs)
+            tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+            layers[0].check_rows(len(tokens))
             if isinstance(mask := kwargs.get("attention_mask"), Tensor):
                 layers[0].check_mask(mask)
             run = layers[0].run
-            run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, kwargs), None
+            run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, tokens.shape[1], kwargs), None
             if run.foresees and self._foresight is None:
                 with ATTACHING:
                     self._foresight = self._foresight or Foresight(self.model)
@@ -308,10 +310,9 @@ class Adapter:
         take_layers(cache, run, self.model.config)
         return cache
 
-    def _decode_tokens(self, run: Run, cache: Any, kwargs: dict[str, Any]) -> int:
+    def _decode_tokens(self, run: Run, cache: Any, num_new: int, kwargs: dict[str, Any]) -> int:
         """How many tokens at the end of this forward pass are generated ones (drafts to verify included)."""
-        tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
-        num_new, past, kept = tokens.shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
+        past, kept = cache.get_seq_length(), kwargs.get("logits_to_keep")
         # assisted decoding wants one logit more than there are drafts
         drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
         calls = self.calls
