@@ -86,3 +86,13 @@ def test_a_cache_of_ours_is_refused_by_a_model_that_was_given_back() -> None:
     assert any(type(layer).__name__ == "SparseLayer" for layer in cache.layers)
     with pytest.raises(kvsift.InputError, match=r"attention implementation 'eager'.*kvsift.make_cache"):
         logits(model, prompt(5), past_key_values=cache)
+
+
+@pytest.mark.parametrize(("cached", "given"), [(3, 1), (1, 3)])
+def test_a_batch_of_another_size_than_the_cache_is_refused_before_anything_is_stored(cached: int, given: int) -> None:
+    model = tiny()
+    cache = kvsift.make_cache(model, SPARSE)
+    logits(model, prompt(20).repeat(cached, 1), past_key_values=cache)
+    with pytest.raises(kvsift.InputError, match=f"this cache holds {cached} rows and the input has {given}"):
+        logits(model, prompt(1).repeat(given, 1), past_key_values=cache)
+    assert [layer.attention.store.lengths for layer in cache.layers] == [[20] * cached] * 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from threading import RLock
@@ -203,8 +203,6 @@ class Adapter:
     @torch.compiler.disable
     def _before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         kwargs |= dict(zip(self._forward_names, args))
-        if self.model.device.type == "cpu":
-            yield_to_others(_tokens_of(kwargs).shape[1])
         cache = kwargs.get("past_key_values")
         if self._block is not None:
             if cache is None:
@@ -213,10 +211,14 @@ class Adapter:
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
         if layers:
             self._check_call(kwargs)
+            tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+            if not tokens.is_cuda:
+                yield_to_others(tokens.shape[1])
+            layers[0].check_rows(len(tokens))
             if isinstance(mask := kwargs.get("attention_mask"), Tensor):
                 layers[0].check_mask(mask)
             run = layers[0].run
-            run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, kwargs), None
+            run.decode_tokens, run.hidden_below = self._decode_tokens(run, cache, tokens.shape[1], kwargs), None
             if run.foresees and self._foresight is None:
                 with ATTACHING:
                     self._foresight = self._foresight or Foresight(self.model)
@@ -275,9 +277,9 @@ class Adapter:
         take_layers(cache, run, self.model.config)
         return cache
 
-    def _decode_tokens(self, run: Run, cache: Any, kwargs: dict[str, Any]) -> int:
+    def _decode_tokens(self, run: Run, cache: Any, num_new: int, kwargs: dict[str, Any]) -> int:
         """How many tokens at the end of this forward pass are generated ones (drafts to verify included)."""
-        num_new, past, kept = _tokens_of(kwargs).shape[1], cache.get_seq_length(), kwargs.get("logits_to_keep")
+        past, kept = cache.get_seq_length(), kwargs.get("logits_to_keep")
         # assisted decoding wants one logit more than there are drafts
         drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
         calls = self.calls
@@ -350,11 +352,6 @@ class Adapter:
                 self.no_rope = f"its layer {index} rotates otherwise than its rotary embedding says, or not at all"
                 return
         self.rope = found
-
-
-def _tokens_of(kwargs: Mapping[str, Any]) -> Tensor:
-    """Token ids [rows, tokens], or embeddings [rows, tokens, hidden]."""
-    return next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
 
 
 def _packed(what: str) -> InputError:

@@ -127,6 +127,15 @@ class SparseLayer(AttendingLayer):
         self.columns += key_states.shape[2]
         return super().update(key_states, value_states)
 
+    def check_rows(self, num_rows: int) -> None:
+        """Refuse a batch of another size than what is cached; nothing has been stored yet."""
+        cached = num_rows if self.attention is None or self.run.rows else self.attention.store.num_rows
+        if num_rows != cached:
+            raise InputError(
+                f"this cache holds {cached} rows and the input has {num_rows} (beams and returned sequences are rows). "
+                "Pass as many rows, or call the cache's batch_repeat_interleave or batch_select_indices first."
+            )
+
     def check_mask(self, mask: Tensor) -> None:
         """Refuse a mask, as the model was given it, that we cannot follow; nothing has been stored yet."""
         if mask.ndim != 2:
