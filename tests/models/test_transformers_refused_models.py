@@ -7,6 +7,8 @@ import torch
 from models.tiny import SIZES, SPARSE, left_alone, prompt, randomised, take_over, tiny
 from torch import nn
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
     BertConfig,
     BertLMHeadModel,
     BloomConfig,
@@ -17,6 +19,8 @@ from transformers import (
     FalconForCausalLM,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
@@ -57,6 +61,15 @@ def bert() -> PreTrainedModel:
     return BertLMHeadModel(BertConfig(**SMALL, **HEADS, intermediate_size=32))
 
 
+def bart() -> PreTrainedModel:
+    return BartForCausalLM(BartConfig(vocab_size=96, d_model=32, decoder_layers=2, decoder_attention_heads=2))
+
+
+def gemma_both_ways() -> PreTrainedModel:
+    """As inside PaliGemma, whose prompt sees both ways, with sdpa even where no mask says so."""
+    return GemmaForCausalLM(GemmaConfig(**SIZES, use_bidirectional_attention=True))
+
+
 def sliding_mistral() -> PreTrainedModel:
     return tiny("Mistral", sliding_window=16)
 
@@ -74,7 +87,9 @@ REFUSED = {
     deepseek: ("DeepseekV3ForCausalLM", "multi-head latent attention"),
     t5: ("T5ForConditionalGeneration", "encoder-decoder"),
     mamba: ("MambaForCausalLM", "no full-attention layer"),
-    bert: ("BertLMHeadModel", "not plainly causal"),
+    bert: ("BertLMHeadModel", "of an encoder, or across to one"),
+    bart: ("BartForCausalLM", "of an encoder, or across to one"),
+    gemma_both_ways: ("GemmaForCausalLM", "its attention sees both ways"),
     sliding_mistral: ("MistralForCausalLM", "no full-attention layer"),
     gemma3n: ("Gemma3nForCausalLM", "cache"),  # its upper layers attend what lower ones cached
 }

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention_reference
@@ -285,6 +285,10 @@ def attention_forward(
         raise InputError("kvsift is for inference: call the model under torch.inference_mode() or torch.no_grad().")
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     if isinstance(key, AttendingLayer):
+        if not getattr(module, "is_causal", True):
+            raise UnsupportedModel(
+                "its attention sees both ways (is_causal=False); kvsift answers causal attention only."
+            )
         if key._pending is None:
             raise UnsupportedModel("a layer attends what another layer has cached; kvsift gives every layer its own.")
         sizes = key.layer, query.shape[1], key._pending[0].shape[1], query.shape[3]
@@ -305,6 +309,11 @@ def mask_forward(
     if local_size is not None:
         kwargs["allow_is_causal_skip"] = False
         return sdpa_mask(attention_mask=attention_mask, mask_function=mask_function, local_size=local_size, **kwargs)
+    if mask_function is bidirectional_mask_function:
+        raise UnsupportedModel(
+            "the model makes a mask for attention that is not plainly causal (of an encoder, or across to one); kvsift "
+            "answers causal attention only."
+        )
     if mask_function is not causal_mask_function:
         raise InputError(
             "this input needs attention that is not plainly causal (images seen both ways, or packed sequences); "
