@@ -1,4 +1,4 @@
-// Attention of one token over host memory, dense or over named units and spans, split into tasks and merged exactly.
+// Attention of one token over host memory, dense or over listed units and spans: cut into tasks and merged exactly.
 #pragma once
 
 #include <algorithm>
@@ -11,94 +11,116 @@
 
 namespace kvsift {
 
-constexpr int kQueriesTogether = 4;
-
-// Tokens that the query heads [first, first + count) of one KV head see in one task.
-struct Piece {
-  int kv_head;
-  int first_query;
-  int num_queries;
-  std::int64_t start;          // of the tokens, or in ids
-  std::int64_t count;
-  const std::int64_t* ids;     // nullptr: consecutive tokens
-};
+constexpr int kQueriesPerCall = 4;
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 struct Attended {
   float* output;  // [num_query_heads, width]
   float* lse;     // [num_query_heads]
 };
 
-// Attends all pieces and merges those of each query head, in their order: the answer does not depend on the threads.
-inline void attend_pieces(const PackedQueries& queries, int num_query_heads, const HeadRows& keys, const HeadRows& values,
-                          const std::vector<Piece>& pieces, float scale, float softcap, bool coarse, int threads,
-                          const Attended& out) {
-  const Kernels& level = kernels();
-  const int stride = queries.stride();
-  std::vector<std::size_t> first(pieces.size() + 1, 0);  // slot of a piece's first query head
-  for (std::size_t p = 0; p < pieces.size(); ++p) first[p + 1] = first[p] + std::size_t(pieces[p].num_queries);
-  const std::size_t slots = first.back();
-  std::vector<float> maxima(slots, -std::numeric_limits<float>::infinity()), sums(slots, 0.0f);
-  std::vector<float> outputs(slots * stride, 0.0f);
+struct Attention {
+  const PackedQueries& queries;
+  int num_query_heads;
+  const HeadRows &keys, &values;  // with the same slots
+  float scale, softcap;
+  bool coarse;  // weights may be rounded to bf16
+  int threads;
+  Attended out;
 
-  parallel_for(std::int64_t(pieces.size()), threads, [&](std::int64_t p, int) {
-    const Piece& piece = pieces[std::size_t(p)];
-    Rows rows = piece.ids == nullptr ? keys.rows(piece.kv_head, piece.start, piece.count)
-                                     : keys.named(piece.kv_head, piece.ids + piece.start, piece.count);
-    const void* value = piece.ids == nullptr ? values.rows(piece.kv_head, piece.start, 0).base : values.head(piece.kv_head);
-    for (int q = 0; q < piece.num_queries; q += kQueriesTogether) {
-      const std::size_t slot = first[std::size_t(p)] + std::size_t(q);
-      level.attend(queries.heads(piece.first_query + q, std::min(kQueriesTogether, piece.num_queries - q)), rows, value,
-                   scale, softcap, coarse, {&maxima[slot], &sums[slot], &outputs[slot * stride]});
-    }
-  });
+  int group() const { return num_query_heads / keys.num_kv_heads; }
+};
 
-  std::vector<std::vector<std::size_t>> slots_of(num_query_heads);
-  for (std::size_t p = 0; p < pieces.size(); ++p)
-    for (int q = 0; q < pieces[p].num_queries; ++q)
-      slots_of[std::size_t(pieces[p].first_query + q)].push_back(first[p] + std::size_t(q));
-  for (int h = 0; h < num_query_heads; ++h) {
-    float maximum = -std::numeric_limits<float>::infinity();
-    for (std::size_t slot : slots_of[std::size_t(h)]) maximum = std::max(maximum, maxima[slot]);
-    float* output = out.output + std::size_t(h) * keys.width;
-    std::fill(output, output + keys.width, 0.0f);
-    out.lse[h] = maximum;
-    if (maximum == -std::numeric_limits<float>::infinity()) continue;  // nothing was seen: output 0, lse -inf
-    float total = 0.0f;
-    for (std::size_t slot : slots_of[std::size_t(h)]) total += sums[slot] * std::exp(maxima[slot] - maximum);
-    for (std::size_t slot : slots_of[std::size_t(h)]) {
-      const float weight = std::exp(maxima[slot] - maximum) / total;
-      for (int i = 0; i < keys.width; ++i) output[i] += weight * outputs[slot * stride + std::size_t(i)];
+// Tokens that the query heads [first_query, first_query + num_queries) of one KV head attend in one task.
+struct Piece {
+  int kv_head;
+  int first_query;
+  int num_queries;
+  Slots slots;
+};
+
+// Softmax states of all pieces, one for each query head of a piece.
+class PieceStates {
+ public:
+  PieceStates(const std::vector<Piece>& pieces, int num_query_heads, int stride)
+      : stride_(stride), states_(std::size_t(num_query_heads)) {
+    for (const Piece& piece : pieces) {
+      first_.push_back(maxima_.size());
+      for (int q = 0; q < piece.num_queries; ++q) states_[std::size_t(piece.first_query + q)].push_back(first_.back() + std::size_t(q));
+      maxima_.resize(maxima_.size() + std::size_t(piece.num_queries), kMinusInfinity);
     }
-    out.lse[h] = maximum + std::log(total);
+    sums_.resize(maxima_.size());
+    outputs_.resize(maxima_.size() * std::size_t(stride));
   }
+
+  Softmax state(std::int64_t piece, int query) {
+    const std::size_t at = first_[std::size_t(piece)] + std::size_t(query);
+    return {&maxima_[at], &sums_[at], &outputs_[at * std::size_t(stride_)]};
+  }
+
+  // Merges the states of a query head, in the order of the pieces -> lse.
+  float merge(int query_head, int width, float* output) const {
+    const std::vector<std::size_t>& states = states_[std::size_t(query_head)];
+    std::fill(output, output + width, 0.0f);
+    float maximum = kMinusInfinity, total = 0.0f;
+    for (std::size_t at : states) maximum = std::max(maximum, maxima_[at]);
+    if (maximum == kMinusInfinity) return maximum;  // no token: output 0, lse -inf
+    for (std::size_t at : states) total += sums_[at] * std::exp(maxima_[at] - maximum);
+    for (std::size_t at : states) {
+      const float weight = std::exp(maxima_[at] - maximum) / total;
+      const float* part = &outputs_[at * std::size_t(stride_)];
+      for (int i = 0; i < width; ++i) output[i] += weight * part[i];
+    }
+    return maximum + std::log(total);
+  }
+
+ private:
+  int stride_;
+  std::vector<std::size_t> first_;                // of each piece
+  std::vector<std::vector<std::size_t>> states_;  // of each query head
+  std::vector<float> maxima_, sums_, outputs_;
+};
+
+// The result does not depend on the number of threads.
+inline void attend_pieces(const Attention& call, const std::vector<Piece>& pieces) {
+  const Kernels& level = kernels();
+  PieceStates states(pieces, call.num_query_heads, call.queries.stride());
+  parallel_for(std::int64_t(pieces.size()), call.threads, [&](std::int64_t p, int) {
+    const Piece& piece = pieces[std::size_t(p)];
+    const Rows keys = call.keys.rows(piece.kv_head, piece.slots);
+    const void* values = call.values.rows(piece.kv_head, piece.slots).base;
+    for (int q = 0; q < piece.num_queries; q += kQueriesPerCall)
+      level.attend(call.queries.heads(piece.first_query + q, std::min(kQueriesPerCall, piece.num_queries - q)), keys, values,
+                   call.scale, call.softcap, call.coarse, states.state(p, q));
+  });
+  for (int h = 0; h < call.num_query_heads; ++h)
+    call.out.lse[h] = states.merge(h, call.keys.width, call.out.output + std::size_t(h) * call.keys.width);
 }
 
-// Tokens per piece: enough pieces for many threads, none too small to be worth a task. Never by the number of threads.
+// Tokens per piece: enough pieces for many threads, none too small for a task, and independent of the number of threads.
 inline std::int64_t piece_length(std::int64_t tokens_of_all_heads) {
   const std::int64_t even = (tokens_of_all_heads / 64 + 255) / 256 * 256;
   return std::clamp<std::int64_t>(even, 512, 8192);
 }
 
-inline void cut(std::vector<Piece>& pieces, Piece whole, std::int64_t length) {
-  const std::int64_t stop = whole.start + whole.count;
-  for (std::int64_t start = whole.start; start < stop; start += length) {
-    Piece piece = whole;
-    piece.start = start;
-    piece.count = std::min(length, stop - start);
-    pieces.push_back(piece);
+inline void cut(std::vector<Piece>& pieces, const Piece& whole, std::int64_t length) {
+  for (std::int64_t first = 0; first < whole.slots.count; first += length) {
+    pieces.push_back(whole);
+    pieces.back().slots = whole.slots.part(first, std::min(length, whole.slots.count - first));
   }
 }
 
-inline void attend_dense(const PackedQueries& queries, int num_query_heads, const HeadRows& keys, const HeadRows& values,
-                         float scale, float softcap, bool coarse, int threads, const Attended& out) {
-  const int group = num_query_heads / keys.num_kv_heads;
-  const std::int64_t length = piece_length(keys.length * keys.num_kv_heads);
+inline void attend_dense(const Attention& call) {
+  const int group = call.group();
+  std::vector<std::int64_t> ids;
+  const Slots slots = call.keys.slots(ids);
+  const std::int64_t length = piece_length(slots.count * call.keys.num_kv_heads);
   std::vector<Piece> pieces;
-  for (int h = 0; h < keys.num_kv_heads; ++h) cut(pieces, {h, h * group, group, 0, keys.length, nullptr}, length);
-  attend_pieces(queries, num_query_heads, keys, values, pieces, scale, softcap, coarse, threads, out);
+  for (int h = 0; h < call.keys.num_kv_heads; ++h) cut(pieces, {h, h * group, group, slots}, length);
+  attend_pieces(call, pieces);
 }
 
-// Unit ids [num_lists, capacity], -1 where there is none.
+// Unit ids [num_lists, capacity], -1 for padding.
 struct Units {
   const std::int64_t* ids;
   int num_lists;  // 1, num_kv_heads or num_query_heads
@@ -106,40 +128,55 @@ struct Units {
   std::int64_t unit_size;
 };
 
-inline void attend_units(const PackedQueries& queries, int num_query_heads, const HeadRows& keys, const HeadRows& values,
-                         const Units& units, const std::vector<std::pair<std::int64_t, std::int64_t>>& spans, float scale,
-                         float softcap, bool coarse, int threads, const Attended& out) {
-  const int group = num_query_heads / keys.num_kv_heads;
-  std::vector<std::vector<std::int64_t>> tokens(std::size_t(units.num_lists));
-  for (int list = 0; list < units.num_lists; ++list) {
-    auto& ids = tokens[std::size_t(list)];
-    ids.reserve(std::size_t(units.capacity * units.unit_size));
-    for (std::int64_t i = 0; i < units.capacity; ++i) {
-      const std::int64_t unit = units.ids[list * units.capacity + i];
-      if (unit < 0 || unit > keys.length / units.unit_size) continue;
-      const std::int64_t start = unit * units.unit_size;
-      const std::int64_t stop = std::min(start + units.unit_size, keys.length);
-      for (std::int64_t token = start; token < stop; ++token) ids.push_back(token);
+using Span = std::pair<std::int64_t, std::int64_t>;  // tokens [first, second)
+
+// Slots of the tokens of each list.
+inline std::vector<std::vector<std::int64_t>> slots_of_units(const Units& units, const SlotTable& table) {
+  std::vector<std::vector<std::int64_t>> lists(static_cast<std::size_t>(units.num_lists));
+  // A list may hold the unit that the next tokens will fill: its tokens end with those of the table, and it may have
+  // none. A product with any later unit could overflow.
+  const std::int64_t length = table.length(), size = units.unit_size, last = length / size, capacity = units.capacity;
+  const std::int64_t* unit = units.ids;
+  for (auto& list : lists) {
+    list.resize(std::size_t(capacity * size));
+    std::int64_t* end = list.data();
+    for (std::int64_t i = 0; i < capacity; ++i, ++unit) {
+      if (*unit < 0 || *unit > last) continue;
+      const std::int64_t start = *unit * size;
+      end = table.write(start, std::min(start + size, length), end);
     }
+    list.resize(std::size_t(end - list.data()));
   }
-  std::vector<Piece> pieces;
+  return lists;
+}
+
+// Slots of each span, as far as it has tokens; ids is the memory of those that are not consecutive.
+inline std::vector<Slots> slots_of_spans(const std::vector<Span>& spans, const SlotTable& table,
+                                         std::vector<std::vector<std::int64_t>>& ids) {
+  std::vector<Slots> slots;
+  ids.resize(spans.size());
+  for (const Span& span : spans)
+    slots.push_back(table.range(std::max<std::int64_t>(span.first, 0), std::min(span.second, table.length()),
+                                ids[slots.size()]));
+  return slots;
+}
+
+inline void attend_units(const Attention& call, const Units& units, const std::vector<Span>& spans) {
   constexpr std::int64_t kLength = 1024;
-  for (int h = 0; h < keys.num_kv_heads; ++h) {
-    for (const auto& span : spans) {
-      const std::int64_t start = std::max<std::int64_t>(span.first, 0), stop = std::min(span.second, keys.length);
-      if (start < stop) cut(pieces, {h, h * group, group, start, stop - start, nullptr}, kLength);
-    }
-    if (units.num_lists == num_query_heads && group > 1) {
-      for (int q = h * group; q < (h + 1) * group; ++q) {
-        const auto& ids = tokens[std::size_t(q)];
-        cut(pieces, {h, q, 1, 0, std::int64_t(ids.size()), ids.data()}, kLength);
-      }
-    } else {
-      const auto& ids = tokens[units.num_lists == 1 ? 0 : std::size_t(h)];
-      cut(pieces, {h, h * group, group, 0, std::int64_t(ids.size()), ids.data()}, kLength);
+  const int group = call.group();
+  const std::vector<std::vector<std::int64_t>> lists = slots_of_units(units, call.keys.table);
+  std::vector<std::vector<std::int64_t>> ids;
+  const std::vector<Slots> always = slots_of_spans(spans, call.keys.table, ids);
+  const int per_list = units.num_lists == call.num_query_heads ? 1 : group;  // query heads that share a list
+  std::vector<Piece> pieces;
+  for (int h = 0; h < call.keys.num_kv_heads; ++h) {
+    for (const Slots& span : always) cut(pieces, {h, h * group, group, span}, kLength);
+    for (int q = h * group; q < (h + 1) * group; q += per_list) {
+      const auto& list = lists[units.num_lists == 1 ? 0 : std::size_t(q / per_list)];
+      cut(pieces, {h, q, per_list, {0, std::int64_t(list.size()), list.data()}}, kLength);
     }
   }
-  attend_pieces(queries, num_query_heads, keys, values, pieces, scale, softcap, coarse, threads, out);
+  attend_pieces(call, pieces);
 }
 
 }  // namespace kvsift

@@ -1,4 +1,4 @@
-// Attention, page scores, search and memory in Python. Addresses are integers; whoever calls has checked the shapes.
+// Attention, page scores, search and memory for Python. Addresses are integers; the Python callers check the shapes.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,15 +21,16 @@ T* at(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// [num_kv_heads, length, width] as Python passes it: address, stride of a head, is it bf16.
 using Address = std::uintptr_t;
+
+// Shape of a call, and the slots of the rows in their pool.
 struct Shape {
   int num_query_heads, num_kv_heads, width;
-  std::int64_t length;
+  SlotTable table;
 };
 
-HeadRows rows_of(Address data, std::int64_t head_stride, const Shape& shape, bool bf16) {
-  return {at<const void>(data), head_stride, shape.length, shape.num_kv_heads, shape.width, bf16};
+HeadRows rows_at(Address data, std::int64_t head_stride, const Shape& shape, bool bf16) {
+  return {at<const void>(data), head_stride, shape.table, shape.num_kv_heads, shape.width, bf16};
 }
 
 }  // namespace
@@ -49,7 +50,11 @@ void bind_attention(nb::module_& m) {
 
   nb::class_<Shape>(m, "Shape")
       .def("__init__", [](Shape* self, int num_query_heads, int num_kv_heads, int width, std::int64_t length) {
-        new (self) Shape{num_query_heads, num_kv_heads, width, length};
+        new (self) Shape{num_query_heads, num_kv_heads, width, SlotTable(length)};
+      })
+      .def("__init__", [](Shape* self, int num_query_heads, int num_kv_heads, int width, std::int64_t length, Address runs,
+                          std::int64_t num_runs, std::int64_t num_slots, std::int64_t start) {
+        new (self) Shape{num_query_heads, num_kv_heads, width, {at<const Run>(runs), num_runs, num_slots, start, length}};
       });
 
   const auto free_gil = nb::call_guard<nb::gil_scoped_release>();
@@ -60,9 +65,9 @@ void bind_attention(nb::module_& m) {
          std::int64_t value_stride, bool bf16, float scale, float softcap, bool coarse, int threads, Address output,
          Address lse) {
         const PackedQueries packed(at<const float>(queries), shape.num_query_heads, shape.width);
-        attend_dense(packed, shape.num_query_heads, rows_of(keys, key_stride, shape, bf16),
-                     rows_of(values, value_stride, shape, bf16), scale, softcap, coarse, threads,
-                     {at<float>(output), at<float>(lse)});
+        attend_dense({packed, shape.num_query_heads, rows_at(keys, key_stride, shape, bf16),
+                      rows_at(values, value_stride, shape, bf16), scale, softcap, coarse, threads,
+                      {at<float>(output), at<float>(lse)}});
       },
       free_gil);
 
@@ -70,13 +75,12 @@ void bind_attention(nb::module_& m) {
       "attend_units",
       [](const Shape& shape, Address queries, Address keys, std::int64_t key_stride, Address values,
          std::int64_t value_stride, bool bf16, Address units, int num_lists, std::int64_t capacity, std::int64_t unit_size,
-         const std::vector<std::pair<std::int64_t, std::int64_t>>& spans, float scale, float softcap, bool coarse,
-         int threads, Address output, Address lse) {
+         const std::vector<Span>& spans, float scale, float softcap, bool coarse, int threads, Address output, Address lse) {
         const PackedQueries packed(at<const float>(queries), shape.num_query_heads, shape.width);
-        attend_units(packed, shape.num_query_heads, rows_of(keys, key_stride, shape, bf16),
-                     rows_of(values, value_stride, shape, bf16),
-                     {at<const std::int64_t>(units), num_lists, capacity, unit_size}, spans, scale, softcap, coarse, threads,
-                     {at<float>(output), at<float>(lse)});
+        attend_units({packed, shape.num_query_heads, rows_at(keys, key_stride, shape, bf16),
+                      rows_at(values, value_stride, shape, bf16), scale, softcap, coarse, threads,
+                      {at<float>(output), at<float>(lse)}},
+                     {at<const std::int64_t>(units), num_lists, capacity, unit_size}, spans);
       },
       free_gil);
 
@@ -84,7 +88,7 @@ void bind_attention(nb::module_& m) {
       "page_scores",
       [](const Shape& shape, Address queries, Address rows, std::int64_t row_stride, bool bf16, float scale, int threads,
          Address scores) {
-        page_scores(at<const float>(queries), shape.num_query_heads, rows_of(rows, row_stride, shape, bf16), scale, threads,
+        page_scores(at<const float>(queries), shape.num_query_heads, rows_at(rows, row_stride, shape, bf16), scale, threads,
                     at<float>(scores));
       },
       free_gil);
@@ -93,7 +97,7 @@ void bind_attention(nb::module_& m) {
       "choose_pages",
       [](const Shape& shape, Address queries, Address rows, std::int64_t row_stride, bool bf16, float scale, std::int64_t k,
          int num_selections, int threads, Address chosen) {
-        choose_pages(at<const float>(queries), shape.num_query_heads, rows_of(rows, row_stride, shape, bf16), scale, k,
+        choose_pages(at<const float>(queries), shape.num_query_heads, rows_at(rows, row_stride, shape, bf16), scale, k,
                      num_selections, threads, at<std::int64_t>(chosen));
       },
       free_gil);
@@ -103,7 +107,7 @@ void bind_attention(nb::module_& m) {
       [](const Shape& shape, Address queries, Address keys, std::int64_t key_stride, bool bf16, std::int64_t k, int threads,
          Address ids, Address scores) {
         const PackedQueries packed(at<const float>(queries), shape.num_query_heads, shape.width);
-        scan(packed, shape.num_query_heads, rows_of(keys, key_stride, shape, bf16), k, threads,
+        scan(packed, shape.num_query_heads, rows_at(keys, key_stride, shape, bf16), k, threads,
              {at<std::int64_t>(ids), at<float>(scores)});
       },
       free_gil);
@@ -113,7 +117,7 @@ void bind_attention(nb::module_& m) {
       [](const Shape& shape, Address queries, Address keys, std::int64_t key_stride, bool bf16, Address codes,
          std::int64_t code_stride, Address code_scale, std::int64_t k, std::int64_t num_candidates, int threads, Address ids,
          Address scores) {
-        scan_codes(at<const float>(queries), shape.num_query_heads, rows_of(keys, key_stride, shape, bf16),
+        scan_codes(at<const float>(queries), shape.num_query_heads, rows_at(keys, key_stride, shape, bf16),
                    {at<const std::uint8_t>(codes), code_stride, at<const float>(code_scale)}, k, num_candidates, threads,
                    {at<std::int64_t>(ids), at<float>(scores)});
       },

@@ -1,4 +1,4 @@
-// Largest and smallest numbers of pages, per channel: the summaries that Quest ranks pages by.
+// Largest and smallest number of each channel of a page: the summaries by which Quest ranks pages.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,8 @@
 
 namespace kvsift {
 
-// rows[page] = [max | min] of the tokens of keys [num_pages, page_size, width] whose valid is true (nullptr: all are);
-// NaN stays NaN. At least one token of a page must be valid.
+// rows[page] = [max | min] over the valid tokens of keys [num_pages, page_size, width]; valid nullptr: all tokens. NaN stays
+// NaN. At least one token of each page must be valid.
 template <class T>
 void page_extremes(const T* keys, const bool* valid, std::int64_t num_pages, int page_size, int width, T* rows) {
   std::vector<float> largest(width), smallest(width);

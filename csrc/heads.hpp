@@ -1,38 +1,36 @@
-// Keys, values and queries of one token's attention, as addresses that Python has checked.
+// Keys, values and queries of one token's attention, at addresses that Python has checked.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#include "levels/levels.hpp"
+#include "isa/isa.hpp"
+#include "slots.hpp"
 
 namespace kvsift {
 
 inline int padded(int width) { return (width + kQueryPad - 1) / kQueryPad * kQueryPad; }
 
-// [num_kv_heads, length, width], rows one behind the other, heads anywhere.
+// Rows of one sequence in a pool [num_kv_heads, num_slots, width]; the heads of the pool are head_stride numbers apart.
 struct HeadRows {
   const void* data;
-  std::int64_t head_stride;  // numbers
-  std::int64_t length;
+  std::int64_t head_stride;
+  const SlotTable& table;
   int num_kv_heads;
   int width;
   bool bf16;
 
-  std::int64_t row_bytes() const { return std::int64_t(width) * (bf16 ? 2 : 4); }
-  const void* head(int kv_head) const {
-    return static_cast<const char*>(data) + kv_head * head_stride * (bf16 ? 2 : 4);
-  }
-  Rows rows(int kv_head, std::int64_t start, std::int64_t count) const {
-    return {static_cast<const char*>(head(kv_head)) + start * row_bytes(), nullptr, count, width, bf16};
-  }
-  Rows named(int kv_head, const std::int64_t* ids, std::int64_t count) const {
-    return {head(kv_head), ids, count, width, bf16};
+  std::int64_t length() const { return table.length(); }
+  Slots slots(std::vector<std::int64_t>& ids) const { return table.range(0, length(), ids); }
+  Rows rows(int kv_head, const Slots& slots) const {
+    const std::int64_t start = kv_head * head_stride + (slots.ids == nullptr ? slots.start * width : 0);
+    const std::int64_t* ids = slots.ids == nullptr ? nullptr : slots.ids + slots.start;
+    return {static_cast<const char*>(data) + start * (bf16 ? 2 : 4), ids, slots.count, width, bf16, slots.following};
   }
 };
 
-// Queries [num_query_heads, width] as kernels want them. Kept in bf16 too where no number of them needs more.
+// Queries [num_query_heads, width] in the layout of the kernels; in bf16 too if that is exact for every number.
 class PackedQueries {
  public:
   PackedQueries(const float* queries, int num_query_heads, int width) : stride_(padded(width)) {

@@ -1,11 +1,11 @@
-// How fast memory can be read, and larger pages for it.
+// Huge pages, and the speed at which memory is read.
 #pragma once
 
 #include <chrono>
 #include <cstdint>
 #include <memory>
 
-#include "levels/levels.hpp"
+#include "isa/isa.hpp"
 #include "parallel.hpp"
 
 #if defined(__linux__)
@@ -15,7 +15,7 @@
 
 namespace kvsift {
 
-// Asks the system to back the whole pages of [data, data + bytes) with huge ones -> bytes it was asked for.
+// Requests huge pages for the whole pages of [data, data + bytes) -> bytes of the request.
 inline std::int64_t advise_huge(void* data, std::int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
@@ -36,8 +36,8 @@ inline double read_seconds(const void* data, std::int64_t bytes, int threads) {
   std::atomic<std::uint64_t> total{0};
   const auto start = std::chrono::steady_clock::now();
   parallel_for(parts, threads, [&](std::int64_t part, int) {
-    const std::int64_t at = part * kPart, count = bytes - at < kPart ? bytes - at : kPart;
-    total.fetch_add(kernels().read(static_cast<const char*>(data) + at, count), std::memory_order_relaxed);
+    const std::int64_t start = part * kPart, count = bytes - start < kPart ? bytes - start : kPart;
+    total.fetch_add(kernels().read(static_cast<const char*>(data) + start, count), std::memory_order_relaxed);
   });
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }

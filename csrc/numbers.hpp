@@ -1,4 +1,4 @@
-// Numbers of a tensor, bf16 or float32, one at a time: what is rounded here is rounded as torch rounds it.
+// Single numbers of a tensor, bf16 or float32, rounded as torch rounds them.
 #pragma once
 
 #include <cstdint>
@@ -25,12 +25,12 @@ inline float load(const std::uint16_t* at) { return from_bf16(*at); }
 inline void store(float* at, float number) { *at = number; }
 inline void store(std::uint16_t* at, float number) { *at = to_bf16(number); }
 
-// As it would be after a trip through a tensor of type T.
+// The number after a conversion to T and back.
 template <class T>
 float rounded(float number) {
-  T there;
-  store(&there, number);
-  return load(&there);
+  T narrow;
+  store(&narrow, number);
+  return load(&narrow);
 }
 
 }  // namespace kvsift

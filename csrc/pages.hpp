@@ -1,13 +1,15 @@
 // Quest's page scores, an upper bound of a page's logits, and the choice of pages by them (arXiv 2406.10774).
 #pragma once
 
+#include <algorithm>
+
 #include "heads.hpp"
 #include "parallel.hpp"
-#include "top.hpp"
+#include "top_k.hpp"
 
 namespace kvsift {
 
-// [q+ | q-] . [max | min] as one product. |scale| is multiplied in afterwards: its sign goes into the features.
+// [q+ | q-], whose product with [max | min] is the score. The sign of scale is in the features; page_scores applies |scale|.
 inline std::vector<float> page_features(const float* queries, int num_query_heads, int head_dim, float scale) {
   std::vector<float> features(std::size_t(num_query_heads) * head_dim * 2);
   for (int h = 0; h < num_query_heads; ++h)
@@ -19,36 +21,82 @@ inline std::vector<float> page_features(const float* queries, int num_query_head
   return features;
 }
 
-// scores [num_query_heads, num_pages]
-inline void page_scores(const float* queries, int num_query_heads, const HeadRows& rows, float scale, int threads,
-                        float* scores) {
+// Pages in the order of their slots: a score does not depend on the order, and memory is read fastest forwards.
+class PageOrder {
+ public:
+  explicit PageOrder(const HeadRows& rows) : slots_(rows.slots(ids_)) {
+    if (slots_.ids == nullptr || std::is_sorted(ids_.begin(), ids_.end())) return;
+    const auto [first, last] = std::minmax_element(ids_.begin(), ids_.end());
+    const std::int64_t base = *first, width = *last - base + 1;
+    if (width > 16 * slots_.count) return;  // pages of a large pool: a sort would cost more than it saves
+    std::vector<std::int64_t> page_in(static_cast<std::size_t>(width), -1);
+    for (std::int64_t page = 0; page < slots_.count; ++page) page_in[std::size_t(slots_[page] - base)] = page;
+    ids_.clear();
+    for (std::int64_t i = 0; i < width; ++i)
+      if (page_in[std::size_t(i)] >= 0) {
+        pages_.push_back(page_in[std::size_t(i)]);
+        ids_.push_back(base + i);
+      }
+    slots_ = width == slots_.count ? Slots{base, width, nullptr} : Slots{0, slots_.count, ids_.data()};
+  }
+
+  Slots slots(std::int64_t first, std::int64_t count) const { return slots_.part(first, count); }
+
+  // Moves the scores of all pages to their logical order.
+  void restore(float* scores, std::vector<float>& copy) const {
+    if (pages_.empty()) return;
+    copy.assign(scores, scores + pages_.size());
+    for (std::size_t i = 0; i < pages_.size(); ++i) scores[pages_[i]] = copy[i];
+  }
+
+ private:
+  std::vector<std::int64_t> ids_, pages_;  // pages_: of each score; empty: in order
+  Slots slots_;
+};
+
+// scores [num_query_heads, num_pages], the pages in their order
+inline void ordered_scores(const float* queries, int num_query_heads, const HeadRows& rows, const PageOrder& order,
+                           float scale, int threads, float* scores) {
   const int group = num_query_heads / rows.num_kv_heads;
   const std::vector<float> features = page_features(queries, num_query_heads, rows.width / 2, scale);
   const PackedQueries packed(features.data(), num_query_heads, rows.width);
-  const float size = scale < 0 ? -scale : scale;
+  const float factor = scale < 0 ? -scale : scale;
   constexpr std::int64_t kPages = 1024;
-  const std::int64_t parts = (rows.length + kPages - 1) / kPages;
+  const std::int64_t num_pages = rows.length(), parts = (num_pages + kPages - 1) / kPages;
   parallel_for(parts * rows.num_kv_heads, threads, [&](std::int64_t task, int) {
     const int h = int(task / parts);
-    const std::int64_t start = task % parts * kPages, count = std::min(kPages, rows.length - start);
-    float* out = scores + std::int64_t(h) * group * rows.length + start;
-    kernels().dots(packed.heads(h * group, group), rows.rows(h, start, count), out, rows.length);
+    const std::int64_t start = task % parts * kPages, count = std::min(kPages, num_pages - start);
+    float* out = scores + std::int64_t(h) * group * num_pages + start;
+    kernels().dots(packed.heads(h * group, group), rows.rows(h, order.slots(start, count)), out, num_pages);
     for (int q = 0; q < group; ++q)
-      for (std::int64_t i = 0; i < count; ++i) out[q * rows.length + i] *= size;
+      for (std::int64_t i = 0; i < count; ++i) out[q * num_pages + i] *= factor;
   });
 }
 
-// Of each selection the k best pages by the largest score of its query heads; chosen [num_selections, k], ascending.
+// scores [num_query_heads, num_pages]
+inline void page_scores(const float* queries, int num_query_heads, const HeadRows& rows, float scale, int threads,
+                        float* scores) {
+  const PageOrder order(rows);
+  ordered_scores(queries, num_query_heads, rows, order, scale, threads, scores);
+  std::vector<float> copy;
+  for (int q = 0; q < num_query_heads; ++q) order.restore(scores + q * rows.length(), copy);
+}
+
+// The k best pages of each selection by the largest score of its query heads; chosen [num_selections, k], ascending.
 inline void choose_pages(const float* queries, int num_query_heads, const HeadRows& rows, float scale, std::int64_t k,
                          int num_selections, int threads, std::int64_t* chosen) {
-  std::vector<float> scores(std::size_t(num_query_heads) * std::size_t(rows.length));
-  page_scores(queries, num_query_heads, rows, scale, threads, scores.data());
+  const std::int64_t num_pages = rows.length();
+  const PageOrder order(rows);
+  std::vector<float> scores(std::size_t(num_query_heads) * std::size_t(num_pages));
+  ordered_scores(queries, num_query_heads, rows, order, scale, threads, scores.data());
   const int sharing = num_query_heads / num_selections;
   parallel_for(num_selections, threads, [&](std::int64_t s, int) {
-    float* best = scores.data() + s * sharing * rows.length;
+    float* best = scores.data() + s * sharing * num_pages;
     for (int q = 1; q < sharing; ++q)
-      for (std::int64_t i = 0; i < rows.length; ++i) best[i] = std::max(best[i], best[q * rows.length + i]);
-    top_places(best, rows.length, k, chosen + s * k);
+      for (std::int64_t i = 0; i < num_pages; ++i) best[i] = std::max(best[i], best[q * num_pages + i]);
+    std::vector<float> copy;
+    order.restore(best, copy);
+    top_positions(best, num_pages, k, chosen + s * k);
   });
 }
 

@@ -1,5 +1,5 @@
-// Tasks shared out among threads. OpenMP where the build has it, so that the threads are those of torch; plain threads
-// otherwise, and in builds for the thread sanitizer, which cannot see into OpenMP's own synchronisation.
+// Tasks on several threads. OpenMP where the build has it, to share the threads of torch; std::thread otherwise, and in
+// builds for the thread sanitizer, which cannot follow OpenMP's synchronisation.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@
 namespace kvsift {
 
 // Calls fn(task, thread) once for each task in [0, num_tasks), on at most num_threads threads, thread in [0, num_threads).
-// The order is not fixed: what a task computes must not depend on the thread. The first exception is thrown again here.
+// The order is not fixed: the result of a task must not depend on the thread. Rethrows the first exception.
 template <class Fn>
 void parallel_for(std::int64_t num_tasks, int num_threads, Fn&& fn) {
   if (num_tasks < num_threads) num_threads = static_cast<int>(num_tasks);

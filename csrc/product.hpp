@@ -1,5 +1,5 @@
-// A few rows times a weight matrix, with what comes before and after in a decoder: the weights are read once, at the speed
-// of memory, and nothing else is worth a call of its own.
+// A few rows times a weight matrix, with the norm before and the residual or gate after it: one call per matrix, which reads
+// the weights once, at the speed of memory.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,7 @@ template <class T>
 struct Product {
   const T* x;         // [num_rows, num_in]
   const T* weight;    // [num_out, num_in]
-  const T* norm;      // [num_in], of an RMS norm of x before; or nullptr
+  const T* norm;      // [num_in], weight of an RMS norm of x; or nullptr
   const T* residual;  // [num_rows, num_out], added; or nullptr
   T* out;             // [num_rows, num_out]; gated: [num_rows, num_out / 2], silu of the first half times the second
   std::int64_t num_out;
@@ -34,36 +34,48 @@ struct Product {
   bool gated;
 };
 
+// x in float32, after the norm if there is one.
 template <class T>
-void multiply(const Product<T>& of, int threads) {
-  std::vector<float> x(std::size_t(of.num_rows) * of.num_in), products(std::size_t(of.num_rows) * of.num_out);
-  for (int row = 0; row < of.num_rows; ++row) {
-    const T* from = of.x + std::int64_t(row) * of.num_in;
-    float* to = x.data() + std::int64_t(row) * of.num_in;
-    if (of.norm != nullptr)
-      rms_norm(from, of.norm, of.num_in, of.eps, to);
+std::vector<float> inputs(const Product<T>& call) {
+  std::vector<float> x(std::size_t(call.num_rows) * call.num_in);
+  for (int row = 0; row < call.num_rows; ++row) {
+    const T* from = call.x + std::int64_t(row) * call.num_in;
+    float* to = x.data() + std::int64_t(row) * call.num_in;
+    if (call.norm != nullptr)
+      rms_norm(from, call.norm, call.num_in, call.eps, to);
     else
-      for (int i = 0; i < of.num_in; ++i) to[i] = load(from + i);
+      for (int i = 0; i < call.num_in; ++i) to[i] = load(from + i);
   }
-  const PackedQueries packed(x.data(), of.num_rows, of.num_in);
-  const HeadRows rows{of.weight, 0, of.num_out, 1, of.num_in, sizeof(T) == 2};
-  constexpr std::int64_t kTaskBytes = 1 << 16;
-  const std::int64_t of_task = std::max<std::int64_t>(4, kTaskBytes / rows.row_bytes() / 4 * 4);
-  parallel_for((of.num_out + of_task - 1) / of_task, threads, [&](std::int64_t task, int) {
-    const std::int64_t start = task * of_task, count = std::min(of_task, of.num_out - start);
-    kernels().dots(packed.heads(0, of.num_rows), rows.rows(0, start, count), products.data() + start, of.num_out);
-  });
-  const std::int64_t width = of.gated ? of.num_out / 2 : of.num_out;
-  for (int row = 0; row < of.num_rows; ++row) {
-    const float* from = products.data() + row * of.num_out;
-    T* to = of.out + row * width;
+  return x;
+}
+
+template <class T>
+void write_outputs(const Product<T>& call, const std::vector<float>& products) {
+  const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
+  for (int row = 0; row < call.num_rows; ++row) {
+    const float* from = products.data() + row * call.num_out;
+    T* to = call.out + row * width;
     for (std::int64_t i = 0; i < width; ++i) {
       float number = rounded<T>(from[i]);
-      if (of.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * rounded<T>(from[width + i]);
-      if (of.residual != nullptr) number = load(of.residual + row * width + i) + number;
+      if (call.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * rounded<T>(from[width + i]);
+      if (call.residual != nullptr) number = load(call.residual + row * width + i) + number;
       store(to + i, number);
     }
   }
+}
+
+template <class T>
+void multiply(const Product<T>& call, int threads) {
+  constexpr std::int64_t kTaskBytes = 1 << 16;
+  const PackedQueries packed(inputs(call).data(), call.num_rows, call.num_in);
+  std::vector<float> products(std::size_t(call.num_rows) * call.num_out);
+  const std::int64_t per_task = std::max<std::int64_t>(4, kTaskBytes / (call.num_in * std::int64_t(sizeof(T))) / 4 * 4);
+  parallel_for((call.num_out + per_task - 1) / per_task, threads, [&](std::int64_t task, int) {
+    const std::int64_t start = task * per_task, count = std::min(per_task, call.num_out - start);
+    const Rows rows{call.weight + start * call.num_in, nullptr, count, call.num_in, sizeof(T) == 2};
+    kernels().dots(packed.heads(0, call.num_rows), rows, products.data() + start, call.num_out);
+  });
+  write_outputs(call, products);
 }
 
 }  // namespace kvsift

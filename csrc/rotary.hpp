@@ -1,11 +1,11 @@
-// Head norms and rotary embedding of one token's queries and keys, in place behind their projection.
+// Head norms and rotary embedding of one token's queries and keys, in place.
 #pragma once
 
 #include "product.hpp"
 
 namespace kvsift {
 
-// heads [num_heads, width] are turned by the angles whose cosines and sines are [width], both halves alike
+// Rotates heads [num_heads, width]; cos and sin [width], both halves alike.
 template <class T>
 void rotate(T* heads, int num_heads, int width, const T* cos, const T* sin, const T* norm, float eps) {
   std::vector<float> row(width);

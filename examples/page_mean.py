@@ -6,14 +6,13 @@ score(page) = scale * q . mean(keys of the page)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsift.methods.base import Phase
-from kvsift.methods.oracle import exact_logits
 from kvsift.methods.pages import PagedMethod
-from kvsift.types import Candidates, KVReader, LayerShape
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,5 @@ class PageMean(PagedMethod):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     summaries: ClassVar[tuple[str, ...]] = ("mean_std",)  # kept by the store; a row is [mean | std]
 
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        mean = reader.summary("mean_std", candidates.units)[..., : shape.head_dim]  # [num_kv_heads, count, head_dim]
-        return exact_logits(shape, queries, mean)  # [num_query_heads, num_queries, count]
+    def features(self, queries: Tensor) -> Tensor:
+        return pad(queries, (0, queries.shape[-1]))  # [scale * q | 0]: the score is their product with the row

@@ -5,8 +5,8 @@
     kvsift ask --model /tmp/llama-shaped --context manual.txt --question "Why?" --plan quest:budget=1024
 
 Hidden size 4096, 32 query heads on 8 KV heads of 128, rotary base 500000, bfloat16: what Llama-3.1-8B has. Times,
-bytes and memory are those of such a model; what it says is noise. Layers are made and written one at a time, so
-memory holds one of them. The tokenizer is the embedded model's, or a token per byte where that is not installed.
+bytes and memory are those of such a model; its answers are noise. Layers are made and written one at a time, so memory
+holds one of them. The tokenizer is the embedded model's, or a token per byte where that is not installed.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def write_config(out: Path, num_layers: int, mlp: int, vocabulary: int) -> None:
 
 
 def write_weights(out: Path, num_layers: int, mlp: int, vocabulary: int, seed: int) -> int:
-    """One file per layer and one for the embeddings, with the index that joins them; bytes written."""
+    """Write one file per layer and one for the embeddings, and their index; return the bytes of the weights."""
     generator = torch.Generator().manual_seed(seed)
     files, num_bytes = {}, 0
     for number, tensors in enumerate(parts(num_layers, mlp, vocabulary, generator), 1):
@@ -87,7 +87,7 @@ def write_weights(out: Path, num_layers: int, mlp: int, vocabulary: int, seed: i
 
 
 def parts(num_layers: int, mlp: int, vocabulary: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
-    """The tensors of the embeddings, then of each layer, by the names transformers gives them."""
+    """Yield the tensors of the embeddings, then of each layer, by their names in transformers."""
 
     def random(rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns, dtype=torch.bfloat16).normal_(0, SPREAD, generator=generator)
@@ -114,7 +114,7 @@ def parts(num_layers: int, mlp: int, vocabulary: int, generator: torch.Generator
 
 
 def write_tokenizer(out: Path) -> int:
-    """The embedded model's tokenizer, or a token per byte; entries."""
+    """Write the embedded model's tokenizer, or a token per byte; return its number of entries."""
     names = ("tokenizer.json", "tokenizer_config.json")
     if all((embedded_model() / name).is_file() for name in names):
         for name in names:

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvsift.eval.reading import load_result
+from kvsift.eval.result_files import load_result
 
 ROOT = Path(__file__).parents[1]
 MODEL, RESULTS = ROOT / "src/kvsift/embedded", ROOT / "results/embedded-model.json"

@@ -22,9 +22,8 @@ from tokenizers import Tokenizer
 
 from kvsift.engine.prompt import answer_text
 from kvsift.eval.tasks import FAMILIES, TASKS, facts
-from kvsift.eval.tasks.framing import framed_question
 from kvsift.eval.tasks.layout import lay_out
-from kvsift.eval.tasks.sample import Draft, Question, Request, Style
+from kvsift.eval.tasks.sample import Draft, Question, SampleRequest, Style
 from kvsift.eval.tasks.words import DEFAULT, Lexicon
 from kvsift.eval.text import paragraphs
 
@@ -77,7 +76,7 @@ class Rows:
         style = TASKS[kind].style if kind in TASKS else Style()
         while True:
             draft = self._draft(kind, count)
-            asks = rng.sample(draft.asks, len(draft.asks))
+            asks = rng.sample(draft.questions, len(draft.questions))
             questions, answers = self._questions(
                 kind, [style.question(ask.text, ask.answer, 0.0, ask.answers, ask.answer_prefix) for ask in asks]
             )
@@ -99,7 +98,7 @@ class Rows:
         """The same of a task that writes its context, and what it asks, to a length."""
         write = TASKS[kind].write
         assert write is not None
-        sample = write(Request(self.rng, length - TAIL, 1, self.encode, (BOS,)))
+        sample = write(SampleRequest(self.rng, length - TAIL, 1, self.encode, (BOS,)))
         questions, answers = self._questions(kind, sample.questions)
         ids, start = [*sample.context_ids, *questions, EOS], len(sample.context_ids)
         assert len(ids) <= length, f"{kind}: a question of {len(questions)} tokens"
@@ -147,7 +146,7 @@ class Rows:
         needles, asks, seen = [], [], Counter[int]()
         for place, i in enumerate(turns):
             needles.append(drafts[i].needles[seen[i]])
-            asks += [replace(ask, needle=place) for ask in drafts[i].asks if ask.needle == seen[i]]
+            asks += [replace(ask, needle=place) for ask in drafts[i].questions if ask.needle == seen[i]]
             seen[i] += 1
         filler = next((draft for draft in drafts if draft.is_stock), drafts[0])
         return Draft(needles, asks, filler.filler, filler.is_stock, drafts[0].intro)
@@ -155,7 +154,7 @@ class Rows:
     def _questions(self, kind: str, questions: Sequence[Question]) -> tuple[list[int], list[int]]:
         """Ids of all questions with answers, and which of them are answers."""
         if kind in PUBLISHED and self.rng.random() < FRAMED_SHARE:
-            questions = [framed_question(question) for question in questions]
+            questions = [question.framed() for question in questions]
         ids: list[int] = []
         answers: list[int] = []
         for i, question in enumerate(questions):

@@ -1,11 +1,11 @@
-"""Time per token and time of a job on a quiet machine and beside busy loops, by how OpenMP's threads wait.
+"""Time per token and time of a job on a quiet machine and beside busy loops, by the wait of OpenMP's threads.
 
     python scripts/busy_machine.py results/busy-machine.json [--cores 2]
 
-The embedded model reads a document and writes tokens, sparse and dense. Every setting is a process of its own, as the
-OpenMP runtime reads its settings once; they measure in turns, each round begins with another one. The job is what
-``kvsift demo`` does without set-up: reading the document, and answering questions under both plans. ``--cores 2`` keeps
-everything, the busy loops too, on two processors of a larger machine.
+The embedded model reads a document and writes tokens, sparse and dense. Every setting has its own process,
+as the OpenMP runtime reads its settings once; processes measure in turns, and each round starts with another one. The
+job is that of ``kvsift demo`` without set-up: prefill of the document, and answers under both plans. ``--cores 2``
+keeps everything, the busy loops too, on two processors of a larger machine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THRE
 PLANS = ("quest:budget=256", "dense")
 SENTENCE = "The harbour master of the northern port counted ninety-seven crates before noon. "
 QUESTION = "How many crates did the harbour master count?"
-QUIET = 0.1  # of the processors, taken by other processes: rounds without loops that have more do not count
+QUIET = 0.1  # share of the processors in other processes: rounds without loops that have more do not count
 FEWEST_QUIET = 3  # rounds; with fewer, all count, and the table says so
 
 
 class Setting(NamedTuple):
+    """Environment of a process, and whether it imports torch before kvsift."""
+
     label: str
     environment: dict[str, str]
     torch_first: bool = False
@@ -46,7 +48,7 @@ SETTINGS = {
 
 
 def setting_of(name: str) -> Setting:
-    """A setting by name; a number is a spin count."""
+    """Return a setting by name; a number is a spin count."""
     if name.isdecimal():
         return Setting(f"`GOMP_SPINCOUNT={name}`", {"GOMP_SPINCOUNT": name})
     return SETTINGS[name]
@@ -56,13 +58,13 @@ def setting_of(name: str) -> Setting:
 
 
 def serve(torch_first: bool, context: int) -> None:
-    """Measure whenever a line asks for it: {"tokens": per plan, "questions": of the job, 0 for none}."""
+    """Measure for each line of stdin: {"tokens": per plan, "questions": of the job, 0 for none}."""
     if torch_first:
         import torch  # noqa: F401
     from kvsift import LLM, threads
 
     class Endless(LLM):
-        """Writes on after the end of an answer."""
+        """An engine that generates beyond the end of an answer."""
 
         def _end_ids(self) -> set[int]:
             return set()
@@ -88,10 +90,10 @@ def serve(torch_first: bool, context: int) -> None:
         itl_s(plan, 3)
     print(json.dumps(threads.report()), flush=True)
     for line in sys.stdin:
-        asked = json.loads(line)
-        sample: dict[str, Any] = {"itl_s": {plan: itl_s(plan, asked["tokens"] + 1) for plan in PLANS}}
-        if asked["questions"]:
-            sample["job_s"] = job_s(asked["questions"])
+        request = json.loads(line)
+        sample: dict[str, Any] = {"itl_s": {plan: itl_s(plan, request["tokens"] + 1) for plan in PLANS}}
+        if request["questions"]:
+            sample["job_s"] = job_s(request["questions"])
         print(json.dumps(sample), flush=True)
 
 
@@ -107,7 +109,7 @@ class Worker:
         self.threads = self._answer()
 
     def measure(self, tokens: int, questions: int) -> dict[str, Any]:
-        """Samples, and the share of the processors that others took meanwhile."""
+        """Return samples, and the share of the processors that other processes used."""
         started, busy, own = time.perf_counter(), busy_s(), self._own_s()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"tokens": tokens, "questions": questions}) + "\n")
@@ -134,7 +136,7 @@ class Worker:
 
 
 def busy_s() -> float:
-    """Seconds that the processors of this process have been busy since the start."""
+    """Return the busy seconds of this process's processors since the system started."""
     own, total = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
     for line in Path("/proc/stat").read_text().splitlines():
         name, *fields = line.split()
@@ -146,7 +148,7 @@ def busy_s() -> float:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Other processes that never sleep."""
+    """Run other processes that never sleep."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         time.sleep(0.5 if count else 0.0)
@@ -161,7 +163,7 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The result, ready for its file."""
+    """Measure, and return the result file's document."""
     names = arguments.settings.split(",")
     workers: dict[str, Worker] = {}
     try:
@@ -185,7 +187,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _rounds(arguments: argparse.Namespace, workers: dict[str, Worker]) -> Iterator[dict[str, Any]]:
-    """Quiet rounds, then rounds beside the loops; every fifth quiet and every second busy one has a job."""
+    """Yield quiet rounds, then rounds beside the loops; every fifth quiet and every second busy one has a job."""
     names, started = list(workers), time.perf_counter()
     for number in range(arguments.rounds + arguments.busy_rounds):
         busy = number >= arguments.rounds
@@ -199,11 +201,11 @@ def _rounds(arguments: argparse.Namespace, workers: dict[str, Worker]) -> Iterat
         yield {"busy": busy, "samples": samples}
 
 
-# --- what a result says
+# --- tables of a result
 
 
 def table(result: dict[str, Any]) -> str:
-    """Milliseconds per token and seconds of the job, quiet and beside the loops, by setting."""
+    """Return milliseconds per token and seconds of the job, quiet and beside the loops, by setting."""
     heads = [f"{plan}, {what}" for plan in ("`quest:budget=256`", "dense") for what in ("quiet", "beside loops")]
     lines = [f"| threads that wait | {' | '.join(heads)} | job, quiet | beside loops |", "|---" * 7 + "|"]
     for each in result["settings"]:
@@ -218,7 +220,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def conditions(result: dict[str, Any]) -> str:
-    """The machine and the rounds, in a line."""
+    """Return a line on the machine and the rounds."""
     recipe, name = result["recipe"], result["settings"][0]["name"]
     quiet = len(quiet_rounds(result, name))
     counted = f"{quiet} of {recipe['rounds']} rounds without loops were quiet and count"
@@ -236,13 +238,13 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def quiet_rounds(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Samples of all settings in rounds without loops in which others left the processors to this setting."""
+    """Return the samples of all settings in rounds without loops in which the processors were free for this one."""
     samples = [each["samples"] for each in result["rounds"] if not each["busy"]]
     return [each for each in samples if each[name]["others"] <= QUIET]
 
 
 def rounds_of(result: dict[str, Any], name: str, busy: bool) -> list[dict[str, Any]]:
-    """Samples of all settings in the rounds that count for this one: the quiet ones, or all if these are too few."""
+    """Return the samples of the rounds that count for this setting: the quiet ones, or all if these are too few."""
     quiet = [] if busy else quiet_rounds(result, name)
     return quiet if len(quiet) >= FEWEST_QUIET else [e["samples"] for e in result["rounds"] if e["busy"] == busy]
 
@@ -258,7 +260,7 @@ def _job_s(result: dict[str, Any], name: str, busy: bool) -> float | None:
 
 
 def _with_cost(result: dict[str, Any], name: str, plan: str, quiet: float | None) -> str:
-    """Time on the quiet machine and what it is more than libgomp's default, round by round."""
+    """Return the time on the quiet machine, and its excess over libgomp's default, round by round."""
     if quiet is None:
         return "-"
     ratios = [
@@ -279,7 +281,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?", type=Path, help="result file")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="names, and numbers as spin counts")
-    parser.add_argument("--cores", type=int, help="use the first so many processors, for the busy loops too")
+    parser.add_argument("--cores", type=int, help="number of processors to use, for the busy loops too")
     parser.add_argument("--context", type=int, default=4096, help="tokens of the document")
     parser.add_argument("--rounds", type=int, default=20, help="on the quiet machine")
     parser.add_argument("--busy-rounds", type=int, default=6, help="beside busy loops")

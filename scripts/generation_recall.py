@@ -1,8 +1,8 @@
-"""Whether an index built from a prompt still finds the keys that exact search finds while the model writes on.
+"""Recall of an index built from a prompt, against exact search, while the model generates.
 
     python scripts/generation_recall.py results/generation-recall-cpu.json [TOKENS]
 
-A 32K-token document of the facts task is read; then the embedded model writes 2,000 tokens, drawn at temperature 1 so
+A 32K-token document of the facts task is prefilled; then the embedded model generates 2,000 tokens at temperature 1, so
 that they do not repeat, under RetrievalAttention at 640 + 100 visible tokens in every layer. At every fourth step each
 layer's answer is compared with an exact search for the same queries. What the index serves counts: steps that were
 audited are answered by a scan and exact; "index" leaves them out.
@@ -28,9 +28,10 @@ from kvsift.engine.provenance import versions_and_machine
 from kvsift.engine.sampling import Sampling
 from kvsift.eval.tasks import make_sample
 from kvsift.indexes.flat import exact_search
-from kvsift.methods.retrieval_attention import Found, RetrievalAttention
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.methods.indexed_keys import IndexedKeys
+from kvsift.methods.retrieval_attention import RetrievalAttention
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import Candidates, KVReader, LayerShape
 
 LENGTH, EVERY, STRETCH, SEED = 32768, 4, 250, 700000
@@ -57,7 +58,7 @@ class Watched(RetrievalAttention):
     prompt: int = 0
 
     def _search(
-        self, state: Found, shape: LayerShape, queries: Tensor, candidates: Candidates, k: int, reader: KVReader
+        self, state: IndexedKeys, shape: LayerShape, queries: Tensor, candidates: Candidates, k: int, reader: KVReader
     ) -> tuple[Tensor, Tensor]:
         audits = len(state.audits.log)
         ids, scores = super()._search(state, shape, queries, candidates, k, reader)
@@ -71,19 +72,19 @@ class Watched(RetrievalAttention):
 
 
 class Endless(LLM):
-    """Writes on after the end of an answer."""
+    """An engine that generates beyond the end of an answer."""
 
     def _end_ids(self) -> set[int]:
         return set()
 
 
 def stretches(steps: list[Step]) -> list[dict[str, float]]:
-    """Means over stretches of tokens: of what was served, of what the index alone found, and how many were audited."""
-    each: dict[int, list[Step]] = defaultdict(list)
+    """Return means over stretches of tokens: recall as served, of the index alone, and the share of audited steps."""
+    groups: dict[int, list[Step]] = defaultdict(list)
     for step in steps:
-        each[step.token // STRETCH].append(step)
+        groups[step.token // STRETCH].append(step)
     made = []
-    for number, own in sorted(each.items()):
+    for number, own in sorted(groups.items()):
         alone = [step for step in own if not step.audited]
         means = {
             "served": fmean(step.found for step in own),

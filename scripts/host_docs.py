@@ -1,4 +1,4 @@
-"""What docs/host.md shows of measurements, as the benchmarks themselves print them."""
+"""Measurements on hosts, as the benchmarks print them: for docs/host.md and the pages beside the results."""
 
 from __future__ import annotations
 
@@ -23,48 +23,52 @@ INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
 
 def points(text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
-    """Every point of a result."""
+    """Return a part: the text of every point of a result."""
     return lambda result: "\n\n".join(text(point).strip() for point in result["points"])
 
 
 def split_table(result: dict[str, Any]) -> str:
-    """Milliseconds per token by context and index."""
+    """Return milliseconds per token by context and index."""
     layers = result["recipe"].get("layers")
     context = f"context, {layers} layers" if layers else "context"
-    lines = [f"| {context} | index | ms per token | of it, host | KV on the device |", "|---|---|---|---|---|"]
+    lines = [f"| {context} | index | ms per token | host ms | KV on the device |", "|---|---|---|---|---|"]
     for point in result["points"]:
-        for each in point["variants"]:
-            start = f"| {point['context']:,} | {each['name']} |"
-            if "reason" in each:
-                lines.append(f"{start} {each['reason']} | | |")
+        for variant in point["variants"]:
+            start = f"| {point['context']:,} | {variant['name']} |"
+            if "reason" in variant:
+                lines.append(f"{start} {variant['reason']} | | |")
                 continue
-            milliseconds, gib = 1e3 * median(each["samples_s"]), each["kv_bytes_on_device"] / (1 << 30)
-            lines.append(f"{start} {milliseconds:.1f} | {1e3 * each['host_s']:.1f} | {gib:.2f} GiB |")
+            milliseconds, gib = 1e3 * median(variant["samples_s"]), variant["kv_bytes_on_device"] / (1 << 30)
+            lines.append(f"{start} {milliseconds:.1f} | {1e3 * variant['host_s']:.1f} | {gib:.2f} GiB |")
     return "\n".join(lines)
 
 
 def answers() -> str:
-    """Exact match of what indexes find, on a GPU's host and on a machine without one."""
+    """Return exact match with indexes, on a GPU's host and on a machine without one."""
     return "\n\n".join(quality_table(result_of(name)) for name in ANSWERS)
 
 
 def written(result: dict[str, Any]) -> str:
-    """Recall by stretches of generated tokens."""
+    """Return recall by stretches of generated tokens."""
     rows = result["rows"]
     starts = [f"{stretch['from']:,}" for stretch in rows[0]["stretches"]]
     lines = [f"| tokens from | {' | '.join(starts)} |", "|---" * (len(starts) + 1) + "|"]
     for row in rows:
-        served = " | ".join(f"{each['served']:.3f}" for each in row["stretches"])
-        lines.append(f"| {row['name']} | {served} |")
-        if any(each["audited"] for each in row["stretches"]):
-            alone = " | ".join(f"{each['index']:.3f}" for each in row["stretches"])
-            audited = " | ".join(f"{each['audited']:.0%}" for each in row["stretches"])
-            lines += [f"| {row['name']}, steps that were not audited | {alone} |", f"| audited | {audited} |"]
+        stretches = row["stretches"]
+        lines.append(_row(row["name"], [f"{stretch['served']:.3f}" for stretch in stretches]))
+        if any(stretch["audited"] for stretch in stretches):
+            alone = [f"{stretch['index']:.3f}" for stretch in stretches]
+            lines.append(_row(f"{row['name']}, steps that were not audited", alone))
+            lines.append(_row("audited", [f"{stretch['audited']:.0%}" for stretch in stretches]))
     return "\n".join(lines)
 
 
+def _row(name: str, cells: list[str]) -> str:
+    return f"| {name} | {' | '.join(cells)} |"
+
+
 def busy() -> str:
-    """Time per token beside busy loops, on each machine that measured it."""
+    """Return the time per token beside busy loops, for each measured machine."""
     results = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob(BUSY))]
     if not results:
         return "Not measured yet: `python scripts/busy_machine.py results/busy-machine.json`, then `make docs`."
@@ -75,16 +79,21 @@ def busy() -> str:
 
 
 BLOCKS = {
-    "busy": busy,
-    "answers": answers,
-    "written": shown(
-        WRITTEN,
-        written,
-        lambda result: f"{place(WRITTEN)}: {result['machine']}, commit {result['commit'][:10]}.",
-    ),
-    "host": shown(HOST, points(host_report.point_text), measured_on(HOST)),
-    "split": lambda: "\n\n".join(shown(name, split_table, measured_on(name))() for name in SPLIT),
+    "docs/host.md": {
+        "busy": busy,
+        "answers": answers,
+        "written": shown(
+            WRITTEN,
+            written,
+            lambda result: f"{place(WRITTEN)}: {result['machine']}, commit {result['commit'][:10]}.",
+        ),
+        "split": lambda: "\n\n".join(shown(name, split_table, measured_on(name))() for name in SPLIT),
+    },
+    "results/host-cpu.md": {"host": shown(HOST, points(host_report.point_text), measured_on(HOST))},
     **{
-        f"index-{name.split('-')[1]}": shown(name, points(index_report.point_text), measured_on(name)) for name in INDEX
+        f"results/{name.removesuffix('.json')}.md": {
+            f"index-{name.split('-')[1]}": shown(name, points(index_report.point_text), measured_on(name))
+        }
+        for name in INDEX
     },
 }

@@ -1,4 +1,4 @@
-"""Blocks of docs/papers.md: tables of the papers' shape from results of ``kvsift eval``."""
+"""Tables of the papers' shape from results of ``kvsift eval``, on the pages beside these results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from kvsift.eval.intervals import wilson
-from kvsift.eval.reading import load_result
+from kvsift.eval.result_files import load_result
 
 RESULTS = Path(__file__).parent.parent / "results"
 Sample = dict[str, Any]
@@ -18,13 +18,13 @@ Sample = dict[str, Any]
 
 @lru_cache(maxsize=3)
 def result_of(name: str) -> dict[str, Any]:
-    """An evaluation by its name; tables and the words under them come from the same."""
+    """Load an evaluation by its name; tables and the words under them come from the same."""
     return load_result(RESULTS / name)
 
 
 def grid(names: Iterable[str], column: Callable[[Sample], str], last: str | None = None) -> Callable[[], str]:
-    """A row per plan, a column per value of ``column``, means in percent; where a recipe has several budgets and they
-    are no column, "smaller / larger". ``last`` heads a column with the mean of all others."""
+    """Return a block: a row per plan, a column per value of ``column``, means in percent; "smaller / larger" where a
+    recipe has several budgets and they are no column. ``last`` heads a column with the mean of all others."""
 
     def render() -> str:
         results = [result_of(name) for name in names]
@@ -47,17 +47,17 @@ def grid(names: Iterable[str], column: Callable[[Sample], str], last: str | None
             "|---" * (len(heads) + 1 + bool(last)) + "|",
         ]
         for name in dict.fromkeys(plans.values()):
-            shown = [_cell(cells, name, head, budgets if joined else [None]) for head in heads]
+            row = [_cell(cells, name, head, budgets if joined else [None]) for head in heads]
             if last:
-                shown.append(_mean(cells, name, heads, budgets if joined else [None]))
-            lines.append(f"| {name} | {' | '.join(shown)} |")
+                row.append(_mean(cells, name, heads, budgets if joined else [None]))
+            lines.append(f"| {name} | {' | '.join(row)} |")
         return "\n".join([*lines, "", _made(results)])
 
     return render
 
 
 def tasks_by_plan(name: str) -> Callable[[], str]:
-    """A row per task, a column per plan, means in percent at each length: "8K / 32K" where they differ."""
+    """Return a block: a row per task, a column per plan, means in percent by length, "8K / 32K" where they differ."""
 
     def render() -> str:
         result = result_of(name)
@@ -75,17 +75,19 @@ def tasks_by_plan(name: str) -> Callable[[], str]:
 
 
 def _lengths(cells: dict[tuple[str, str, int], list[float]], task: str, names: list[str], lengths: list[int]) -> str:
-    shown = [_joined([cells.get((task, plan, length), []) for length in lengths]) for plan in names]
-    return f"| {task} | {' | '.join(shown)} |"
+    row = [_joined([cells.get((task, plan, length), []) for length in lengths]) for plan in names]
+    return f"| {task} | {' | '.join(row)} |"
 
 
 def _mean_of_tasks(cells: dict[tuple[str, str, int], list[float]], plan: str, lengths: list[int]) -> str:
-    return _joined([[fmean(of) for key, of in cells.items() if key[1:] == (plan, length)] for length in lengths])
+    return _joined(
+        [[fmean(scores) for key, scores in cells.items() if key[1:] == (plan, length)] for length in lengths]
+    )
 
 
 def _joined(scores: list[list[float]]) -> str:
-    shown = [f"{fmean(of):.0f}" if of else "-" for of in scores]
-    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+    texts = [f"{fmean(cell):.0f}" if cell else "-" for cell in scores]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def by_budget(sample: Sample) -> str:
@@ -105,24 +107,24 @@ def by_task_and_length(sample: Sample) -> str:
 
 
 def _cell(cells: dict[Any, list[float]], name: str, head: str, budgets: list[int | None]) -> str:
-    found = [
-        cells.get((name, head, budget)) or cells.get((name, head, None)) or cells.get((name, "", None))
-        for budget in budgets
-    ]
-    shown = [f"{fmean(scores):.0f}" if scores else "-" for scores in found]
-    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+    return _joined(
+        [
+            cells.get((name, head, budget)) or cells.get((name, head, None)) or cells.get((name, "", None)) or []
+            for budget in budgets
+        ]
+    )
 
 
 def _mean(cells: dict[Any, list[float]], name: str, heads: list[str], budgets: list[int | None]) -> str:
-    shown = []
+    texts = []
     for budget in budgets:
-        found = [cells.get((name, head, budget)) or cells.get((name, head, None)) for head in heads]
-        shown.append(f"{fmean(fmean(scores) for scores in found if scores):.1f}" if any(found) else "-")
-    return shown[0] if len(set(shown)) == 1 else " / ".join(shown)
+        columns = [cells.get((name, head, budget)) or cells.get((name, head, None)) for head in heads]
+        texts.append(f"{fmean(fmean(scores) for scores in columns if scores):.1f}" if any(columns) else "-")
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
 def _made(results: list[dict[str, Any]]) -> str:
-    """Where it comes from, and how sure a cell is."""
+    """State the results of a table, and the uncertainty of a cell."""
     paths, of_cell = [], []
     for result in results:
         paths.append(f"`results/{Path(result['path']).name}`" if "path" in result else "")
@@ -144,32 +146,37 @@ def _made(results: list[dict[str, Any]]) -> str:
 
 
 def commits(results: Iterable[dict[str, Any]]) -> str:
-    """Of every session that something was asked in."""
+    """Return the commits of the sessions that have samples."""
     named = []
     for result in results:
-        asked = {sample.get("session", 0) for sample in result["samples"]}
-        named += [session["commit"] for number, session in enumerate(result["sessions"]) if number in asked]
+        used = {sample.get("session", 0) for sample in result["samples"]}
+        named += [session["commit"] for number, session in enumerate(result["sessions"]) if number in used]
     short = dict.fromkeys(f"{c[:10]}{' with changes' if c.endswith('+changes') else ''}" for c in named)
     return f"{'commit' if len(short) == 1 else 'commits'} {', '.join(short)}"
 
 
 def _at_half(questions: int, effects: dict[str, float | None]) -> str:
-    """The interval in percent, task by task where questions share contexts."""
+    """Return the interval in percent, by task where questions share contexts."""
     tasks: dict[str, list[str]] = defaultdict(list)
     for task, effect in effects.items():
         low, high = wilson(questions / 2 / (effect or 1), questions / (effect or 1))
         tasks[f"{100 * low:.0f} to {100 * high:.0f}"].append(task)
-    found = (
-        next(iter(tasks)) if len(tasks) == 1 else "; ".join(f"{', '.join(of)} {at}" for at, of in sorted(tasks.items()))
-    )
-    return found if all(effects.values()) else f"{found}, for questions of the one context that they share"
+    by_task = (f"{', '.join(names)} {interval}" for interval, names in sorted(tasks.items()))
+    text = next(iter(tasks)) if len(tasks) == 1 else "; ".join(by_task)
+    return text if all(effects.values()) else f"{text}, for questions of the one context that they share"
 
 
 BLOCKS = {
-    "quest-10k": grid(["quest-table1"], by_budget),
-    "quest-64k": grid(["quest-table1-long"], by_budget),
-    "retrieval-tasks": grid(["retrieval-tables", "retrieval-tables-index"], by_task, "mean"),
-    "retrieval-lengths": grid(["retrieval-tables", "retrieval-tables-index"], by_length, "mean"),
-    "quoka": grid(["quoka-table"], by_length, "mean"),
-    "critiprefill": grid(["critiprefill-ablation"], by_task_and_length, "mean"),
+    "results/quest-table1/README.md": {
+        "quest-10k": grid(["quest-table1"], by_budget),
+        "quest-64k": grid(["quest-table1-long"], by_budget),
+    },
+    "results/retrieval-tables/README.md": {
+        "retrieval-tasks": grid(["retrieval-tables", "retrieval-tables-index"], by_task, "mean"),
+        "retrieval-lengths": grid(["retrieval-tables", "retrieval-tables-index"], by_length, "mean"),
+    },
+    "results/quoka-table/README.md": {"quoka": grid(["quoka-table"], by_length, "mean")},
+    "results/critiprefill-ablation/README.md": {
+        "critiprefill": grid(["critiprefill-ablation"], by_task_and_length, "mean"),
+    },
 }

@@ -1,24 +1,33 @@
-"""Render what README and docs show but code and results know: tables and examples. ``--check`` only compares."""
+"""Render the tables and examples of README, docs and results from code and results. ``--check`` only compares.
+
+A page has markers; what stands between them is replaced. Pages of docs have the tables that a reader needs to decide;
+all others stand on pages beside the results that they are of.
+"""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 
 import host_docs
 import paper_docs
 import speed_docs
 
+from kvsift.benchmarks.numbers import table
 from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
 from kvsift.eval.tables import budget_table, prefill_table, quality_table, recall_table
+from kvsift.eval.tasks import TASKS
+from kvsift.kernels import page_summary
 
 ROOT = Path(__file__).parent.parent
 
 
 def method_table() -> str:
-    """The catalogue as Markdown."""
+    """Return the catalogue as a Markdown table."""
     heads = ("method", "chooses", "phases", "unit", "keeps", "state", "knobs", "source")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in method_rows():
@@ -29,37 +38,70 @@ def method_table() -> str:
     return "\n".join(lines) + f"\n\n{state_note()} {budget_note(_code(spelled(budget_knobs())))}"
 
 
+README_METHODS = (
+    "quest",
+    "retrieval_attention",
+    "loki",
+    "infllm",
+    "quoka",
+    "critiprefill",
+    "keydiff",
+    "snapkv",
+    "streaming_llm",
+    "oracle_tokens",
+)
+
+
+def some_methods() -> str:
+    """Return ten lines of the catalogue, and the names of the other methods."""
+    rows = {row["name"]: row for row in method_rows()}
+    lines = ["| method | chooses | phases | source |", "|---|---|---|---|"]
+    for row in (rows.pop(name) for name in README_METHODS):
+        lines.append(f"| `{row['name']}` | {row['summary']} | {', '.join(row['phases'])} | {row['source']} |")
+    return "\n".join(lines) + f"\n\nAlso {_code(rows)}."
+
+
 def _code(words: Iterable[str]) -> str:
     return ", ".join(f"`{word}`" for word in words)
 
 
+def task_table() -> str:
+    """Return the tasks as a Markdown table."""
+    lines = ["| task | question | scorer |", "|---|---|---|"]
+    for task in TASKS.values():
+        scorer = "exp of the mean NLL" if task.kind == "perplexity" else f"`{task.style.scorer}`"
+        lines.append(f"| `{task.name}` | {task.about} | {scorer} |")
+    return "\n".join(lines)
+
+
 RESULT = "selection-32k"
-HEADLINE_BUDGET = 512
+README_BUDGET = 512
+README_PLANS = ("dense", "oracle_tokens", "quest", "streaming_llm", "random")
 
 
 def quality() -> str:
-    """Every cell of the shipped quality result."""
+    """Return every cell of the quality result."""
     return f"{quality_table(paper_docs.result_of(RESULT))}\n\nExact match {_made(RESULT)}"
 
 
 def cheaper_answers() -> str:
-    """Exact match with cheaper summaries."""
+    """Return exact match with cheaper summaries."""
     name = "summaries-32k"
     return f"{quality_table(paper_docs.result_of(name))}\n\nExact match {_made(name)}"
 
 
 def cheaper_recall() -> str:
-    """What cheaper summaries miss."""
+    """Return the recall of cheaper summaries."""
     name = "summary-recall-32k.json"
     return f"{recall_table(paper_docs.result_of(name))}\n\nMeans over questions, steps, layers and heads {_made(name)}"
 
 
 def prefilled(name: str) -> Callable[[], str]:
-    """Exact match of plans that sift in prefill."""
+    """Return a block: exact match of plans that are sparse in prefill."""
 
     def render() -> str:
         result = paper_docs.result_of(name)
-        left = sorted({each["task"] for each in result["left_out"]} - {s["task"] for s in result["samples"]})
+        left = sorted({job["task"] for job in result["left_out"]} - {s["task"] for s in result["samples"]})
         missing = f" Not asked for lack of time: {', '.join(left)}." if left else ""
         return (
             f"{prefill_table(result)}\n\nExact match, budget {result['recipe']['budgets'][0]}, {_made(name)}{missing}"
@@ -69,8 +111,10 @@ def prefilled(name: str) -> Callable[[], str]:
 
 
 def headline() -> str:
-    """The quality result at one budget."""
-    return f"{budget_table(paper_docs.result_of(RESULT), HEADLINE_BUDGET)}\n\nExact match {_made(RESULT)}"
+    """Return the quality result at one budget, plans of the README only."""
+    head, line, *rows = budget_table(paper_docs.result_of(RESULT), README_BUDGET).splitlines()
+    own = [row for row in rows if row.split("|")[1].strip() in README_PLANS]
+    return "\n".join([head, line, *own, "", f"Exact match {_made(RESULT)}"])
 
 
 def _made(name: str) -> str:
@@ -83,34 +127,61 @@ def _made(name: str) -> str:
 
 
 def example() -> str:
-    """The example of adding-a-method.md."""
+    """Return the example of adding-a-method.md."""
     return f"```python\n{(ROOT / 'examples' / 'page_mean.py').read_text()}```"
 
 
-BLOCKS = {
-    "README.md": {"methods": method_table, "results": headline, **speed_docs.BLOCKS["README.md"]},
+def summary_kinds() -> str:
+    """Return the table of summary kinds, from the docstring of their module."""
+    lines = [line for line in (page_summary.__doc__ or "").splitlines() if line.startswith("|")]
+    bars = [column for column, letter in enumerate(lines[1]) if letter == "|"]
+    rows = [[line[start + 1 : stop].strip() for start, stop in pairwise(bars)] for line in (lines[0], *lines[2:])]
+    heads, *rows = [[cell.replace("|", r"\|") for cell in row] for row in rows]
+    return table(["`score_by`", *heads[1:]], [[f"`{kind}`", *cells] for kind, *cells in rows])
+
+
+def contracts() -> str:
+    """Return the contracts of methods, by the names and docstrings of their tests."""
+    module = ast.parse((ROOT / "tests" / "contracts" / "checks.py").read_text())
+    lines = []
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and [argument.arg for argument in node.args.args] == ["make", "phase"]:
+            text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+            lines.append(f"- *{node.name.replace('_', ' ').capitalize()}.* {text}")
+    return "\n".join(lines)
+
+
+def _page(name: str) -> str:
+    return f"results/{name}/README.md"
+
+
+BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"methods": some_methods, "results": headline},
     "docs/methods.md": {"methods": method_table},
     "docs/quality.md": {
         "quality": quality,
-        "published": paper_docs.tasks_by_plan("ruler"),
         "one-choice": paper_docs.grid(["one-choice-32k"], paper_docs.by_task, "mean"),
         "dropping": paper_docs.grid(["dropping-32k"], paper_docs.by_task, "mean"),
-        "budgets": paper_docs.grid(["budgets-32k"], paper_docs.by_task, "mean"),
-        "cheaper-recall": cheaper_recall,
         "cheaper-answers": cheaper_answers,
-        "prefill-document": prefilled("prefill-32k"),
-        "prefill-question": prefilled("prefill-question-32k"),
-        "prefill-question-256": prefilled("prefill-question-256-32k"),
     },
-    "docs/speed.md": speed_docs.BLOCKS["docs/speed.md"],
-    "docs/host.md": host_docs.BLOCKS,
-    "docs/papers.md": paper_docs.BLOCKS,
     "docs/adding-a-method.md": {"example": example},
+    "docs/architecture.md": {"contracts": contracts},
+    "docs/concepts.md": {"kinds": summary_kinds},
+    "docs/tasks.md": {"tasks": task_table},
+    _page("budgets-32k"): {"budgets": paper_docs.grid(["budgets-32k"], paper_docs.by_task, "mean")},
+    _page("ruler"): {"published": paper_docs.tasks_by_plan("ruler")},
+    _page("prefill-32k"): {"prefill-document": prefilled("prefill-32k")},
+    _page("prefill-question-256-32k"): {"prefill-question-256": prefilled("prefill-question-256-32k")},
+    _page("prefill-question-32k"): {"prefill-question": prefilled("prefill-question-32k")},
+    "results/summary-recall-32k.md": {"cheaper-recall": cheaper_recall},
 }
+for _blocks in (speed_docs.BLOCKS, host_docs.BLOCKS, paper_docs.BLOCKS):
+    for _file, _own in _blocks.items():
+        BLOCKS[_file] = {**BLOCKS.get(_file, {}), **_own}
 
 
 def rendered(text: str, name: str, content: str) -> str:
-    """``text`` with what stands between the markers of ``name`` replaced."""
+    """Return ``text`` with ``content`` between the markers of ``name``."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if begin not in text or end not in text:
         raise SystemExit(f"the markers {begin} and {end} are missing")

@@ -1,4 +1,4 @@
-"""What README and docs/speed.md show of measured speed. Without a result they say how to make one."""
+"""Measured speed for README, docs/speed.md and the pages beside the results; without a result, how to make one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.benchmarks import attention_report, chart, decode_report, prefill_report
+from kvsift.benchmarks.numbers import tokens
 from kvsift.eval.packed import read_stored, stored
 
 ROOT = Path(__file__).parent.parent
@@ -16,22 +17,22 @@ PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
 CHART = "docs/attention-h200.svg"
-HEADLINE_CONTEXTS = [32 << 10, 128 << 10, 512 << 10]
+README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """A result of a benchmark; None if it is not there."""
+    """Read a result of a benchmark; None if there is none."""
     path = ROOT / "results" / name
     return json.loads(read_stored(path)) if stored(path).is_file() else None
 
 
 def place(name: str) -> str:
-    """Where a result lies, packed or not."""
+    """Return the path of a result, packed or not."""
     return f"`results/{stored(ROOT / 'results' / name).name}`"
 
 
 def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """Parts of a page over one result."""
+    """Return a block of parts over one result."""
 
     def render() -> str:
         result = load(name)
@@ -44,7 +45,7 @@ def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], st
 
 
 def made(name: str) -> Callable[[dict[str, Any]], str]:
-    """Where a result is from."""
+    """Return a part: machine, versions and commit of a result."""
 
     def render(result: dict[str, Any]) -> str:
         gpu, recipe, speed = result["gpu"], result["recipe"], result["bandwidth"]
@@ -60,21 +61,21 @@ def made(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 def picture(result: dict[str, Any]) -> str:
-    """The chart, seen from docs/."""
+    """Link the chart from docs/."""
     return f"![Microseconds and speed-up over context length]({Path(CHART).name})"
 
 
 def baselines(result: dict[str, Any]) -> str:
-    """Every dense variant with its version, and what was left out."""
+    """List the dense variants with their versions, and what was left out."""
     known = attention_report.labels(result)
     names = {v["name"] for point in result["points"] for v in point.get("variants", []) if v["role"] == "dense"}
     lines = [f"- `{name}`: {known[name]}" for name in known if name in names]
-    missing = [f"- not measured: {each}" for each in attention_report.left_out(result)]
+    missing = [f"- not measured: {reason}" for reason in attention_report.left_out(result)]
     return "\n".join(lines + missing)
 
 
 def right(result: dict[str, Any]) -> str:
-    """How right what was timed is, and how much the samples vary."""
+    """State the errors of the timed outputs and the spread of the samples."""
     worst = attention_report.correctness(result)
     return (
         "In the same run, every output was compared with float32. Largest distance relative to its length: sparse "
@@ -85,21 +86,14 @@ def right(result: dict[str, Any]) -> str:
     )
 
 
-def headline(result: dict[str, Any]) -> str:
-    """Attention at the contexts that the README shows."""
-    table = attention_report.headline_table(result, HEADLINE_CONTEXTS)
-    return f"One layer's attention for one token, microseconds, budget {result['recipe']['budget']:,}:\n\n{table}"
-
-
 def end_to_end(result: dict[str, Any]) -> str:
-    """Decoding, milliseconds."""
-    recipe = result["recipe"]
-    model = f"the shape of {recipe['model']} with random weights" if recipe["random"] else recipe["model"]
-    return f"Milliseconds per token, {model}, `{recipe['plan']}`:\n\n{decode_report.decode_table(result)}"
+    """Return the decode table, in milliseconds."""
+    title = f"Milliseconds per token, {_shape(result)}, `{result['recipe']['plan']}`:"
+    return f"{title}\n\n{decode_report.decode_table(result)}"
 
 
 def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
-    """Where a result without floors is from."""
+    """Return a part: machine, versions and commit of a result without floors."""
 
     def render(result: dict[str, Any]) -> str:
         commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
@@ -114,30 +108,70 @@ def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
 
 
 def first_tokens() -> str:
-    """Time to the first token, all results as one table."""
-    found = {name: result for name in PREFILL if (result := load(name)) is not None}
-    if not found:
+    """Return the time to the first token, all results in one table."""
+    results = {name: result for name in PREFILL if (result := load(name)) is not None}
+    if not results:
         return shown(PREFILL[0])()
-    points = [point for result in found.values() for point in result["points"]]
-    together = {**next(iter(found.values())), "points": points}
-    sources = [measured_on(name)(result) for name, result in found.items()]
+    points = [point for result in results.values() for point in result["points"]]
+    together = {**next(iter(results.values())), "points": points}
+    sources = [measured_on(name)(result) for name, result in results.items()]
     return "\n\n".join(["Seconds:", prefill_report.ttft_table(together), *sources])
 
 
+def one_token(result: dict[str, Any]) -> str:
+    """Return a line on decode steps at batch 1, those that lose included."""
+    steps = []
+    for point in result["points"]:
+        dense, sparse = (decode_report.tpot_s(point, name) for name in ("dense", "sifted"))
+        if point["batch"] == 1 and dense and sparse:
+            times = f"{1e3 * sparse:.2f} ms, dense {1e3 * dense:.2f} ({dense / sparse:.2f}x)"
+            steps.append(f"{tokens(point['context'])} {times}")
+    what = f"**One token** of {_shape(result)} under `{result['recipe']['plan']}`"
+    return f"- {what}: {'; '.join(steps)}. {_source(DECODE, result)}"
+
+
+def one_layer(result: dict[str, Any]) -> str:
+    """Return a line on attention of one layer."""
+    points = attention_report.shapes(result)[README_HEADS]
+    point = min(points, key=lambda point: abs(point["context"] - README_CONTEXT))
+    name, dense = attention_report.best_dense(point)
+    times = attention_report.medians(point, "sparse")
+    sparse = [f"`{name}` {1e6 * times[name]:.1f} us ({dense / times[name]:.1f}x)" for name in times]
+    what = f"**Attention of one layer** for one token, {'/'.join(map(str, README_HEADS))} heads"
+    rival = f"fastest dense kernel ({name}) {1e6 * dense:.1f} us"
+    return f"- {what}, {tokens(point['context'])}: {', '.join(sparse)}; {rival}. {_source(ATTENTION, result)}"
+
+
+def first_token(result: dict[str, Any]) -> str:
+    """Return a line on the time to the first token."""
+    head, _, *rows = [line.strip("| ").split(" | ") for line in prefill_report.ttft_table(result).splitlines()]
+    cells = next((row for row in rows if row[0] == tokens(README_CONTEXT)), rows[-1])
+    sparse = [f"{head[i]} {cells[i]} s ({cells[i + 1]})" for i in range(len(head)) if head[i].startswith("`")]
+    what = f"**First token** of {_shape(result)}, {cells[0]}"
+    return f"- {what}: {', '.join(sparse)}; dense {cells[1]} s. {_source(PREFILL[0], result)}"
+
+
+def _shape(result: dict[str, Any]) -> str:
+    recipe = result["recipe"]
+    name = recipe.get("shape") or recipe["model"]
+    return f"the shape of {name} with random weights" if "shape" in recipe or recipe["random"] else str(name)
+
+
+def _source(name: str, result: dict[str, Any]) -> str:
+    return f"{place(name)}: {result['gpu']['name']}, commit {result['commit'][:10]}."
+
+
 def readme() -> str:
-    """The headlines, as far as they are measured."""
-    attention = shown(ATTENTION, headline, made(ATTENTION))()
-    first = f"Seconds to the first token, shape of llama-3-8b with random weights:\n\n{first_tokens()}"
-    return "\n\n".join([attention, shown(DECODE, end_to_end, made(DECODE))(), first.replace("Seconds:\n\n", "")])
+    """Return a line per benchmark, as far as they are measured."""
+    rows = [shown(DECODE, one_token), shown(ATTENTION, one_layer), shown(PREFILL[0], first_token)]
+    return "\n".join(render() for render in rows)
 
 
 BLOCKS = {
     "README.md": {"speed": readme},
     "docs/speed.md": {
         "attention": shown(ATTENTION, picture, attention_report.attention_tables, made(ATTENTION), right),
-        "dense": shown(ATTENTION, baselines, attention_report.dense_tables),
         "break-even": shown(ATTENTION, attention_report.break_even_table),
-        "breakdown": shown(ATTENTION, attention_report.breakdown_table),
         "losses": shown(ATTENTION, attention_report.losses_table),
         "decode": shown(DECODE, end_to_end, made(DECODE)),
         "engine": shown(DECODE, decode_report.engine_table),
@@ -147,11 +181,15 @@ BLOCKS = {
         "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),
         "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK)),
     },
+    "results/attention-h200.md": {
+        "dense": shown(ATTENTION, baselines, attention_report.dense_tables),
+        "breakdown": shown(ATTENTION, attention_report.breakdown_table),
+    },
 }
 
 
 def stale_charts() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Charts that are not of the result beside them, with that result."""
+    """Yield charts that do not match their result, with that result."""
     result, path = load(ATTENTION), ROOT / CHART
     if result is not None and not (path.is_file() and chart.digest(result) in path.read_text()):
         yield path, result

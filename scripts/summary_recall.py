@@ -1,9 +1,9 @@
-"""What each plan of a recipe would have selected, on the queries and keys of dense attention over real contexts.
+"""Recall of each plan of a recipe on the queries and keys of dense attention over real contexts.
 
     python scripts/summary_recall.py recipes/summary-recall-32k.toml results/summary-recall-32k.json
 
-Every question is decoded densely. At every fourth step each sparse layer asks all plans for their selection, and
-exact attention says what it missed; so every plan meets the same queries, and no plan's mistakes bend the next step.
+Every question is decoded densely. At every fourth step each sparse layer takes the selections of all plans and compares
+them with exact attention: every plan has the same queries, and no plan's errors change the next step.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from kvsift.engine.llm import LLM, Document
 from kvsift.engine.prompt import question_text
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.eval.contexts import Contexts
-from kvsift.eval.recipe import Job, Recipe
+from kvsift.eval.recipe import EvalRecipe, Job
+from kvsift.layer.counting_reader import CountingReader
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.probe import probe
 from kvsift.methods.pages import PagedMethod
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.counted import CountedReader
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.probe import probe
-from kvsift.runtime.relay import Relay
-from kvsift.runtime.spec import parse_plan
+from kvsift.methods.traits import Traits
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
-EVERY = 4  # steps: neighbouring ones say nearly the same
+EVERY = 4  # steps; neighbouring ones are nearly the same
 
 
-class Seen(NamedTuple):
-    """What one plan's selection was worth at one step of one layer."""
+class SelectionQuality(NamedTuple):
+    """Quality of one plan's selection at one step of one layer."""
 
     plan: str
     recall: float  # share of the ten heaviest tokens that were visible
@@ -47,40 +48,40 @@ class Seen(NamedTuple):
 
 
 @dataclass
-class States:
-    """The memories of all compared methods."""
+class ComparedStates:
+    """States of all compared methods."""
 
-    of: list[Any]
+    states: list[Any]
 
-    def fork(self) -> States:
-        return States([None if state is None else state.fork() for state in self.of])
+    def fork(self) -> ComparedStates:
+        return ComparedStates([None if state is None else state.fork() for state in self.states])
 
     def crop(self, length: int) -> None:
-        for state in self.of:
+        for state in self.states:
             if state is not None:
                 state.crop(length)
 
 
 @dataclass(frozen=True)
 class Compare(PagedMethod):
-    """Asks every rule, reports what it selected, and selects everything itself."""
+    """A method that reports the selection of every rule, and selects everything."""
 
-    estimates_mass: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(granularity="page")
 
     rows: tuple[tuple[str, int | None], ...] = ()
-    report: Callable[[Seen], None] = print
+    report: Callable[[SelectionQuality], None] = print
 
     @property
     def rules(self) -> list[Rule]:
-        found = [parse_plan(plan).decode for plan, _ in self.rows]
-        return [rule for rule in found if rule is not None]
+        rules = [parse_plan(plan).decode for plan, _ in self.rows]
+        return [rule for rule in rules if rule is not None]
 
     @property
     def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
 
-    def new_state(self, shape: LayerShape) -> States:
-        return States([rule.method.new_state(shape) for rule in self.rules])
+    def new_state(self, shape: LayerShape) -> ComparedStates:
+        return ComparedStates([rule.method.new_state(shape) for rule in self.rules])
 
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
@@ -92,26 +93,32 @@ class Compare(PagedMethod):
         return Selection(everything, candidates.unit_size)
 
     def _compare(
-        self, state: States, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+        self,
+        state: ComparedStates,
+        shape: LayerShape,
+        queries: Tensor,
+        start: int,
+        candidates: Candidates,
+        reader: KVReader,
     ) -> None:
         first: dict[int | None, Selection] = {}
-        for (plan, size), rule, memory in zip(self.rows, self.rules, state.of, strict=True):
-            counted = CountedReader(reader, Relay(), (0, shape.layer, None))  # type: ignore[arg-type]
+        for (plan, size), rule, memory in zip(self.rows, self.rules, state.states, strict=True):
+            counted = CountingReader(reader, LayerMessages(), (0, shape.layer, None))  # type: ignore[arg-type]
             limit = Limit(min(rule.budget.units(start, self.page_size), candidates.count))
             selection = rule.method.select(memory, shape, queries, start, candidates, limit, counted)
             spans = rule.budget.always(start, self.page_size)
             recall, recovery = probe(shape, queries, reader.keys(), spans, selection)
             overlap = _overlap(selection.units, first.setdefault(size, selection).units)
-            self.report(Seen(plan, recall, recovery, overlap, counted.bytes_read))
+            self.report(SelectionQuality(plan, recall, recovery, overlap, counted.bytes_read))
 
 
 def _overlap(units: Tensor, others: Tensor) -> float:
     return float((units.unsqueeze(2) == others.unsqueeze(1)).any(2).float().mean())
 
 
-def samples_of(recipe: Recipe, llm: LLM, job: Job) -> list[dict[str, Any]]:
-    """Means over the steps and layers of each question of one context; bytes are the median, because the first step
-    of a question merges blocks, which a decode that goes on does once in 256 tokens."""
+def samples_of(recipe: EvalRecipe, llm: LLM, job: Job) -> list[dict[str, Any]]:
+    """Return means over the steps and layers of each question of one context; bytes are the median, because the first
+    step of a question merges blocks, which a longer decode does once in 256 tokens."""
     contexts = Contexts(recipe, llm.tokenizer)
     sample = contexts.sample(job)
     ids = list(sample.context_ids)
@@ -119,26 +126,26 @@ def samples_of(recipe: Recipe, llm: LLM, job: Job) -> list[dict[str, Any]]:
     rows = tuple((row.plan, row.budget) for row in recipe.rows)
     always = parse_plan(rows[0][0]).decode
     assert always is not None
-    # the smallest budget there is: asked wherever any of the plans would be
+    # the smallest budget: sparse wherever any of the plans is
     budget = Budget(ratio=1e-9, sinks=always.budget.sinks, window=always.budget.window)
     results = []
     for index, question in enumerate(sample.questions):
-        seen: list[Seen] = []
-        plan = Plan(decode=Rule(Compare(rows=rows, report=seen.append), budget))
+        samples: list[SelectionQuality] = []
+        plan = Plan(decode=Rule(Compare(rows=rows, report=samples.append), budget))
         document.ask(question.text, plan=plan, max_new_tokens=question.max_new_tokens, question_phase="decode")
         for name, size in rows:
-            own = [each for each in seen if each.plan == name]
+            own = [sample for sample in samples if sample.plan == name]
             means = {key: round(fmean(getattr(s, key) for s in own), 5) for key in ("recall", "recovery", "overlap")}
             results.append(
                 {"task": job.task, "seed": job.seed, "question": index, "plan": name, "budget": size, "steps": len(own)}
                 | means
-                | {"bytes_read": median(each.bytes_read for each in own)}
+                | {"bytes_read": median(sample.bytes_read for sample in own)}
             )
     return results
 
 
 def main() -> None:
-    recipe, out = Recipe.load(Path(sys.argv[1])), Path(sys.argv[2])
+    recipe, out = EvalRecipe.load(Path(sys.argv[1])), Path(sys.argv[2])
     llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, probe_every=0)
     samples = []
     for job in Contexts(recipe, llm.tokenizer).jobs():

@@ -15,15 +15,16 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.generation import decode_composed
+from kvsift.engine.decode_paths import decode_composed
 from kvsift.engine.llm import LLM
+from kvsift.engine.options import GenerateOptions
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
 from kvsift.eval.explain import equal_budget, explain, explain_tokens
-from kvsift.eval.explain_page import page
-from kvsift.eval.explain_text import passages_of, pieces_of, word_starts
-from kvsift.eval.explanation import Explanation
-from kvsift.runtime.spec import parse_plan
+from kvsift.eval.explain.explanation import Explanation
+from kvsift.eval.explain.page import page
+from kvsift.eval.explain.passages import passages_of, pieces_of, word_starts
+from kvsift.plan.syntax import parse_plan
 
 QUESTION = "How many sacks does the <b>ninth</b> mill grind?"
 QUEST = "quest:budget=96:page_size=8:window=16:dense_layers=none"
@@ -145,7 +146,7 @@ def test_methods_have_the_same_budget_and_none_beats_the_oracle(tiny: LLM) -> No
 
 def test_watching_changes_no_token(tiny: LLM) -> None:
     ids = tiny.read(text_of(600)).check(QUESTION, 5)
-    alone = Transcript(tiny.request(ids, 5, None, None, False), tiny.tokenizer)
+    alone = Transcript(tiny.request(ids, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
     cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
     tiny.prefill(cache, ids[:-1])
     for _ in decode_composed(tiny, cache, alone, "decode"):
@@ -171,7 +172,7 @@ def test_the_budget_of_the_methods() -> None:
     assert equal_budget(parse_plan("quest:ratio=0.1"), None).ratio == 0.1
     assert equal_budget(parse_plan("quest:ratio=0.1"), 300) == equal_budget(parse_plan("quest:mass=0.9"), 300)
     assert equal_budget(parse_plan("dense"), None).tokens == 256
-    with pytest.raises(InputError, match="say with budget how much"):
+    with pytest.raises(InputError, match="say with budget how many"):
         equal_budget(parse_plan("quest:mass=0.9"), None)
 
 
@@ -184,11 +185,11 @@ def test_the_budget_of_the_methods() -> None:
         ({"tokens": [0, 7]}, "token=7 is not among the tokens"),
         ({"methods": ["qest"]}, "unknown method 'qest'; did you mean 'quest'?"),
         ({"methods": ["quest:budget=64"]}, "quest:budget=64: all methods get the same budget; leave out budget."),
-        ({"methods": ["critiprefill"]}, "critiprefill does not choose in decode"),
-        ({"methods": ["dense"]}, "dense does not choose in decode"),
+        ({"methods": ["critiprefill"]}, "critiprefill does not select in decode"),
+        ({"methods": ["dense"]}, "dense does not select in decode"),
         ({"passage_tokens": 0}, "passage_tokens=0 must be 1 or more."),
-        ({"budget": 5000}, "the budget shows them all, so there is nothing to choose"),
-        ({"plan": "quest:mass=0.9"}, "say with budget how much the methods may show"),
+        ({"budget": 5000}, "all of them fit the budget, so there is nothing to select"),
+        ({"plan": "quest:mass=0.9"}, "say with budget how many tokens the methods may select"),
     ],
 )
 def test_what_cannot_be_explained_is_refused_before_anything_is_loaded(
@@ -308,7 +309,7 @@ def test_a_page_of_several_tokens_has_a_part_for_each(tiny: LLM) -> None:
     assert len(set(ids)) == len(ids)
     assert {"t1", "t3", "t1p0", "t3p0"} < set(ids)
     assert {value for name, value in tags.attributes if name == "href"} == {f"#{each}" for each in ids}
-    assert "The tokens that are explained" in tags.text
+    assert "Explained tokens" in tags.text
 
 
 def test_recall_and_the_oracle_stand_beside_every_layer(tiny: LLM) -> None:
@@ -320,7 +321,7 @@ def test_recall_and_the_oracle_stand_beside_every_layer(tiny: LLM) -> None:
     chosen = torch.tensor([reading.oracle for reading in found.readings])
     assert chosen.mean(0).tolist() == pytest.approx(oracle.passages)
     html = page(found)
-    table = html.partition("Ten heaviest tokens seen</p>")[2].partition("</table>")[0]
+    table = html.partition("Top-10 token recall</p>")[2].partition("</table>")[0]
     assert '<th scope="col">this run</th><th scope="col">oracle_tokens</th>' in table
     assert f'title="layer 2, quest:page_size=8: {quest.layers[2]["recall"]:.3f}"' in table
     assert html.count(", oracle</text>") == 3

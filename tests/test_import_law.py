@@ -1,4 +1,4 @@
-"""Imports point down: cli > eval | benchmarks > engine > models > runtime > methods | placement > indexes > kernels >
+"""Imports point down: cli > eval | benchmarks > engine > models > layer > plan > methods | stores > indexes > kernels >
 native > types.
 
 Folders side by side never import each other, only the transformers adapter imports transformers, and what a user waits
@@ -11,6 +11,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,16 @@ LAYERS = {
     "kernels": 2,
     "indexes": 3,
     "methods": 4,
-    "placement": 4,
-    "runtime": 5,
-    "models": 6,
-    "engine": 7,
-    "eval": 8,
-    "benchmarks": 8,
-    "cli": 9,
-    "__init__": 10,  # re-exports; of it others may read __version__ alone
-    "__main__": 10,
+    "stores": 4,
+    "plan": 5,
+    "layer": 6,
+    "models": 7,
+    "engine": 8,
+    "eval": 9,
+    "benchmarks": 9,
+    "cli": 10,
+    "__init__": 11,  # re-exports; of it others may read __version__ alone
+    "__main__": 11,
 }
 
 
@@ -53,10 +55,15 @@ def _folder(path: Path) -> str:
     return first.removesuffix(".py")
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything a module imports, in functions and for type checkers too."""
+def _imports(path: Path, in_functions: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything a module imports, for type checkers too, and in functions."""
     package = path.relative_to(SOURCE.parent).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inner = set() if in_functions else {node for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if node in inner:
+            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -88,21 +95,63 @@ def test_imports_point_down() -> None:
         assert violations(path) == [], _name(path)
 
 
+def _module_of(dotted: str) -> Path | None:
+    """The file of a dotted name inside kvsift: its own, or that of the module which defines it; None outside."""
+    path = SOURCE.parent.joinpath(*dotted.split("."))
+    if dotted.partition(".")[0] != "kvsift" or any(path.parent.glob(f"{path.name}.*.so")):  # compiled: imports nothing
+        return None
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None) or (
+        _module_of(dotted.rpartition(".")[0])
+    )
+
+
+def import_cycle() -> list[str]:
+    """Names of modules that import each other in a circle, for type checkers too; empty if there are none.
+
+    Imports in functions do not count: a light module may import what it runs when it runs it.
+    """
+    front, graph = SOURCE / "__init__.py", {}
+    for path in _modules():
+        modules = {_module_of(dotted) for _, dotted in _imports(path, in_functions=False)}
+        graph[path] = modules - {None, path, front}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [_name(path) for path in error.args[1]]
+    return []
+
+
+def test_imports_form_no_cycle() -> None:
+    assert import_cycle() == []
+
+
+def test_a_cycle_for_type_checkers_alone_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path / "kvsift")
+    folder = tmp_path / "kvsift" / "engine"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("from kvsift.engine.b import B\n")
+    (folder / "b.py").write_text("from kvsift.engine import c\n")
+    (folder / "c.py").write_text("from types import ModuleType\n")
+    assert import_cycle() == []
+    (folder / "c.py").write_text("if TYPE_CHECKING:\n    from kvsift.engine.a import A\n")
+    assert sorted(set(import_cycle())) == [f"kvsift/engine/{name}.py" for name in "abc"]
+
+
 @pytest.mark.parametrize(
     ("folder", "line", "lawful"),
     [
-        ("runtime/x.py", "from kvsift.methods.base import Method", True),
-        ("runtime/x.py", "from kvsift.runtime.plan import Plan", True),
-        ("methods/x.py", "from kvsift.placement.device import DeviceStore", False),  # side by side
-        ("placement/x.py", "def f():\n    import kvsift.methods", False),  # in a function
-        ("kernels/x.py", "if TYPE_CHECKING:\n    from kvsift.runtime import plan", False),  # for type checkers
+        ("plan/x.py", "from kvsift.methods.base import Method", True),
+        ("plan/x.py", "from kvsift.plan.plan import Plan", True),
+        ("methods/x.py", "from kvsift.stores.paged import PagedStore", False),  # side by side
+        ("stores/x.py", "def f():\n    import kvsift.methods", False),  # in a function
+        ("kernels/x.py", "if TYPE_CHECKING:\n    from kvsift.plan import budget", False),  # for type checkers
         ("methods/x.py", "from kvsift.indexes.base import Index", True),
         ("indexes/x.py", "from kvsift.methods.base import Method", False),
         ("indexes/x.py", "from kvsift import native", True),
         ("kernels/x.py", "from kvsift.native import attend_dense", True),
         ("native/x.py", "from kvsift.kernels import merge", False),
         ("kernels/x.py", "from ..engine import llm", False),  # relative
-        ("methods/x.py", "import_module('kvsift.runtime.plan')", False),  # by name
+        ("methods/x.py", "import_module('kvsift.plan.plan')", False),  # by name
         ("errors.py", "from kvsift import types", False),
         ("engine/x.py", "from kvsift import sparse", False),  # through the front door
         ("eval/x.py", "from kvsift import __version__", True),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvsift.eval.reading import upgraded
+from kvsift.eval.result_files import upgraded
 from kvsift.eval.tables import recall_table
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +70,6 @@ def test_the_table_holds_means_over_questions_and_bytes_as_shares() -> None:
     table = recall_table(upgraded({"kind": "recall", "recipe": recipe, "samples": samples}))
     tables = table.split("\n\n")
     assert len(tables) == 4
-    assert tables[0] == "| ten heaviest tokens seen | 64 |\n|---|---|\n| quest | 0.750 |\n| quest:prefilter=2 | 0.750 |"
+    assert tables[0] == "| top-10 token recall | 64 |\n|---|---|\n| quest | 0.750 |\n| quest:prefilter=2 | 0.750 |"
     assert tables[3].endswith("| quest | 1.000 |\n| quest:prefilter=2 | 0.250 |")
     assert tables[2].startswith("| pages that quest selects too |")

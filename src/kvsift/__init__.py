@@ -1,4 +1,4 @@
-"""kvsift: long-context LLM inference that reads, for every query, only what that query needs of the KV cache.
+"""kvsift: sparse attention for long-context LLM inference; every query reads only the part of the KV cache it needs.
 
     import kvsift
 
@@ -6,8 +6,8 @@
         model.generate(**inputs)
     print(run.report())
 
-Everything is imported when it is first used: ``import kvsift`` loads neither torch nor transformers. It does set how
-long OpenMP's threads spin, which torch reads when it is loaded: see ``kvsift.threads``.
+Names are imported on first use: ``import kvsift`` loads neither torch nor transformers. It does set how long OpenMP's
+threads spin, which torch reads when it is loaded: see ``kvsift.threads``.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from kvsift.engine.sampling import Sampling
     from kvsift.errors import InputError, KVSiftError, NothingSkipped
     from kvsift.models.transformers import make_cache, register, sparse
-    from kvsift.runtime.budget import Budget
-    from kvsift.runtime.plan import Plan, Rule
-    from kvsift.runtime.spec import parse_plan
+    from kvsift.plan.budget import Budget
+    from kvsift.plan.plan import Plan, Rule
+    from kvsift.plan.syntax import parse_plan
 
 _HOMES = {
-    "Budget": "kvsift.runtime.budget",
+    "Budget": "kvsift.plan.budget",
     "InputError": "kvsift.errors",
     "LLM": "kvsift.engine.llm",
     "Sampling": "kvsift.engine.sampling",
     "KVSiftError": "kvsift.errors",
     "NothingSkipped": "kvsift.errors",
-    "Plan": "kvsift.runtime.plan",
-    "Rule": "kvsift.runtime.plan",
+    "Plan": "kvsift.plan.plan",
+    "Rule": "kvsift.plan.plan",
     "make_cache": "kvsift.models.transformers",
-    "parse_plan": "kvsift.runtime.spec",
+    "parse_plan": "kvsift.plan.syntax",
     "register": "kvsift.models.transformers",
     "sparse": "kvsift.models.transformers",
 }

@@ -1,16 +1,16 @@
-"""How OpenMP's threads wait, and how many of them there are.
+"""Number and waiting of OpenMP's threads.
 
 A thread of GNU's OpenMP runtime, which torch's wheels for Linux bring, spins 300,000 times (milliseconds) before it
-sleeps. Beside other processes that spinning uses up the thread's share of a processor, and the work that it waits for
-is late by time slices, some fifty times a token. The runtime reads how long to spin from the environment, once, when
-torch loads it:
+sleeps. Beside other processes, spinning uses up the thread's share of a processor and delays the work that it waits for
+by time slices, some fifty times a token. The runtime reads the spin count from the environment, once, when torch loads
+it:
 
-- kvsift imported before torch: threads spin ``SPINS`` times. ``scripts/busy_machine.py`` measures what that is worth.
-- torch imported before kvsift: they spin on.
+- kvsift imported before torch: threads spin ``SPINS`` times. ``scripts/busy_machine.py`` measures the effect.
+- torch imported before kvsift: they spin 300,000 times.
 
-Either way, fewer threads decode while other processes use the processors: a thread that is not there makes nobody wait.
+Either way, fewer threads decode while other processes use the processors.
 
-Settings that a user made stay as they are: those of ``WAITING``, OMP_NUM_THREADS and torch.set_num_threads.
+Settings of the user are not changed: those of ``WAITING``, OMP_NUM_THREADS and torch.set_num_threads.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from time import monotonic, process_time
 from typing import Any, NamedTuple
 
 SPINS = 30_000
-WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # how a user says how threads wait
-PERIOD_S = 0.5  # between two looks at the processors, which count in hundredths of a second
-IDLE = 0.25  # seconds of work per second between two forward passes; with less, what others did then says nothing
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # settings of the user on waiting
+PERIOD_S = 0.5  # between two readings of the processors, which count in hundredths of a second
+IDLE = 0.25  # seconds of work per second between two forward passes; with less, a reading is not representative
 
 FEW_TOKENS = 16
 
@@ -40,18 +40,18 @@ if SPINS_SET:
 
 
 def processors() -> int:
-    """Processors that this process may use: in a container or under taskset they are fewer than the machine has."""
+    """Return the number of processors of this process, which in a container or under taskset are not all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def per_process(workers: int) -> int:
-    """Threads of each of several processes: OMP_NUM_THREADS where a user set it, else its share of the processors."""
+    """Return the threads of each of several processes: OMP_NUM_THREADS if set, else its share of the processors."""
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return max(1, int(first) if first.isdecimal() else processors() // workers)
 
 
 def use(threads: int | None) -> None:
-    """Let torch, and the compiled core with it, use so many threads from now on; None changes nothing."""
+    """Set the number of threads of torch and the compiled core; None changes nothing."""
     import torch
 
     if threads is not None:
@@ -60,17 +60,17 @@ def use(threads: int | None) -> None:
 
 
 def yield_to_others(num_tokens: int) -> None:
-    """Let a forward pass over so many tokens, in the calling thread, use no more threads than processors are free; does
-    nothing where the user set anything.
+    """Limit the threads of the caller's forward pass over so many tokens to the free processors, unless the user made
+    settings.
 
-    Passes over many tokens use all: their threads wait seldom, and each gets its share beside the others.
+    Passes over many tokens use all threads: these seldom wait, and each gets its share beside other processes.
     """
     if _START is not None and _most_threads() > 1:
         _share.update(num_tokens <= FEW_TOKENS)
 
 
 def report() -> dict[str, Any]:
-    """Threads, how they wait, and why."""
+    """Return the number of threads, how they wait, and the reason."""
     import torch
 
     return {"number": torch.get_num_threads(), "processors": processors(), "while they wait": _waiting()}
@@ -92,7 +92,7 @@ def _waiting() -> str:
 
 
 class _Reading(NamedTuple):
-    """Seconds since the start: of the clock, of all work on our processors, and of our own."""
+    """Seconds since the start: of the clock, of all work on the processors, and of this process."""
 
     clock: float
     busy: float
@@ -100,7 +100,7 @@ class _Reading(NamedTuple):
 
 
 def _read() -> _Reading | None:
-    """None where the system does not count."""
+    """Read the seconds; None if the system does not count them."""
     try:
         names, busy = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
         for line in Path("/proc/stat").read_text().splitlines():
@@ -114,20 +114,20 @@ def _read() -> _Reading | None:
 
 
 class _Share(threading.local):
-    """What a thread remembers between two looks; OpenMP's number of threads, too, belongs to a thread.
+    """Readings and thread number of one thread; OpenMP's number of threads, too, belongs to a thread.
 
-    A new thread begins with the number that was chosen last in any.
+    A new thread starts with the number that any thread chose last.
     """
 
     latest = 0
 
     def __init__(self) -> None:
         self.before = _START
-        self.number = self.chosen = 0  # of torch as it was set last; beside the others
+        self.number = self.chosen = 0  # last number given to torch; the number beside other processes
         self.last_pass: tuple[float, float] | None = None  # seconds of the clock and of work when it began
 
     def keep(self) -> None:
-        """Leave the number as it is from now on."""
+        """Change the number no more."""
         self.before = None
 
     def update(self, few_tokens: bool) -> None:
@@ -143,10 +143,10 @@ class _Share(threading.local):
             self.before = _read()
         elif monotonic() - self.before.clock >= PERIOD_S:
             self._choose()
-        wanted = self.chosen if few_tokens else _most_threads()
-        if wanted != self.number:
-            torch.set_num_threads(wanted)
-            self.number = wanted
+        number = self.chosen if few_tokens else _most_threads()
+        if number != self.number:
+            torch.set_num_threads(number)
+            self.number = number
 
     def _choose(self) -> None:
         assert self.before is not None
@@ -162,7 +162,7 @@ class _Share(threading.local):
         type(self).latest = threads
 
     def _was_idle(self) -> bool:
-        """Whether little was done since the forward pass before this one began."""
+        """Return whether little was computed since the previous forward pass began."""
         last, self.last_pass = self.last_pass, (monotonic(), process_time())
         if last is None:
             return False
@@ -172,7 +172,7 @@ class _Share(threading.local):
 
 @cache
 def _most_threads() -> int:
-    """Threads of torch where nobody set their number, one per core; else 0. Asked before the first change."""
+    """Return torch's threads, one per core, if no setting changed their number, else 0; call before any change."""
     import torch
 
     smt = Path("/sys/devices/system/cpu/smt/active")

@@ -136,7 +136,7 @@ class Selection:
         unit_size: tokens per unit.
         log_weight: optional float32 [num_heads, capacity], added to the logits of the unit's tokens.
         extra: optional estimate of what was left out, merged as if its tokens had been attended.
-        full: no row is padded. Nobody then has to look, which on a device would make the host wait.
+        full: no row is padded. Readers then need no check, which on a device would make the host wait.
         rest: optional estimate of all that stays unseen, for methods that know its share of the attention: the answer
             is (1 - share) times attention over what is visible, plus share times the value.
         for_above: chosen for the layers above alone; the layer that chose sees everything.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsift.benchmarks import prefill, prefill_layer
-from kvsift.benchmarks.attention import Recipe, head
-from kvsift.benchmarks.attention_point import Point
+from kvsift.benchmarks.attention import AttentionRecipe
+from kvsift.benchmarks.attention_measure import points
+from kvsift.benchmarks.attention_point import AttentionPoint
+from kvsift.benchmarks.prefill import PrefillLayerRecipe, PrefillRecipe
+from kvsift.benchmarks.prefill_report import CEILING
+from kvsift.benchmarks.recipe import BenchRecipe
 
 BANDWIDTH = {"used": 4.5e12, "measured": 4.4e12, "source": "given"}
 MADE = {
@@ -20,11 +23,15 @@ MADE = {
 
 def attention_result(contexts: tuple[int, ...] = (4096, 32768), fixed_us: float = 8.0) -> dict[str, Any]:
     """Sparse launches take ``fixed_us`` more than their floor, dense ones 2."""
-    recipe = Recipe(shapes=((32, 32), (32, 8)), contexts=contexts, repeats=3, breakdown=True)
-    return {**head(recipe), **MADE, "points": [_attention_point(point, recipe, fixed_us) for point in recipe.points()]}
+    recipe = AttentionRecipe(contexts=contexts, repeats=3, breakdown=True)
+    return _result("attention", recipe, [_attention_point(point, recipe, fixed_us) for point in points(recipe)])
 
 
-def _attention_point(point: Point, recipe: Recipe, fixed_us: float) -> dict[str, Any]:
+def _result(kind: str, recipe: BenchRecipe, points: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"kind": kind, "recipe": recipe.stored(), **MADE, "points": points}
+
+
+def _attention_point(point: AttentionPoint, recipe: AttentionRecipe, fixed_us: float) -> dict[str, Any]:
     def samples(num_bytes: float, more_us: float) -> list[float]:
         return [(num_bytes / 4.5e12 + more_us / 1e6) * factor for factor in (1.0, 1.01, 0.99)]
 
@@ -83,16 +90,16 @@ PREFILL_PLAN = "prefill=quoka:budget=1024"
 
 def prefill_result(contexts: tuple[int, ...] = (32768,)) -> dict[str, Any]:
     """Twice as fast as dense, of a ceiling of four."""
-    recipe = prefill.Recipe("llama-3-8b", contexts, (PREFILL_PLAN,), chunks=(8192,))
-    seconds = {"dense, chunks of 8192": 1.2, PREFILL_PLAN: 0.6, prefill.CEILING: 0.3}
+    recipe = PrefillRecipe(contexts, (PREFILL_PLAN,), chunks=(8192,))
+    seconds = {"dense, chunks of 8192": 1.2, PREFILL_PLAN: 0.6, CEILING: 0.3}
     variants = [{"name": name, "plan": name, "ttft_s": [each] * 3} for name, each in seconds.items()]
     points = [{"context": context, "variants": variants} for context in contexts]
-    return {**prefill.head(recipe), **MADE, "points": points}
+    return _result("prefill", recipe, points)
 
 
 def prefill_layer_result(whole: bool = True) -> dict[str, Any]:
     """Ten times as fast as the best dense kernel."""
-    recipe = prefill_layer.Recipe((32768,), (PREFILL_PLAN,), 8192, whole)
+    recipe = PrefillLayerRecipe((32768,), (PREFILL_PLAN,), 8192, whole)
     seconds = {"sdpa-flash": 2e-2, "sdpa-cudnn": 1e-2, PREFILL_PLAN: 1e-3}
     variants = [{"name": name, "samples_s": [each] * 3} for name, each in seconds.items()]
-    return {**prefill_layer.head(recipe), **MADE, "points": [{"context": 32768, "variants": variants, "flops": 1e12}]}
+    return _result("prefill layer", recipe, [{"context": 32768, "variants": variants, "flops": 1e12}])

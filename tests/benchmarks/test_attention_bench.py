@@ -11,15 +11,16 @@ import torch
 from torch import Tensor
 
 from kvsift import InputError
-from kvsift.benchmarks import attention, attention_point
-from kvsift.benchmarks.attention import Recipe, run
-from kvsift.benchmarks.attention_check import check_sifted, exact_dense, exact_listed
-from kvsift.benchmarks.attention_point import Buffers, Point
-from kvsift.benchmarks.attention_variants import Sifted, ours_dense, separate_kernels
+from kvsift.benchmarks import attention_measure, attention_point
+from kvsift.benchmarks.attention import AttentionRecipe
+from kvsift.benchmarks.attention_check import check_sparse, exact_dense, exact_listed
+from kvsift.benchmarks.attention_measure import AttentionBench
+from kvsift.benchmarks.attention_point import AttentionPoint, Buffers
+from kvsift.benchmarks.attention_variants import SparseLaunch, ours_dense, separate_kernels
 from kvsift.benchmarks.timing import host_clock
 
 CPU = torch.device("cpu")
-SMALL = Recipe(
+SMALL = AttentionRecipe(
     shapes=((4, 2),), contexts=(512, 128), batch=2, head_dim=32, page_size=8, budget=192, repeats=2, breakdown=True
 )
 LLAMA = {"batch": 1, "head_dim": 128, "page_size": 16, "budget": 2048}
@@ -32,8 +33,8 @@ def few_buffers() -> Iterator[None]:
         yield
 
 
-def measured(recipe: Recipe = SMALL) -> list[dict[str, Any]]:
-    return list(run(recipe, host_clock, CPU))
+def measured(recipe: AttentionRecipe = SMALL) -> list[dict[str, Any]]:
+    return list(AttentionBench(recipe, host_clock, CPU).run())
 
 
 def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_reason() -> None:
@@ -56,20 +57,20 @@ def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_re
         assert variants["quest-minmax"]["same_pages"] == 1
         assert "flashinfer" in variants["flashinfer"]["reason"]
         assert {piece["name"] for piece in point["breakdown"]} == {
-            "score_pages", "visible_pages", "page_attention", attention.NOT_EARLY,
+            "score_pages", "visible_pages", "page_attention", attention_measure.NOT_EARLY,
         }  # fmt: skip
     assert points[1]["visible_tokens"] == 192
 
 
 def test_a_variant_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(point: Point, sets: Any) -> Any:
+    def wrong(point: AttentionPoint, sets: Any) -> Any:
         right = ours_dense(point, sets)
         return lambda number: right(number) * 1.2
 
-    def broken(point: Point, sets: Any) -> Any:
+    def broken(point: AttentionPoint, sets: Any) -> Any:
         raise NotImplementedError("no kernel for this\nat all")
 
-    monkeypatch.setattr(attention, "BASELINES", {"ours-dense": {"wrong": wrong, "broken": broken}})
+    monkeypatch.setattr(attention_measure, "BASELINES", {"ours-dense": {"wrong": wrong, "broken": broken}})
     variants = measured(replace(SMALL, contexts=(128,), baselines=("ours-dense",)))[0]["variants"]
     assert variants[-2]["reason"] == "its output is 0.2 away from float32's"
     assert variants[-1]["reason"] == "no kernel for this"
@@ -82,17 +83,17 @@ def test_time_that_has_run_out_leaves_points_out_with_their_reason() -> None:
 
 
 def test_a_point_that_does_not_fit_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "available_bytes", lambda device: 300_000)
+    monkeypatch.setattr(attention_measure, "available_bytes", lambda device: 300_000)
     points = measured()
     assert "variants" in points[0]
     assert points[1]["reason"].startswith("two sets of buffers need")
 
 
-def buffers(point: Point) -> list[Buffers]:
+def buffers(point: AttentionPoint) -> list[Buffers]:
     return [Buffers.random(point, ["minmax"], CPU, seed) for seed in (0, 1)]
 
 
-SMALL_POINT = Point(6, 2, 256, batch=2, head_dim=32, page_size=8, budget=128)
+SMALL_POINT = AttentionPoint(6, 2, 256, batch=2, head_dim=32, page_size=8, budget=128)
 
 
 def test_dense_views_hold_the_pages_in_order() -> None:
@@ -117,7 +118,7 @@ def test_exact_attention_over_all_pages_listed_is_exact_dense_attention() -> Non
 def test_other_pages_than_the_reference_s_are_noticed() -> None:
     sets = buffers(SMALL_POINT)
 
-    class Shifted(Sifted):
+    class Shifted(SparseLaunch):
         """Shows the page behind the last it should have chosen, or in front of it."""
 
         def __call__(self, number: int) -> Tensor:
@@ -128,9 +129,9 @@ def test_other_pages_than_the_reference_s_are_noticed() -> None:
             chosen.copy_(chosen.sort().values)
             return output
 
-    right = check_sifted(SMALL_POINT, sets, Sifted(SMALL_POINT, sets, "minmax"))
+    right = check_sparse(SMALL_POINT, sets, SparseLaunch(SMALL_POINT, sets, "minmax"))
     assert (right["same_pages"], right["score_gap"]) == (1.0, 0.0)
-    wrong = check_sifted(SMALL_POINT, sets, Shifted(SMALL_POINT, sets, "minmax"))
+    wrong = check_sparse(SMALL_POINT, sets, Shifted(SMALL_POINT, sets, "minmax"))
     assert wrong["same_pages"] == 1 - 1 / 64  # four lists of 16 pages
     assert wrong["score_gap"] > 0
     assert wrong["error"] > right["error"]
@@ -139,7 +140,7 @@ def test_other_pages_than_the_reference_s_are_noticed() -> None:
 def test_separate_kernels_do_what_the_launch_does() -> None:
     sets = buffers(SMALL_POINT)
     kernels = separate_kernels(SMALL_POINT, sets, "minmax")
-    whole = Sifted(SMALL_POINT, sets, "minmax")
+    whole = SparseLaunch(SMALL_POINT, sets, "minmax")
     assert torch.equal(kernels["page_attention"](1), whole(1))
     assert torch.equal(kernels["visible_pages"](1), whole.pages)
 
@@ -151,7 +152,7 @@ def test_separate_kernels_do_what_the_launch_does() -> None:
 def test_floors_are_those_of_the_bytes_that_must_move(
     heads: int, context: int, summary_mb: float, kv_mb: float
 ) -> None:
-    point = Point(32, heads, context, **LLAMA)
+    point = AttentionPoint(32, heads, context, **LLAMA)
     assert point.counted[1] * 16 == 2048
     assert point.summary_bytes("minmax") / 1e6 == pytest.approx(summary_mb, rel=0.01)  # all but sinks and window
     assert point.sparse_bytes("minmax") - point.summary_bytes("minmax") == pytest.approx(kv_mb * 1e6, rel=0.01)
@@ -161,7 +162,7 @@ def test_floors_are_those_of_the_bytes_that_must_move(
 
 def test_sets_are_so_many_that_none_is_still_cached_and_never_fewer_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_point, "COLD_BYTES", 1 << 30)
-    point, kinds = Point(32, 32, 32768, **LLAMA), ["minmax", "minmax_fp8"]
+    point, kinds = AttentionPoint(32, 32, 32768, **LLAMA), ["minmax", "minmax_fp8"]
     sets = point.num_sets(kinds, 100 << 30)
     assert (sets - 1) * point.sparse_bytes("minmax_fp8") >= 1 << 30
     assert point.num_sets(kinds, 5 << 30) * point.dense_bytes <= 5 << 30

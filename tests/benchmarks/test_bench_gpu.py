@@ -1,13 +1,16 @@
-"""On a GPU: both benchmarks in small, captured."""
+"""Small runs of both benchmarks on a GPU, captured."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvsift.benchmarks import attention, attention_point, decode, machine
+from kvsift.benchmarks import attention_point, machine
+from kvsift.benchmarks.attention import AttentionRecipe
+from kvsift.benchmarks.attention_measure import AttentionBench
+from kvsift.benchmarks.decode import DecodeRecipe
+from kvsift.benchmarks.decode_measure import DecodeBench
 from kvsift.benchmarks.timing import graph_clock
-from kvsift.models.transformers_random import random_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,8 +23,8 @@ DEVICE = torch.device("cuda", 0)
 def test_attention_is_timed_and_right(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_point, "COLD_BYTES", 1 << 26)
     dense = ("sdpa-flash", "sdpa-cudnn", "ours-dense")
-    recipe = attention.Recipe(((8, 8), (8, 2)), (4096, 8192), batch, repeats=3, baselines=dense, breakdown=True)
-    for point in attention.run(recipe, graph_clock, DEVICE):
+    recipe = AttentionRecipe(((8, 8), (8, 2)), (4096, 8192), batch, repeats=3, baselines=dense, breakdown=True)
+    for point in AttentionBench(recipe, graph_clock, DEVICE).run():
         timed = {variant["name"]: variant for variant in point["variants"] if "samples_s" in variant}
         assert {"quest-minmax", "quest-minmax_fp8", "ours-dense"} <= set(timed)
         assert len(timed) > 3, "no kernel of torch ran"
@@ -32,10 +35,9 @@ def test_attention_is_timed_and_right(batch: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_decoding_is_timed_dense_and_sifted() -> None:
-    model = random_model("tiny", DEVICE, torch.bfloat16)
     plan = "quest:budget=512:dense_layers=none"
-    recipe = decode.Recipe("tiny", (8192,), (1, 2), plan, steps=4, repeats=2, profile=True)
-    for point in decode.run(recipe, model):
+    recipe = DecodeRecipe("tiny", True, (8192,), (1, 2), plan, steps=4, repeats=2, profile=True)
+    for point in DecodeBench.of(recipe).run():
         assert "reason" not in point
         dense, sifted = point["variants"][:2]
         assert dense["density"] == 1

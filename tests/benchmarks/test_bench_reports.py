@@ -9,7 +9,7 @@ import pytest
 from benchmarks.fake_results import attention_result, decode_result
 
 from kvsift import InputError
-from kvsift.benchmarks import attention_report, attention_text, chart, decode_report
+from kvsift.benchmarks import attention_report, chart, decode_report
 from kvsift.benchmarks.numbers import document, spread, tokens
 
 
@@ -37,8 +37,8 @@ def test_without_a_dense_kernel_there_is_time_and_floor_but_no_speed_up(result: 
         point["variants"] = [variant for variant in point["variants"] if variant["role"] == "sparse"]
     assert "| 32K | - | - | - | - | 22.9 | 1.54 | - |" in attention_report.attention_tables(result)
     assert attention_report.break_evens(result) == []
-    assert "best dense: none ran" in attention_text.point_text(result["points"][0], 4.5e12)
-    text = json.dumps(attention_text.summary(result)) + attention_text.point_text(result["points"][0], 4.5e12)
+    assert "best dense: none ran" in attention_report.point_text(result["points"][0], 4.5e12)
+    text = json.dumps(attention_report.summary(result)) + attention_report.point_text(result["points"][0], 4.5e12)
     assert "inf" not in text.lower()
     assert attention_report.dense_tables(result)
     if chart.find_spec("matplotlib") is not None:
@@ -51,14 +51,14 @@ def test_what_was_not_measured_is_listed_once(result: dict[str, Any]) -> None:
     )
     left = ["flashinfer: flashinfer cannot be imported", "32/8 heads at 512K: late"]
     assert attention_report.left_out(result) == left
-    assert "not measured, late" in attention_text.point_text(result["points"][-1], 4.5e12)
-    assert attention_text.summary(result)["left_out"] == left
+    assert "not measured, late" in attention_report.point_text(result["points"][-1], 4.5e12)
+    assert attention_report.summary(result)["left_out"] == left
     for render in (attention_report.attention_tables, attention_report.dense_tables, attention_report.breakdown_table):
         assert "512K" not in render(result)
 
 
 def test_a_point_shows_every_variant(result: dict[str, Any]) -> None:
-    text = attention_text.point_text(result["points"][0], 4.5e12)
+    text = attention_report.point_text(result["points"][0], 4.5e12)
     for variant in result["points"][0]["variants"]:
         assert variant["name"] in text
     assert "not measured: flashinfer cannot be imported" in text
@@ -84,7 +84,7 @@ def test_break_even_lies_between_contexts_or_beside_them(fixed_us: float, says: 
         elif found["num_kv_heads"] == 8:
             assert 4096 < found["tokens"] < 32768
             assert text in attention_report.break_even_table(result)
-            assert text in attention_text.break_even_lines(result)
+            assert text in attention_report.break_even_lines(result)
 
 
 def test_separate_kernels_stand_beside_their_sum(result: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ def test_a_document_keeps_every_number(result: dict[str, Any]) -> None:
     text = document(result)
     assert json.loads(text) == json.loads(json.dumps(result))
     assert json.dumps(result["points"][0]["variants"][0]["samples_s"])[1:-1] in text  # on one line
-    assert json.loads(json.dumps(attention_text.summary(result)))["kind"] == "attention"
+    assert json.loads(json.dumps(attention_report.summary(result)))["kind"] == "attention"
 
 
 @pytest.mark.parametrize(("number", "text"), [(1 << 20, "1M"), (131072, "128K"), (1536, "1,536"), (96, "96")])
@@ -145,9 +145,16 @@ def test_decode_tables_show_floor_speed_up_and_what_the_engine_does() -> None:
     assert second.endswith(" | 1.74x | 0.020 |")
     assert decode_report.engine_table(result).splitlines()[2:] == [
         "| 4K | 1 | 9,000 | dense | +0.9 % |",
-        "| 128K | 1 | 9,000 | sifted | -42.7 % |",
+        "| 128K | 1 | 9,000 | sparse | -42.7 % |",
     ]
-    assert "| `gemv` | 64 | 3000 | 75% |" in decode_report.kernel_tables(result)
+    kernels = decode_report.kernel_tables(result)
+    assert "128K, batch 1, sparse:" in kernels
+    assert "| `gemv` | 64 | 3000 | 75% |" in kernels
+    assert "below" not in kernels
+    for variant in result["points"][0]["variants"]:
+        variant["kernels"] += [{"name": f"k{number}", "launches": 1.5, "seconds": 1e-5} for number in range(2)]
+    assert "k1" not in decode_report.kernel_tables(result)
+    assert "| 2 below 1% each | 3 | 20 | 0% |" in decode_report.kernel_tables(result)
     assert decode_report.summary(result)["points"][1]["sifted"]["of_floor"] == 1.2
     assert "auto" in decode_report.point_text(result["points"][0], 4.5e12)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +10,23 @@ import pytest
 import torch
 
 from kvsift import InputError
-from kvsift.benchmarks import decode
-from kvsift.benchmarks.decode import Recipe, run
-from kvsift.benchmarks.decode_case import Host, filled_cache, new_slots, pool_bytes, weight_bytes
+from kvsift.benchmarks import machine
+from kvsift.benchmarks.decode import DecodeRecipe
+from kvsift.benchmarks.decode_case import FixedSlots, filled_cache, new_slots, pool_bytes, weight_bytes
 from kvsift.benchmarks.decode_case import decode as decode_rows
+from kvsift.benchmarks.decode_measure import DecodeBench, step_of
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_random import random_model
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
 
 QUEST = "quest:budget=128:window=16:score_by=minmax_fp8"
-SMALL = Recipe("tiny", contexts=(512, 256), batches=(1, 3), plan=QUEST, steps=3, repeats=2)
+SMALL = DecodeRecipe("tiny", contexts=(512, 256), batches=(1, 3), plan=QUEST, steps=3, repeats=2)
 PLAN = parse_plan(QUEST)
+
+
+def run(recipe: DecodeRecipe, model: Any) -> Iterator[dict[str, Any]]:
+    return DecodeBench(recipe, model, step_of(model), capture=False).run()
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def model() -> Any:
 
 
 def test_both_plans_are_sampled_at_every_point(model: Any) -> None:
-    points = list(run(SMALL, model, capture=False))
+    points = list(run(SMALL, model))
     assert [(point["batch"], point["context"]) for point in points] == [(1, 256), (1, 512), (3, 256), (3, 512)]
     for point in points:
         dense, sifted = point["variants"]
@@ -43,7 +49,7 @@ def test_both_plans_are_sampled_at_every_point(model: Any) -> None:
 
 
 def test_bytes_of_a_step_are_those_of_weights_and_of_what_was_seen(model: Any) -> None:
-    dense, sifted = next(iter(run(SMALL, model, capture=False)))["variants"]
+    dense, sifted = next(iter(run(SMALL, model)))["variants"]
     config, per_token = model.config, 2 * 2 * 64 * 4  # of a layer: keys and values, KV heads, head_dim, float32
     embedding = config.vocab_size * config.hidden_size
     assert weight_bytes(model) == 4 * (sum(weight.numel() for weight in model.parameters()) - embedding)
@@ -69,7 +75,7 @@ def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summ
 
 def test_a_context_full_of_random_numbers_is_decoded_from_its_end(model: Any) -> None:
     cache = filled_cache(model, PLAN, 256, 2, steps=4)
-    host = Host(new_slots(DecoderStep(model), cache, PLAN, 2, capture=False), PLAN)
+    host = FixedSlots(new_slots(DecoderStep(model), cache, PLAN, 2, capture=False), PLAN)
     for _ in range(2):  # the second time begins where the first began
         seconds, tallies = decode_rows(host, 256, 4)
         assert seconds > 0
@@ -80,9 +86,9 @@ def test_a_context_full_of_random_numbers_is_decoded_from_its_end(model: Any) ->
 
 def test_time_that_has_run_out_and_pools_that_do_not_fit_are_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     late = replace(SMALL, max_seconds=0.0)
-    assert {point["reason"] for point in run(late, model, capture=False)} == {"--max-seconds 0 had passed"}
-    monkeypatch.setattr(decode, "available_bytes", lambda device: 1 << 20)
-    reasons = [point.get("reason", "") for point in run(SMALL, model, capture=False)]
+    assert {point["reason"] for point in run(late, model)} == {"--max-seconds 0 had passed"}
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    reasons = [point.get("reason", "") for point in run(SMALL, model)]
     assert reasons[-1].startswith("its pools need 0.0 GiB")
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvsift import InputError, native
-from kvsift.benchmarks import host
-from kvsift.benchmarks.host import Recipe, make_layer
+from kvsift.benchmarks.host import HostRecipe
+from kvsift.benchmarks.host_measure import HostBench, attention_inputs
 from kvsift.benchmarks.host_report import point_text, ratios, times
 from kvsift.benchmarks.host_timing import cold_rounds, middle, quiet_rounds, read_bandwidth
-from kvsift.benchmarks.host_variants import Layer, native_variants, retrieval_variants, torch_variants
+from kvsift.benchmarks.host_variants import AttentionInputs, native_variants, retrieval_variants, torch_variants
 from kvsift.benchmarks.index_cases import synthetic
 from kvsift.indexes.flat import FlatIndex
 
@@ -24,9 +24,9 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def layer() -> Layer:
-    made = make_layer(synthetic("T", 520, 4, 2, 32, 8, 1), 16)  # 32 pages, and half of one
-    return Layer(*(of.float() if isinstance(of, torch.Tensor) else of for of in made))  # type: ignore[arg-type]
+def layer() -> AttentionInputs:
+    made = attention_inputs(synthetic("T", 520, 4, 2, 32, 8, 1), 16)  # 32 pages, and half of one
+    return AttentionInputs(*(of.float() if isinstance(of, torch.Tensor) else of for of in made))  # type: ignore[arg-type]
 
 
 def outputs(variants: Any) -> dict[str, list[torch.Tensor]]:
@@ -38,7 +38,7 @@ def outputs(variants: Any) -> dict[str, list[torch.Tensor]]:
     return found
 
 
-def test_dense_forms_of_torch_are_the_same_attention(layer: Layer) -> None:
+def test_dense_forms_of_torch_are_the_same_attention(layer: AttentionInputs) -> None:
     answers = outputs(torch_variants(layer, 64, (20,)))["dense"]
     assert len(answers) == 3
     for other in answers[1:]:
@@ -46,7 +46,7 @@ def test_dense_forms_of_torch_are_the_same_attention(layer: Layer) -> None:
 
 
 @needs_core
-def test_native_variants_answer_as_torch_does(layer: Layer) -> None:
+def test_native_variants_answer_as_torch_does(layer: AttentionInputs) -> None:
     ours, theirs = outputs(native_variants(layer, 64, (20,))), outputs(torch_variants(layer, 64, (20,)))
     for part in ("dense", "pages", "20 tokens"):
         torch.testing.assert_close(ours[part][0], theirs[part][-1], rtol=1e-3, atol=1e-4)
@@ -54,7 +54,7 @@ def test_native_variants_answer_as_torch_does(layer: Layer) -> None:
 
 
 @needs_core
-def test_a_retrieval_step_attends_what_the_search_found(layer: Layer) -> None:
+def test_a_retrieval_step_attends_what_the_search_found(layer: AttentionInputs) -> None:
     steps = {each.part: each for each in retrieval_variants(layer, FlatIndex.build(layer.keys), 10)}
     logits = torch.einsum("hgd,hnd->hgn", layer.grouped, layer.keys) * layer.scale
     best = logits.topk(10)
@@ -68,7 +68,7 @@ def test_a_retrieval_step_attends_what_the_search_found(layer: Layer) -> None:
 
 
 @needs_core
-def test_floors_count_what_must_be_read(layer: Layer) -> None:
+def test_floors_count_what_must_be_read(layer: AttentionInputs) -> None:
     found = {
         each.name: each.num_bytes for each in (*torch_variants(layer, 64, (20,)), *native_variants(layer, 64, (20,)))
     }
@@ -82,10 +82,9 @@ def test_floors_count_what_must_be_read(layer: Layer) -> None:
 
 @needs_core
 def test_a_context_is_measured_and_told() -> None:
-    recipe = Recipe(**TINY)
-    result = {**host.head(recipe), "points": list(host.run(recipe))}
-    (point,) = result["points"]
-    assert result["level"] == native.level()
+    bench = HostBench(HostRecipe(**TINY))
+    (point,) = bench.run()
+    assert bench.head()["level"] == native.level()
     assert all(len(each["samples_s"]) == 3 for each in point["variants"])
     assert len(point["bandwidth"]) == len(point["others"]) == 3
     assert point["missing"] == []
@@ -98,7 +97,7 @@ def test_a_context_is_measured_and_told() -> None:
 def test_without_the_core_torch_is_measured_and_the_gap_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setattr(native, "why_missing", lambda: "no compiler")
-    (point,) = host.run(Recipe(**TINY))
+    (point,) = HostBench(HostRecipe(**TINY)).run()
     assert {each["name"].split()[0] for each in point["variants"]} == {"torch"}
     assert point["missing"] == ["everything native: no compiler"]
     assert "no compiler" in point_text(point)
@@ -117,7 +116,7 @@ def test_without_the_core_torch_is_measured_and_the_gap_said(monkeypatch: pytest
 )
 def test_recipes_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Recipe(**{**TINY, **changes})
+        HostRecipe(**{**TINY, **changes})
 
 
 def test_rounds_take_every_variant_in_turn_and_measure_the_bandwidth_in_each() -> None:

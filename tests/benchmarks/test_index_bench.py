@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kvsift import InputError, native
-from kvsift.benchmarks import index_bench, qk_dump
-from kvsift.benchmarks.index_bench import Recipe, answered, tune
+from kvsift.benchmarks import qk_dump
+from kvsift.benchmarks.index import IndexRecipe
 from kvsift.benchmarks.index_cases import Case, exact, mass_of, of_dump, recall, synthetic
 from kvsift.benchmarks.index_contenders import CONTENDERS, Contender, FaissFlat, beams, probes
+from kvsift.benchmarks.index_measure import IndexBench, searched, tune
 from kvsift.benchmarks.index_report import auto_ratio, medians, point_table, point_text, reasons
 from kvsift.indexes.samples import QuerySamples
 from kvsift.kernels.rerotate import rerotate
@@ -56,7 +57,7 @@ def turn(index: Any, value: int) -> None:
 
 
 def test_truth_is_what_sorting_all_logits_gives(case: Case) -> None:
-    asked = case.asked(0, 1)
+    asked = case.decode_queries(0, 1)
     truth = exact(case, asked, 7)
     keys = case.keys.float().repeat_interleave(2, 0)
     logits = torch.einsum("thd,hnd->thn", asked.float(), keys) * case.scale
@@ -78,7 +79,7 @@ def test_recall_counts_ids_that_are_true_and_no_missing_ones() -> None:
 
 
 def test_a_knob_ends_at_the_least_that_reaches_the_target(case: Case) -> None:
-    asked = case.asked(0, 1)
+    asked = case.decode_queries(0, 1)
     truth, half = exact(case, asked, 10), Half()
     contender = Contender(lambda case, k: half, "width", turn, lambda n, k: [10, 20, 40, 80])  # type: ignore[arg-type, return-value]
     found = tune(half, contender, case, asked, truth, 0.95)  # type: ignore[arg-type]
@@ -89,20 +90,20 @@ def test_a_knob_ends_at_the_least_that_reaches_the_target(case: Case) -> None:
 
 
 def test_only_what_answers_scored_counts_as_scanned(case: Case) -> None:
-    asked = case.asked(0, 1)
+    asked = case.decode_queries(0, 1)
     truth, half = exact(case, asked, 10), Half()
     contender = Contender(lambda case, k: half, "width", turn)  # type: ignore[arg-type, return-value]
     half.width = 300
     half.search(asked[0], case.keys, 10)  # tuning, which is over
     half.width = 30
-    found = answered(half, case, asked, truth, contender)  # type: ignore[arg-type]
+    found = searched(half, case, asked, truth, contender)  # type: ignore[arg-type]
     assert found["recall"] == 0.5
     assert 0.5 < found["mass_recall"] < 1  # the better half weighs more
     assert found["worst_mass_recall"] <= found["mass_recall"]
     assert found["scanned"] == pytest.approx(30 / 300)
     assert found["num_bytes"] == 4 * 30 * 32 * 2  # query heads, keys, numbers, bytes each
     assert found["bytes_per_key"] == 4200 / (2 * 300)
-    assert answered(half, case, asked, truth, contender._replace(shared=True))["num_bytes"] == 2 * 30 * 32 * 2  # type: ignore[arg-type]
+    assert searched(half, case, asked, truth, contender._replace(shared=True))["num_bytes"] == 2 * 30 * 32 * 2  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (50, 10), (5000, 100), (100, 100)])
@@ -116,8 +117,8 @@ def test_knobs_go_up_to_what_is_there(n: int, k: int) -> None:
 @needs_core
 def test_every_index_of_our_own_is_measured() -> None:
     names = ("flat", "flat_int8", "graph", "graph_causal", "graph_paper", "auto")
-    recipe = Recipe(("S", "T"), indexes=names, **TINY)
-    points = list(index_bench.run(recipe))
+    recipe = IndexRecipe(("S", "T"), indexes=names, **TINY)
+    points = list(IndexBench(recipe).run())
     assert [point["case"] for point in points] == ["S", "T"]
     for point in points:
         found = {each["name"]: each for each in point["indexes"]}
@@ -136,8 +137,8 @@ def test_every_index_of_our_own_is_measured() -> None:
 @needs_core
 @needs_faiss
 def test_indexes_of_faiss_are_measured_beside_the_baseline() -> None:
-    recipe = Recipe(("T",), indexes=("flat", "faiss_flat", "ivf", "hnsw"), **{**TINY, "ks": (5, 20)})
-    for point, k in zip(index_bench.run(recipe), (5, 20), strict=True):
+    recipe = IndexRecipe(("T",), indexes=("flat", "faiss_flat", "ivf", "hnsw"), **{**TINY, "ks": (5, 20)})
+    for point, k in zip(IndexBench(recipe).run(), (5, 20), strict=True):
         found = {each["name"]: each for each in point["indexes"]}
         assert point["k"] == k
         assert found["faiss_flat"]["recall"] >= 0.99
@@ -148,8 +149,8 @@ def test_indexes_of_faiss_are_measured_beside_the_baseline() -> None:
 
 @needs_core
 def test_each_head_is_a_case_of_its_own() -> None:
-    recipe = Recipe(("R",), indexes=("flat",), each_head=True, **TINY)
-    points = list(index_bench.run(recipe))
+    recipe = IndexRecipe(("R",), indexes=("flat",), each_head=True, **TINY)
+    points = list(IndexBench(recipe).run())
     assert [point["case"] for point in points] == ["R head 0", "R head 1"]
     assert all(point["heads"] == [2, 1] for point in points)
     assert all(point["indexes"][0]["recall"] == 1 for point in points)
@@ -161,8 +162,8 @@ def test_what_is_not_installed_is_said_and_the_rest_measured(monkeypatch: pytest
 
     monkeypatch.setattr("kvsift.benchmarks.index_contenders.load_faiss", missing)
     monkeypatch.setattr("kvsift.indexes.faiss_index.load_faiss", missing)
-    recipe = Recipe(("T",), indexes=("flat", "faiss_flat", "ivf", "hnsw"), **TINY)
-    (point,) = index_bench.run(recipe)
+    recipe = IndexRecipe(("T",), indexes=("flat", "faiss_flat", "ivf", "hnsw"), **TINY)
+    (point,) = IndexBench(recipe).run()
     assert point["indexes"][1] == {"name": "faiss_flat", "reason": "faiss is not installed"}
     assert "samples_s" in point["indexes"][0]
     assert point_text(point).endswith("\nfaiss_flat, ivf, hnsw: faiss is not installed\n")
@@ -172,7 +173,7 @@ def test_what_is_not_installed_is_said_and_the_rest_measured(monkeypatch: pytest
 @needs_core
 def test_the_build_of_the_paper_is_for_small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CONTENDERS, "graph_paper", CONTENDERS["graph_paper"]._replace(most_rows=100))
-    (point,) = index_bench.run(Recipe(("S",), indexes=("flat", "graph_paper"), **TINY))
+    (point,) = IndexBench(IndexRecipe(("S",), indexes=("flat", "graph_paper"), **TINY)).run()
     assert "takes too long for 700 keys" in point["indexes"][1]["reason"]
 
 
@@ -185,7 +186,7 @@ def test_auto_is_judged_by_the_fastest_it_could_have_chosen() -> None:
 
 @needs_faiss
 def test_the_baseline_finds_the_nearest_keys(case: Case) -> None:
-    asked = case.asked(0, 1)
+    asked = case.decode_queries(0, 1)
     ids = torch.stack([FaissFlat(case.keys).search(each, case.keys, 9)[0] for each in asked])
     assert recall(ids, exact(case, asked, 9).ids) >= 0.99
     assert FaissFlat(case.keys).search(asked[0], case.keys, 301)[0][:, -1].tolist() == [-1] * 4
@@ -242,12 +243,12 @@ def test_fewer_decode_queries_of_a_dump_are_evenly_spread() -> None:
         ({"dumps": ("a.safetensors",)}, "belong together"),
         ({"num_kv_heads": 3}, "multiple of the KV heads"),
         ({"tokens": 1}, "at least 2 --tokens"),
-        ({"target": 1.5}, "cannot be aimed at"),
+        ({"target": 1.5}, "must be a recall above 0"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Recipe(**{"data": ("S",), **TINY, **changes})
+        IndexRecipe(**{"data": ("S",), **TINY, **changes})
 
 
 def test_samples_of_a_case_keep_their_head(case: Case) -> None:

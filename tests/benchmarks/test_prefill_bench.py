@@ -8,45 +8,48 @@ import pytest
 import torch
 
 from kvsift import InputError
-from kvsift.benchmarks import prefill, prefill_layer
-from kvsift.benchmarks.prefill_report import layer_table, point_text, ttft_table
+from kvsift.benchmarks.bench import Bench
+from kvsift.benchmarks.prefill import PrefillLayerRecipe, PrefillRecipe
+from kvsift.benchmarks.prefill_layer import PrefillLayerBench, dense_chunk
+from kvsift.benchmarks.prefill_measure import PrefillBench
+from kvsift.benchmarks.prefill_report import CEILING, layer_table, point_text, ttft_table
 
 QUOKA = "prefill=quoka:budget=160:chunk=128:dense_layers=none"
 CRITI = "prefill=critiprefill:budget=160:segment=128:dense_layers=none"
 CPU = torch.device("cpu")
 
 
-def made(head: dict[str, Any], points: Any) -> dict[str, Any]:
-    return {**head, "points": list(points)}
+def measured(bench: Bench) -> dict[str, Any]:
+    return {**bench.head(), "points": list(bench.run())}
 
 
 def test_first_tokens_are_timed_dense_sifted_and_without_attention() -> None:
-    recipe = prefill.Recipe("tiny", (512,), (QUOKA, CRITI), chunks=(128, 256), repeats=2)
-    result = made(prefill.head(recipe), prefill.run(recipe, CPU, torch.float32))
+    recipe = PrefillRecipe((512,), (QUOKA, CRITI), shape="tiny", chunks=(128, 256), repeats=2, device="cpu")
+    result = measured(PrefillBench.of(recipe, torch.float32))
     variants = {each["name"]: each for each in result["points"][0]["variants"]}
-    assert list(variants) == ["dense, chunks of 128", "dense, chunks of 256", QUOKA, CRITI, prefill.CEILING]
+    assert list(variants) == ["dense, chunks of 128", "dense, chunks of 256", QUOKA, CRITI, CEILING]
     assert all(len(each["ttft_s"]) == 2 and min(each["ttft_s"]) > 0 for each in variants.values())
     assert variants["dense, chunks of 128"]["density"] == 1
     assert variants[QUOKA]["density"] < 0.8
-    assert "density" not in variants[prefill.CEILING]
+    assert "density" not in variants[CEILING]
     row = ttft_table(result).splitlines()[-1]
     assert row.startswith("| 512 |")
     assert row.count("x |") == 3
-    assert "sees 100.0%" in point_text(result["points"][0])
+    assert "density 100.0%" in point_text(result["points"][0])
 
 
 def test_a_plan_that_prefills_densely_is_refused() -> None:
     with pytest.raises(InputError, match="prefills densely"):
-        prefill.Recipe("tiny", (512,), ("quest:budget=160",))
+        PrefillRecipe((512,), ("quest:budget=160",), shape="tiny")
     with pytest.raises(InputError, match="unknown shape"):
-        prefill.Recipe("huge", (512,), (QUOKA,))
+        PrefillRecipe((512,), (QUOKA,), shape="huge")
     with pytest.raises(InputError, match="nothing to measure"):
-        prefill.Recipe("tiny", (512,), ())
+        PrefillRecipe((512,), (), shape="tiny")
 
 
 def test_time_that_is_up_is_said() -> None:
-    recipe = prefill.Recipe("tiny", (512, 256), (QUOKA,), chunks=(256,), repeats=1, max_seconds=0.0)
-    points = list(prefill.run(recipe, CPU, torch.float32))
+    recipe = PrefillRecipe((512, 256), (QUOKA,), shape="tiny", chunks=(256,), device="cpu", max_seconds=0.0)
+    points = list(PrefillBench.of(recipe, torch.float32).run())
     assert [point["context"] for point in points] == [256, 512]
     assert all("--max-seconds 0 had passed" in point["reason"] for point in points)
     assert "not measured" in point_text(points[0])
@@ -54,8 +57,8 @@ def test_time_that_is_up_is_said() -> None:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_one_layer_is_timed_against_dense_forms_that_agree(whole: bool) -> None:
-    recipe = prefill_layer.Recipe((512,), (QUOKA,), 128, whole, 4, 2, 32, repeats=2)
-    result = made(prefill_layer.head(recipe), prefill_layer.run(recipe, CPU, torch.float32))
+    recipe = PrefillLayerRecipe((512,), (QUOKA,), 128, whole, 4, 2, 32, repeats=2)
+    result = measured(PrefillLayerBench(recipe, CPU, torch.float32))
     point = result["points"][0]
     assert all("reason" not in each for each in point["variants"])
     assert len(point["variants"]) == (2 if whole else 5)
@@ -69,7 +72,7 @@ def test_one_layer_is_timed_against_dense_forms_that_agree(whole: bool) -> None:
 def test_dense_forms_of_a_chunk_are_the_same_attention() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, 32, generator=generator) for heads, length in ((4, 16), (2, 80), (2, 80)))
-    forms = prefill_layer._dense_chunk(q, k, v, 2, 0.2, 64)
+    forms = dense_chunk(q, k, v, 0.2, 64)
     answers = [form().reshape(4, 16, 32) for form in forms.values()]
     for other in answers[1:]:
         torch.testing.assert_close(other, answers[0], rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ from engine.tiny_directory import text_of, write_model
 from safetensors.torch import save_file
 
 from kvsift import LLM, InputError
-from kvsift.benchmarks.qk_dump import Dump, dump
+from kvsift.benchmarks.qk_dump import Dump, DumpInput, dump_attention
 from kvsift.benchmarks.qk_record import LayerRecord, sample_positions
 from kvsift.types import LayerShape
 
@@ -27,10 +27,12 @@ def made(model: Path, output: Path, chunk_size: int | None = None, samples: int 
     llm = LLM(model, "dense", device="cpu", dtype="float32", chunk_size=chunk_size, path="composed", probe_every=0)
     ids = llm.tokenizer(text_of(LENGTH - 1))["input_ids"]
     assert len(ids) == LENGTH
-    dump(
-        llm, ids, lambda question: ids + llm.tokenizer(question, add_special_tokens=False)["input_ids"], QUESTIONS,
-        output, source="a text", samples=samples, max_new_tokens=4, **options,  # type: ignore[arg-type]
-    )  # fmt: skip
+
+    def encode(question: str) -> list[int]:
+        return [*ids, *llm.tokenizer(question, add_special_tokens=False)["input_ids"]]
+
+    source = DumpInput(ids, encode, QUESTIONS, "a text")
+    dump_attention(llm, source, output, samples=samples, max_new_tokens=4, **options)  # type: ignore[arg-type]
     return Dump(output)
 
 
@@ -81,7 +83,7 @@ def test_the_rotation_is_written_down(model: Path, tmp_path: Path) -> None:
 
 def test_only_wanted_layers_are_written(model: Path, tmp_path: Path) -> None:
     assert made(model, tmp_path / "one.safetensors", layers=[2]).layers == [2]
-    with pytest.raises(InputError, match="layer 3 is not there: tiny has layers 0 to 2"):
+    with pytest.raises(InputError, match="there is no layer 3: tiny has layers 0 to 2"):
         made(model, tmp_path / "none.safetensors", layers=[3])
     assert not (tmp_path / "none.safetensors").exists()
 
@@ -114,5 +116,5 @@ def test_files_that_are_no_dumps_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be read as a dump"):
         Dump(tmp_path / "text.safetensors")
     save_file({"weight": torch.zeros(2)}, tmp_path / "weights.safetensors")
-    with pytest.raises(InputError, match="is no dump"):
+    with pytest.raises(InputError, match="is not a dump"):
         Dump(tmp_path / "weights.safetensors")

@@ -57,8 +57,14 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "sparse 2.0e-03" in text["attention"]
     assert "- `sdpa-cudnn`: SDPA cuDNN (torch 2.11.0, cuDNN 9.10.2)" in text["dense"]
     assert "- not measured: flashinfer: flashinfer cannot be imported" in text["dense"]
-    assert "| 32/32 | 32K |" in text["speed"]
-    assert "Milliseconds per token, the shape of llama-3-8b with random weights" in text["speed"]
+    assert "Milliseconds per token, the shape of llama-3-8b with random weights" in text["decode"]
+    token, layer, first = text["speed"].splitlines()
+    assert token.startswith(
+        "- **One token** of the shape of llama-3-8b with random weights under `quest:budget=2048`: 4K "
+    )
+    assert "32/8 heads, 32K: `quest-minmax` " in layer
+    assert "fastest dense kernel (sdpa-cudnn) " in layer
+    assert "`quoka:budget=1024` 0.600 s (2.00x); dense 1.200 s. `results/prefill-h200.json`: NVIDIA H200" in first
     assert "| 32K | 1.200 | chunks of 8192 | 0.600 | 2.00x | 4.00x |" in text["prefill"]
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from kvsift import InputError, native
-from kvsift.benchmarks import split, split_memory
+from kvsift.benchmarks import split_measure, split_memory
+from kvsift.benchmarks.split import SplitRecipe
+from kvsift.benchmarks.split_measure import SplitBench
 from kvsift.benchmarks.timeline import overlap, summary, timeline, union
-from kvsift.runtime.places import Place
+from kvsift.plan.placement import Placement
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -36,11 +38,16 @@ def test_without_a_gpu_there_is_no_timeline() -> None:
 
 def test_a_million_tokens_of_llama_3_8b_are_128_gib() -> None:
     shape = split_memory.SHAPES["llama-3-8b"]
-    layer = split_memory.layer_bytes(shape, 1 << 20, Place("split"), ("flat",))
+    layer = split_memory.layer_bytes(shape, 1 << 20, Placement("split"), ("flat",))
     assert 32 * layer == 128 * GIB  # 128 KiB per token
-    assert split_memory.layer_bytes(shape, 1 << 20, Place("split", "int8"), ("flat",)) == layer * (256 + 132) / 512
-    assert split_memory.layer_bytes(shape, 1 << 20, Place("split"), ("flat_int8", "flat", "quest")) == 1.25 * layer
-    assert split_memory.layer_bytes(shape, 1 << 20, Place("offload"), ("offload",)) == layer, "summaries are not there"
+    assert (
+        split_memory.layer_bytes(shape, 1 << 20, Placement("split", host_values="int8"), ("flat",))
+        == layer * (256 + 132) / 512
+    )
+    assert split_memory.layer_bytes(shape, 1 << 20, Placement("split"), ("flat_int8", "flat", "quest")) == 1.25 * layer
+    assert split_memory.layer_bytes(shape, 1 << 20, Placement("offload"), ("offload",)) == layer, (
+        "summaries are not there"
+    )
     assert split_memory.shared_bytes(shape, 1 << 20, ("graph",), 32) == GIB
     assert split_memory.shared_bytes(shape, 1 << 20, ("ivf", "graph"), 32) == 8 * GIB
 
@@ -48,7 +55,7 @@ def test_a_million_tokens_of_llama_3_8b_are_128_gib() -> None:
 @pytest.mark.parametrize(
     ("layers", "values", "message"),
     [
-        (None, "model", r"tokens of llama-3-8b with 32 layers take about 128\.5 GiB .* 125\.0 GiB can be had\. "
+        (None, "model", r"tokens of llama-3-8b with 32 layers take about 128\.5 GiB .* 125\.0 GiB are available\. "
                         r"Take --layers 31, --host-values int8, or"),
         (None, "int8", None),
         (16, "model", None),
@@ -56,7 +63,7 @@ def test_a_million_tokens_of_llama_3_8b_are_128_gib() -> None:
     ],
 )  # fmt: skip
 def test_what_does_not_fit_the_host_is_refused(layers: int | None, values: Any, message: str | None) -> None:
-    given = "llama-3-8b", layers, 1 << 20, Place("split", values), ("flat",), 32, 125 * GIB
+    given = "llama-3-8b", layers, 1 << 20, Placement("split", host_values=values), ("flat",), 32, 125 * GIB
     if message is None:
         split_memory.require_host_memory(*given)
         return
@@ -66,10 +73,10 @@ def test_what_does_not_fit_the_host_is_refused(layers: int | None, values: Any, 
 
 def test_that_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_memory, "available_bytes", lambda device: GIB)
-    monkeypatch.setattr(split, "random_model", lambda *given, **how: pytest.fail("a model was made"))
-    recipe = split.Recipe("llama-3-8b", (1024, 1 << 20), ("offload",))
+    monkeypatch.setattr(split_measure, "random_model", lambda *given, **how: pytest.fail("a model was made"))
+    recipe = SplitRecipe((1024, 1 << 20), ("offload",), device="cpu")
     with pytest.raises(InputError, match="Take --host-values int8, or a shorter context"):
-        next(split.run(recipe, CPU))
+        SplitBench.of(recipe)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ def test_that_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_what_cannot_be_measured_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        split.Recipe(**{"shape": "tiny", "contexts": (1024,), **change})
+        SplitRecipe(**{"shape": "tiny", "contexts": (1024,), **change})
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
@@ -93,10 +100,10 @@ def test_every_kind_is_measured_with_its_bytes(values: Any, monkeypatch: pytest.
     def missing(*given: Any) -> None:
         raise InputError("faiss is not installed.")
 
-    monkeypatch.setattr(split.IVFIndex, "build", missing)
+    monkeypatch.setattr(split_measure.IVFIndex, "build", missing)
     kinds = ("flat", "graph", "ivf", "quest", "offload", "dense")
-    recipe = split.Recipe("tiny", (2048,), kinds, tokens=1, layers=2, host_values=values)
-    (point,) = split.run(recipe, CPU, torch.float32)
+    recipe = SplitRecipe((2048,), kinds, "tiny", tokens=1, layers=2, host_values=values, device="cpu")
+    (point,) = SplitBench.of(recipe, torch.float32).run()
     found = {each["name"]: each for each in point["variants"]}
     assert set(found) == set(kinds)
     assert found.pop("ivf") == {"name": "ivf", "reason": "faiss is not installed."}

@@ -358,7 +358,7 @@ def test_a_full_disk_is_a_sentence(ask: Run) -> None:
 def test_a_line_that_is_no_question_is_named(refused: Refused, model: Path, text: Path, line: str) -> None:
     Path("questions.jsonl").write_text(f'"Why?"\n{line}\n')
     said = refused("ask", "--model", model, "--context", text, "--questions-file", "questions.jsonl")
-    assert said.startswith("line 2 of questions.jsonl is no question; write a JSON string, or an object")
+    assert said.startswith("line 2 of questions.jsonl is not a question; write a JSON string, or an object")
 
 
 def test_out_takes_the_document_that_json_prints(ask: Run) -> None:

@@ -11,6 +11,9 @@ import pytest
 from benchmarks.fake_results import BANDWIDTH, attention_result, decode_result
 from cli.watched import Refused, Run
 
+from kvsift.benchmarks.attention_measure import AttentionBench
+from kvsift.benchmarks.decode_measure import DecodeBench
+
 GPU = "times an NVIDIA GPU, and torch sees none here"
 
 
@@ -28,15 +31,15 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def attention(machine: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     result = attention_result()
-    monkeypatch.setattr("kvsift.benchmarks.attention.run", lambda recipe, clock, device: iter(result["points"]))
+    monkeypatch.setattr(AttentionBench, "run", lambda bench: iter(result["points"]))
     return result
 
 
 @pytest.fixture
 def decode(machine: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     result = decode_result()
-    monkeypatch.setattr("kvsift.benchmarks.decode.load", lambda recipe, device: None)
-    monkeypatch.setattr("kvsift.benchmarks.decode.run", lambda recipe, model: iter(result["points"]))
+    monkeypatch.setattr(DecodeBench, "of", lambda recipe: DecodeBench(recipe, None, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(DecodeBench, "run", lambda bench: iter(result["points"]))
     return result
 
 
@@ -48,10 +51,10 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("attention", "--contexts", "8K,3z"), "'3z' is no number of tokens. Write, for instance, 8K,32K,128K."),
-        (("attention", "--shapes", "32"), "'32' must be query heads/KV heads"),
-        (("attention", "--shapes", "32/x"), "give whole numbers, 1 or more"),
-        (("attention", "--shapes", "32/"), "'32/' must be query heads/KV heads"),
+        (("attention", "--contexts", "8K,3z"), "'3z' is not a token count. Write, for instance, 8K,32K,128K."),
+        (("attention", "--shapes", "32"), "--shapes 32: give query heads/KV heads, for instance 32/8."),
+        (("attention", "--shapes", "32/x"), "--shapes 32/x: give query heads/KV heads"),
+        (("attention", "--shapes", "32/"), "--shapes 32/: give query heads/KV heads"),
         (("attention", "--shapes", "32/5"), "must be a multiple of the KV heads"),
         (("attention", "--score-by", "minmx"), "did you mean 'minmax'?"),
         (("attention", "--baselines", "flash"), "unknown baseline 'flash'"),
@@ -96,11 +99,11 @@ def test_attention_tells_every_point_and_ends_with_one_document(
 def test_a_run_that_is_cut_short_leaves_what_was_measured(
     run: Run, attention: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut_short(recipe: Any, clock: Any, device: Any) -> Any:
+    def cut_short(bench: AttentionBench) -> Any:
         yield attention["points"][0]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvsift.benchmarks.attention.run", cut_short)
+    monkeypatch.setattr(AttentionBench, "run", cut_short)
     assert run("bench", "attention", "--out", "result.json").code == 130
     assert len(json.loads((tmp_path / "result.json").read_text())["points"]) == 1
 
@@ -145,6 +148,6 @@ def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> 
         assert (tmp_path / "packed.svg").read_bytes() == (tmp_path / "chart.svg").read_bytes()
     assert "charts are drawn as .svg or .png" in refused("bench", "chart", "result.json", "--out", "chart.pdf")
     (tmp_path / "result.json").write_text(json.dumps(decode_result()))
-    assert "is none of kvsift bench attention" in refused("bench", "chart", "result.json", "--out", "other.svg")
+    assert "is not a result of kvsift bench attention" in refused("bench", "chart", "result.json", "--out", "other.svg")
     (tmp_path / "result.json").write_text("{")
     assert "is not JSON" in refused("bench", "chart", "result.json", "--out", "other.svg")

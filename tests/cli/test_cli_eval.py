@@ -14,7 +14,7 @@ import pytest
 from cli.watched import Refused, Run, files_in
 
 from kvsift.cli.eval import TimeLeft, progress_text
-from kvsift.eval.runner import Progress
+from kvsift.eval.runner import RunProgress
 
 RECIPE = """
 tasks = ["passkey"]
@@ -46,7 +46,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any, threads: int | None
     ) -> dict[str, Any]:
         asked.append((recipe, text, out, workers, threads, stop_at))
-        told(Progress(1, 3, 1 / 3))
+        told(RunProgress(1, 3, 1 / 3))
         return made
 
     monkeypatch.setattr("kvsift.eval.runner.run", run)
@@ -58,7 +58,7 @@ def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, ta
     assert outcome.code == 0
     assert outcome.out == (
         "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
-        "out/mine; 1 of 3 contexts are not finished, the same command goes on. See it with kvsift report out/mine\n"
+        "out/mine; 1 of 3 contexts are not finished, the same command resumes. Show it with kvsift report out/mine\n"
     )
     assert outcome.err == "kvsift: WARNING: unequal.\n"
     ((asked, text, *others),) = tables
@@ -105,7 +105,7 @@ def test_a_recipe_that_makes_no_sense_is_refused(
 
 def test_recipes_are_all_read_before_the_first_runs(refused: Refused, recipe: Path, tables: list[Any]) -> None:
     assert refused("eval", recipe, "no.toml").startswith("the recipe no.toml cannot be read: ")
-    assert refused("eval", recipe, recipe).startswith("two of the recipes have the same name")
+    assert refused("eval", recipe, recipe).startswith("two recipes have the same name")
     assert tables == []
 
 
@@ -118,7 +118,7 @@ def test_a_place_where_no_directory_can_be_is_refused_before_anything_runs(
     refused: Refused, recipe: Path, tables: list[Any]
 ) -> None:
     said = refused("eval", recipe, "--out", recipe)
-    assert said == f"--out {recipe}: no directory can be made there."
+    assert said == f"--out {recipe}: no directory can be created there."
     assert tables == []
 
 
@@ -187,7 +187,7 @@ def test_what_is_no_result_has_no_report(refused: Refused, recipe: Path, monkeyp
 
     monkeypatch.setattr("kvsift.eval.page.page", page)
     assert "cannot be read" in refused("report", recipe)
-    assert "is no results directory" in refused("report", ".")
+    assert "is not a results directory" in refused("report", ".")
     assert refused("report", older(recipe.parent), "--out", "no/page.html").startswith(
         "--out no/page.html: the directory"
     )
@@ -232,7 +232,7 @@ def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: P
     (tmp_path / "older.json").write_text(json.dumps(made))
     outcome = run("report", "older.json")
     assert outcome.code == 2
-    assert outcome.err.startswith("kvsift: a sample is of the task 'pass\\x1b[2Jkey', which the recipe")
+    assert outcome.err.startswith("kvsift: a sample has the task 'pass\\x1b[2Jkey', which is not")
 
 
 @pytest.mark.parametrize("command", ["eval", "report", "calibrate", "bench attention", "bench dump", "bench chart"])
@@ -247,13 +247,13 @@ def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> No
     estimate is within a tenth of what is really left."""
     left, now, contexts, plans = TimeLeft(), 0.0, 20, 10
     whole = 60 + sum(range(1, plans + 1))
-    assert left.at(0.0, Progress(0, contexts, 0.0)) is None
+    assert left.at(0.0, RunProgress(0, contexts, 0.0)) is None
     for context in range(contexts):
         now += 60
         for plan in range(plans):
             now += plan + 1
             done = context + (plan + 1) / plans
-            estimate = left.at(now, Progress(int(done), contexts, done / contexts))
+            estimate = left.at(now, RunProgress(int(done), contexts, done / contexts))
             if context == 0 and plan < plans - 1:
                 assert estimate is None
             else:
@@ -261,7 +261,7 @@ def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> No
 
 
 def test_progress_is_said_in_contexts_and_plain_units() -> None:
-    half = Progress(3, 6, 0.5)
+    half = RunProgress(3, 6, 0.5)
     assert progress_text(half, None) == "3 of 6 contexts (50%)"
     assert progress_text(half, 45.2) == "3 of 6 contexts (50%), about 45 seconds left"
     assert progress_text(half, 600.0) == "3 of 6 contexts (50%), about 10 minutes left"
@@ -278,7 +278,7 @@ def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(
 def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: Refused, recipe: Path) -> None:
     nameless = recipe.with_name("...toml")
     nameless.write_text(recipe.read_text())
-    assert "has no name that a results directory could have" in refused("eval", nameless)
+    assert "has no name for a results directory" in refused("eval", nameless)
 
 
 def test_a_name_with_escape_sequences_does_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from errno import ENOSPC
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,24 @@ def test_text_for_people(run: Run, model: Path, text: Path, monkeypatch: pytest.
     assert compared == ["oracle_tokens", "quest:page_size=8", "streaming_llm"]
     assert Path("page.html").read_text().startswith("<!doctype html>")
     assert "page.html" in lines[-1]
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_a_page_that_cannot_be_written_loses_no_output(
+    run: Run, model: Path, text: Path, monkeypatch: pytest.MonkeyPatch, form: list[str]
+) -> None:
+    how = ["explain", "--model", model, "--context", text, "--question", ASKED, "--plan", QUEST, "--methods", "none"]
+    how += ["--max-new-tokens", 2, *form]
+    alone = run(*how)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    outcome = run(*how, "--html", "page.html")
+    assert (outcome.code, outcome.out) == (2, alone.out)
+    assert "page.html is not written: the disk is full." in outcome.err
+    assert not Path("page.html").exists()
 
 
 def test_json_says_it_all(run: Run, model: Path, text: Path) -> None:
@@ -93,9 +112,9 @@ def test_several_tokens_in_text_json_and_on_the_page(run: Run, model: Path, text
         (["--methods", "qest"], "unknown method 'qest'; did you mean 'quest'?"),
         (["--methods", "quest,"], "--methods quest,: a name is missing; write for instance quest,loki, or none."),
         (["--methods", "quest:sinks=1"], "quest:sinks=1: all methods get the same budget; leave out sinks."),
-        (["--methods", "sample_attention"], "sample_attention does not choose in decode"),
-        (["--plan", "quest:mass=0.9"], "say with budget how much the methods may show."),
-        (["--budget", 5000], "the prompt has 936 tokens and the budget shows them all"),
+        (["--methods", "sample_attention"], "sample_attention does not select in decode"),
+        (["--plan", "quest:mass=0.9"], "say with budget how many tokens the methods may select."),
+        (["--budget", 5000], "the prompt has 936 tokens and all of them fit the budget"),
         (["--budget", 64], "budget=64 leaves nothing to select"),
         (["--html", "nowhere/page.html"], "--html nowhere/page.html: the directory nowhere does not exist."),
     ],

@@ -13,7 +13,7 @@ from cli.watched import Run
 import kvsift
 from kvsift.cli.methods import budget_knobs, spelled
 from kvsift.methods import BUILT_IN, catalogue
-from kvsift.runtime.spec import BUDGET_KEYS, make_rule
+from kvsift.plan.syntax import BUDGET_KEYS, make_rule
 
 
 def test_methods_lists_the_catalogue_with_knobs_that_may_be_set(run: Run) -> None:
@@ -46,7 +46,7 @@ def test_methods_say_what_they_hold_and_what_they_drop(run: Run) -> None:
     assert {rows[name]["granularity"] for name in ("quest", "oracle_pages", "random")} == {"page"}
     assert rows["critiprefill"]["granularity"] == "block"
     shown = run("methods", "quest").out
-    assert "256 bytes per token and layer beside keys and values, which take 4,096 in" in " ".join(shown.split())
+    assert "256 bytes per token and layer besides keys and values, which take 4,096 in" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize("columns", ["", "40", "80", "200"])
@@ -121,7 +121,7 @@ def test_methods_names_a_broken_plug_in_and_lists_the_others(run: Run) -> None:
     assert len(warned) == 2
     assert warned[0] == (
         "kvsift: WARNING: the method 'broken' of the installed package my-package cannot be loaded: "
-        "ModuleNotFoundError: No module named 'my_package'. Repair or uninstall my-package. It is left out."
+        "ModuleNotFoundError: No module named 'my_package'. Repair or uninstall my-package. It is skipped."
     )
     assert (
         "'no_method' of the installed package my-package cannot be loaded: TypeError: pathlib:Path is no" in warned[1]

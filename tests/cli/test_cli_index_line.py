@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvsift.cli.report import _index
+from kvsift.cli.numbers_table import _index
 
 
 def test_kinds_are_counted_by_layer_or_by_head() -> None:

@@ -30,7 +30,7 @@ def test_the_same_answer_comes_from_anywhere(run: Run, model: Path, text: Path) 
     [
         (("--placement", "of"), "unknown placement 'of'"),
         (("--placement", "offload:device_cach=5"), "did you mean 'device_cache'?"),
-        (("--placement", "device:host_values=int8"), "is of placement=split and placement=offload"),
+        (("--placement", "device:host_values=int8"), "is a knob of placement=split and placement=offload"),
         (("--placement", "host", "--device", "cuda"), "device=cuda is none"),
         (("--placement", "offload", "--plan", "prefill=quoka:budget=256"), "with placement=offload prefill is dense"),
     ],
@@ -62,7 +62,7 @@ def test_split_and_offload_are_measured_beside_each_other(run: Run, tmp_path: Pa
         "--layers", 1, "--device", "cpu", "--out", "split.json",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "% of what was chosen was on the device" in done.out
+    assert "% of the selected tokens were on the device" in done.out
     result = json.loads((tmp_path / "split.json").read_text())
     assert [each["name"] for each in result["points"][0]["variants"]] == ["quest", "offload"]
     assert result["recipe"]["layers"] == 1

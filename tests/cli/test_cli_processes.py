@@ -52,7 +52,7 @@ def test_help_is_there_at_once() -> None:
     ("arguments", "says"),
     [
         (["--context", "no.txt"], "the context file no.txt does not exist."),
-        (["--context", "{text}", "--model", "{halved}"], "is not a whole safetensors file"),
+        (["--context", "{text}", "--model", "{halved}"], "is not a complete safetensors file"),
     ],
 )
 def test_a_refusal_is_one_line_and_exit_code_2(

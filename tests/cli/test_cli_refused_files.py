@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[Damage, str]] = {
     "many missing shards": (indexed(*"abcde"), "lacks 5 of 5 weight files: a, b, c .... Is the download complete?"),
     "a broken index": (containing("model.safetensors.index.json", "{"), "model.safetensors.index.json cannot be read"),
     "an index of nothing": (containing("model.safetensors.index.json", "[]"), "index.json cannot be read"),
-    "an empty index": (containing("model.safetensors.index.json", "{}"), "there is no 'weight_map' in it"),
+    "an empty index": (containing("model.safetensors.index.json", "{}"), "it has no 'weight_map'"),
     "a config that is not JSON": (containing(CONFIG, "{"), "config.json cannot be used: "),
     "a config that is a list": (containing(CONFIG, "[]"), "config.json cannot be used: "),
     "a config of nothing": (containing(CONFIG, "{}"), "Should have a `model_type` key in its config.json"),
@@ -68,11 +68,11 @@ MODELS: dict[str, tuple[Damage, str]] = {
     ),
     "a tokenizer that is not JSON": (containing(TOKENIZER, "{"), "the tokenizer in"),
     "a tokenizer of nothing": (containing(TOKENIZER, "{}"), "the tokenizer in"),
-    "half the weights": (cut, "model.safetensors is not a whole safetensors file"),
-    "an empty weight file": (containing(WEIGHTS, b""), "model.safetensors is not a whole safetensors file"),
+    "half the weights": (cut, "model.safetensors is not a complete safetensors file"),
+    "an empty weight file": (containing(WEIGHTS, b""), "model.safetensors is not a complete safetensors file"),
     "a pointer to the weights": (
         containing(WEIGHTS, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
-        "model.safetensors is not a whole safetensors file",
+        "model.safetensors is not a complete safetensors file",
     ),
 }
 
@@ -215,8 +215,9 @@ def test_a_text_longer_than_the_model_has_positions_is_refused(
     said = refused(*COMMANDS[command], "long.txt", "--model", model, "--max-new-tokens", 10)
     prompt_tokens = 6001 + (len("\n\nQuestion: Why?\nAnswer:") if command == "context" else 0)
     assert said == (
-        f"the prompt has {prompt_tokens} tokens and 10 more are to come, but tiny was made for 4096 positions. Shorten "
-        f"the context by {prompt_tokens + 10 - 4096} tokens, generate fewer, or use a model made for longer ones."
+        f"the prompt has {prompt_tokens} tokens and up to 10 will be generated, but tiny was made for 4096 positions. "
+        f"Shorten the context by {prompt_tokens + 10 - 4096} tokens, generate fewer, or use a model made for longer "
+        "contexts."
     )
 
 
@@ -227,7 +228,7 @@ def test_a_run_that_does_not_fit_in_memory_is_refused(
     monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: 100 << 20)
     said = refused(*COMMANDS[command], text, "--model", model)
     assert said.startswith("this run needs about 0.5 GiB on cpu (")
-    assert said.endswith("0.1 GiB can be had. Shorten the context, take a smaller model, or use --dtype bfloat16.")
+    assert said.endswith("0.1 GiB is free. Shorten the context, take a smaller model, or use --dtype bfloat16.")
 
 
 @pytest.mark.parametrize("given", [[], ["--prompt", "Once", "--prompt-file", "x.txt"]])

@@ -36,7 +36,7 @@ PLANS = [
     ("quest:budget", "'budget' in 'quest:budget' must be key=value, for instance budget=1024."),
     ("quest:budget=", "'budget=' in 'quest:budget=' must be key=value"),
     ("quest:budget=256:budget=512", "budget is given twice in"),
-    ("quest:budget=256:ratio=0.1", "budget=256 and ratio=0.1 say the same thing twice; give one of them."),
+    ("quest:budget=256:ratio=0.1", "budget=256 and ratio=0.1 both set the size; give one of them."),
     ("streaming_llm:mass=0.9", "streaming_llm estimates no attention mass; give budget or ratio, not mass."),
     ("prefill=quest:budget=256", "quest selects in decode, not in prefill. Leave prefill out to stay dense there."),
     ("decode=quest:budget=256,decode=dense", "decode is given twice"),
@@ -49,7 +49,7 @@ PLANS = [
 PLAN_FILES = [
     ("plan = ", "plan.toml is not TOML: "),
     ("", "the plan file plan.toml is empty."),
-    ("[plans]\n", "plan.toml holds no plan; it needs plan = 'quest:budget=1024' or a [plan] table."),
+    ("[plans]\n", "plan.toml has no plan; it needs plan = 'quest:budget=1024' or a [plan] table."),
     ("plan = 5\n", "a plan is text such as 'quest:budget=1024', a table or a Plan; got 5."),
     ("[plan]\ndecod = 'dense'\n", "unknown phase 'decod'; did you mean 'decode'?"),
     ("[plan.decode]\nbudget = 256\n", "a phase is given as text, a table with the key 'method', or a Rule"),
@@ -74,7 +74,7 @@ OPTIONS = [
     (["--compare", "dens"], "unknown method 'dens'; did you mean 'dense'?"),
     (["--question", " \n"], "the question is empty."),
     (["--question", "why " * 300], "the question has 1200 tokens and the context only 913. Were they swapped?"),
-    (["--max-new-tokens", "5000"], "and 5000 more are to come, but tiny was made for 4096 positions."),
+    (["--max-new-tokens", "5000"], "and up to 5000 will be generated, but tiny was made for 4096 positions."),
 ]
 
 # What the option parser refuses before any of our code runs: a box with the same facts, and exit code 2 as well.
@@ -117,10 +117,10 @@ def test_a_gpu_that_is_not_there_is_refused(
 ) -> None:
     command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--device")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert refused(*command, "cuda").endswith("torch sees no NVIDIA GPU here. Use --device cpu.")
+    assert refused(*command, "cuda").endswith("torch finds no NVIDIA GPU. Use --device cpu.")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert refused(*command, "cuda:7") == "device 'cuda:7' was asked for, but there are 2 GPUs, from cuda:0."
+    assert refused(*command, "cuda:7") == "device 'cuda:7' is not available: there are 2 GPUs, from cuda:0."
 
 
 @pytest.mark.parametrize(("options", "given", "possible"), USAGE)

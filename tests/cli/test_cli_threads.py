@@ -11,17 +11,15 @@ import torch
 from cli.watched import Run
 
 from kvsift import threads
+from kvsift.benchmarks import BENCHES, load
 from kvsift.cli.ask import ask
-from kvsift.cli.bench_host import bench_host
-from kvsift.cli.bench_index import bench_index
-from kvsift.cli.bench_split import bench_split
 from kvsift.cli.calibrate import calibrate
 from kvsift.cli.demo import demo
 from kvsift.cli.eval import evaluate
 from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
 
-COMMANDS = ask, generate, demo, explain, calibrate, evaluate, bench_host, bench_index, bench_split
+COMMANDS = ask, generate, demo, explain, calibrate, evaluate
 
 
 @pytest.fixture
@@ -35,6 +33,11 @@ def numbers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
 def test_commands_that_compute_take_a_number_of_threads(command: Any) -> None:
     assert "threads" in signature(command).parameters
+
+
+@pytest.mark.parametrize("bench", ["host", "index", "split"])
+def test_benches_of_the_processor_take_a_number_of_threads(bench: str) -> None:
+    assert load(BENCHES[bench]).options()["threads"].flag == "--threads"
 
 
 def test_so_many_threads_run(run: Run, model: Path, text: Path, numbers: list[int]) -> None:

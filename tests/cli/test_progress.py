@@ -10,7 +10,7 @@ import pytest
 
 from kvsift.cli import progress as module
 from kvsift.cli.escaping import cell, plain
-from kvsift.cli.progress import Progress
+from kvsift.cli.progress import ProgressBar
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress() as progress:
+    with ProgressBar() as progress:
         for done in range(0, 6000, 1000):
             progress.reading(done, 8000)
         for done in range(4):
@@ -38,7 +38,7 @@ def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.usefixtures("clock")
 def test_quiet_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(quiet=True) as progress:
+    with ProgressBar(quiet=True) as progress:
         for done in range(9):
             progress.reading(done, 10)
     assert capsys.readouterr() == ("", "")
@@ -49,7 +49,7 @@ def test_a_bar_on_a_terminal_leaves_stdout_to_the_command(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with Progress() as progress:
+    with ProgressBar() as progress:
         progress.loading()
         progress.reading(5, 10)
         progress.answering(1, 10, "text [/x] so\x1b[2J far")

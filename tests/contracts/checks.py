@@ -1,4 +1,4 @@
-"""The contracts every method keeps (docs/architecture.md, section 5), one function each.
+"""The contracts of every method, one function each; docs/architecture.md lists names and docstrings.
 
 A check takes a factory of methods and a phase that they select in; it raises AssertionError when the contract is
 broken. ``ALL_CHECKS`` is what a method must pass; nothing here knows any method by name.
@@ -38,8 +38,8 @@ from hypothesis.errors import Flaky
 from torch import Tensor
 
 from kvsift.methods.base import Phase
-from kvsift.runtime.places import Place
-from kvsift.runtime.plan import Plan
+from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan
 from kvsift.types import Limit, Selection
 
 SHARES = st.sampled_from([sixteenths / 16 for sixteenths in range(17)])  # floats would mostly be 0 and 1
@@ -48,9 +48,9 @@ SHARES = st.sampled_from([sixteenths / 16 for sixteenths in range(17)])  # float
 
 
 def budget_larger_than_context_is_dense(make: MethodFactory, phase: Phase) -> None:
-    """Whatever says so, tokens, ratio, mass, minimum context or a dense layer: the dense answer, bit for bit."""
+    """By tokens, ratio, mass, minimum context or a dense layer: the dense answer, bit for bit."""
     enough = ["tokens", "ratio", "min_context", "dense_layers"] + ["mass"] * (
-        takes_mass(make(), phase) and not make().unbounded
+        takes_mass(make(), phase) and not make().traits.unbounded
     )
 
     @examples(25)
@@ -118,7 +118,7 @@ def neighbours_and_padding_do_not_change_the_answer(make: MethodFactory, phase: 
 
 
 def scattered_pages_do_not_change_the_answer(make: MethodFactory, phase: Phase) -> None:
-    """Where pages lie in memory is nobody's business."""
+    """The answer is the same for any physical order of pages."""
 
     @examples(10)
     @given(case=cases(make(), phase))
@@ -134,8 +134,8 @@ def scattered_pages_do_not_change_the_answer(make: MethodFactory, phase: Phase) 
 
 
 def placements_do_not_change_the_answer(make: MethodFactory, phase: Phase) -> None:
-    """Where KV lives is nobody's business: the same answer and the same counts, after a roll-back too."""
-    if phase == "prefill" and not make().unbounded:
+    """Every placement has the same answer and the same counts, after a rollback too."""
+    if phase == "prefill" and not make().traits.unbounded:
         return  # prefill is dense where KV is in host memory, which is refused at the start
 
     @examples(25)
@@ -143,7 +143,7 @@ def placements_do_not_change_the_answer(make: MethodFactory, phase: Phase) -> No
     def holds(case: Case, size: int, cached: int) -> None:
         plan = phase_plan(make(), case.budget, phase)
         device = Runner(plan)
-        offload = Place("offload", device_cache=cached)
+        offload = Placement("offload", device_cache=cached)
         apart = {"split": Runner(plan, placement="split"), "offload": Runner(plan, placement=offload)}
         cuts = [*range(0, case.prompt, size), *range(case.prompt, case.length)]
         first = device.feed_all(case.tokens, case.prompt, cuts)
@@ -162,8 +162,8 @@ def placements_do_not_change_the_answer(make: MethodFactory, phase: Phase) -> No
 
 
 def selections_are_well_formed(make: MethodFactory, phase: Phase) -> None:
-    """Within the candidates, unique, ascending, -1 only at the end, as many as may be; and what a method is promised:
-    complete units before the queries, at least one to choose and at least one left out."""
+    """Within the candidates, unique, ascending, -1 only at the end, as many as the limit allows; candidates are
+    complete units before the queries, and the limit is at least one and below their number."""
 
     @examples(25)
     @given(case=cases(make(), phase))
@@ -184,14 +184,14 @@ def selections_are_well_formed(make: MethodFactory, phase: Phase) -> None:
             chosen = units >= 0
             assert bool(((units >= candidates.first) & (units < candidates.stop) | ~chosen).all()), "not a candidate"
             assert bool((chosen.sum(1) <= limit.units).all()), "more than the limit"
-            if limit.mass is None and method.fills:
+            if limit.mass is None and method.traits.fills:
                 assert bool((chosen.sum(1) == limit.units).all()), "less than the limit although no mass was asked for"
 
     run(holds)
 
 
 def all_candidates_are_chosen_when_all_fit(make: MethodFactory, phase: Phase) -> None:
-    """Asked for as many units as there are, a method returns every one, the newest page too."""
+    """With a limit of all candidates, a method returns every one, the newest page too."""
 
     @examples(15)
     @given(case=cases(make(), phase, ["tokens"]))
@@ -212,8 +212,8 @@ def all_candidates_are_chosen_when_all_fit(make: MethodFactory, phase: Phase) ->
 
 
 def choosing_nothing_changes_nothing(make: MethodFactory, phase: Phase) -> None:
-    """When a hair of attention mass is enough, and forced tokens hold it, the answer is attention over those."""
-    if make().unbounded or not takes_mass(make(), phase):
+    """If the always-visible tokens have the requested mass, the answer is attention over those."""
+    if make().traits.unbounded or not takes_mass(make(), phase):
         return
 
     @examples(10)
@@ -243,8 +243,8 @@ def choosing_nothing_changes_nothing(make: MethodFactory, phase: Phase) -> None:
 
 
 def future_does_not_influence_the_past(make: MethodFactory, phase: Phase) -> None:
-    """Keys and values after a token, and whatever stands in the padding, leave the answers up to it alone; so do the
-    queries of generated tokens, each of which is answered as if it had come alone."""
+    """Keys and values after a token, and padding, do not change the answers up to it; nor do the queries of generated
+    tokens, each of which is answered as if it were alone."""
 
     @examples(30)
     @given(case=cases(make(), phase), where=SHARES, at_once=st.booleans())
@@ -264,8 +264,8 @@ def future_does_not_influence_the_past(make: MethodFactory, phase: Phase) -> Non
 
 
 def later_segments_do_not_influence_earlier_ones(make: MethodFactory, phase: Phase) -> None:
-    """Whole tokens, queries and all, from a position on change nothing in the segments before the one it stands in, in
-    that row, and nothing at all in another row of the batch; whatever the chunks."""
+    """Whole tokens, with their queries, from a position on change nothing in the segments before that position's, and
+    nothing in other rows of the batch; for any chunks."""
     size = make().segment_size if phase == "prefill" else 1
     most = 4 if phase == "prefill" else 64
 
@@ -292,7 +292,7 @@ def later_segments_do_not_influence_earlier_ones(make: MethodFactory, phase: Pha
 
 
 def summaries_do_not_depend_on_how_they_were_built(make: MethodFactory, phase: Phase) -> None:
-    """Token by token, by chunk, in one shot, after a roll-back and in a fork: the same rows, bit for bit."""
+    """Token by token, by chunk, in one shot, after a rollback and in a fork: the same rows, bit for bit."""
 
     @examples(10)
     @given(
@@ -368,9 +368,9 @@ def interleaved_sequences_answer_as_alone(make: MethodFactory, phase: Phase) -> 
     run(holds)
 
 
-def layers_hear_of_their_own_sequence_and_pass_alone(make: MethodFactory, phase: Phase) -> None:
-    """What layers pass up stays within one forward pass of one sequence: rows, sequences that take turns between calls,
-    roll-backs and forks answer, in every layer, as they do alone."""
+def messages_between_layers_stay_in_their_sequence_and_pass(make: MethodFactory, phase: Phase) -> None:
+    """Messages between layers stay within one forward pass of one sequence: rows, interleaved sequences, rollbacks and
+    forks answer, in every layer, as they do alone."""
     step = make().segment_size if phase == "prefill" else 16
 
     @examples(6)
@@ -420,7 +420,7 @@ def a_rolled_back_sequence_answers_as_if_nothing_had_been(make: MethodFactory, p
 
 
 def forks_answer_as_if_each_had_always_been_alone(make: MethodFactory, phase: Phase) -> None:
-    """Rows that became copies of a row, and rows that changed places, go their own ways."""
+    """Copies of a row, and rows that changed places, answer as separate sequences."""
     step = make().segment_size if phase == "prefill" else 1
     added = 2 * step if phase == "prefill" else 8
 
@@ -449,8 +449,8 @@ def forks_answer_as_if_each_had_always_been_alone(make: MethodFactory, phase: Ph
 
 
 def visible_tokens_are_counted_from_what_was_attended(make: MethodFactory, phase: Phase) -> None:
-    """The count is what attention weights show, selected tokens are among them, forced tokens too, and in decode a
-    token budget is never exceeded."""
+    """The count equals that of the attention weights, selected and always-visible tokens included, and in decode never
+    exceeds a token budget."""
 
     @examples(12)
     @given(case=cases(make(), phase))
@@ -471,11 +471,11 @@ def visible_tokens_are_counted_from_what_was_attended(make: MethodFactory, phase
                 <= torch.arange(question.start, question.start + question.num_queries)[:, None]
             )
             assert bool((visible[:, rows] | ~(chosen & past)).all()), "a selected token was not attended"
-        if method.unbounded or phase != "decode":
+        if method.traits.unbounded or phase != "decode":
             return
         for step in range(case.decode):
             seen = visible[:, step, : case.prompt + step + 1]
-            if method.selects:
+            if method.traits.selects:
                 assert bool(seen[:, : budget.sinks].all()), "a sink is hidden"
                 assert bool(seen[:, seen.shape[1] - min(budget.window, seen.shape[1]) :].all()), "the window has a gap"
             if budget.tokens is not None:
@@ -497,7 +497,7 @@ ALL_CHECKS: list[Check] = [
     later_segments_do_not_influence_earlier_ones,
     summaries_do_not_depend_on_how_they_were_built,
     interleaved_sequences_answer_as_alone,
-    layers_hear_of_their_own_sequence_and_pass_alone,
+    messages_between_layers_stay_in_their_sequence_and_pass,
     a_rolled_back_sequence_answers_as_if_nothing_had_been,
     forks_answer_as_if_each_had_always_been_alone,
     visible_tokens_are_counted_from_what_was_attended,

@@ -15,15 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods import method_class
 from kvsift.methods.base import Method, Phase
-from kvsift.placement.device import DeviceStore
-from kvsift.placement.pages import PageTable
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.relay import Relay
-from kvsift.runtime.sequence import Placement, SparseAttention
-from kvsift.runtime.stats import RunStats
+from kvsift.plan.budget import Budget
+from kvsift.plan.placement import PlacementSpec
+from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import PagePool, Run
+from kvsift.stores.page_table import PageTable
 from kvsift.types import Candidates, Chunk, KVReader, LayerShape, Limit, Rope, Selection
 
 MethodFactory = Callable[[], Method]
@@ -102,21 +104,22 @@ class Runner:
 
     def __init__(
         self, plan: Plan, num_rows: int = 1, shape: LayerShape = SHAPE, scattered: bool = False,
-        relay: Relay | None = None, placement: Placement = "device",
+        messages: LayerMessages | None = None, placement: PlacementSpec = "device", table: PageTable | None = None,
     ) -> None:  # fmt: skip
         self.stats = RunStats(probe_every=0)
         self.shape = shape
-        self.attention = SparseAttention(shape, plan, num_rows, torch.empty(0), self.stats, 0, relay, placement)
-        self.store: DeviceStore = self.attention.store
         if scattered:
-            self.store.table = ScatteredTable(num_rows)
+            table = scattered_table(num_rows)
+        like = torch.empty(0)
+        self.attention = SparseAttention(shape, plan, num_rows, like, self.stats, 0, messages, placement, table)
+        self.store: Any = self.attention.store
         append = self.store.append
 
         def append_then_poison(row: int, keys: Tensor, values: Tensor) -> None:
             append(row, keys, values)
             poison(self.store)
 
-        self.store.append = append_then_poison  # type: ignore[method-assign]
+        self.store.append = append_then_poison
 
     def feed(
         self, *rows: Tokens | None, decode_tokens: int = 0, padding: int = 0, padded_with: float = torch.nan
@@ -165,7 +168,7 @@ class Runner:
     def summaries(self, row: int = 0) -> dict[str, Tensor]:
         """Packed rows of all pages of a row, by kind; in float32, because torch cannot compare 8-bit tensors."""
         num_pages = -(-self.store.lengths[row] // self.store.page_size)
-        reader = self.store.row(row)
+        reader = self.store.reader(row)
         return {kind: reader.summary(kind, slice(0, num_pages)).float().clone() for kind in self.store.summaries}
 
 
@@ -175,9 +178,9 @@ class Stack:
     def __init__(
         self, plan: Plan, num_rows: int = 1, layers: Sequence[int] = (2, 3, 5), peers: Sequence[int] = ()
     ) -> None:
-        relay = Relay()
+        messages, table = LayerMessages(), PageTable(num_rows)
         shapes = [SHAPE._replace(layer=layer, peers=tuple(peers)) for layer in layers]
-        self.layers = [Runner(plan, num_rows, shape, relay=relay) for shape in shapes]
+        self.layers = [Runner(plan, num_rows, shape, messages=messages, table=table) for shape in shapes]
 
     def feed(self, *rows: Tokens | None, decode_tokens: int = 0) -> list[Tensor]:
         """Outputs of every layer for each row, [num_layers, num_query_heads, num_new, head_dim]. A layer's queries are
@@ -204,34 +207,38 @@ def answers(plan: Plan, tokens: Tokens, prompt: int, cuts: Iterable[int] | None 
 
 
 @torch.inference_mode()
-def poison(store: DeviceStore) -> None:
-    """Fill every slot that holds no token, and every summary that belongs to no page, with NaN."""
-    num_pages = store.keys.shape[1]
-    written = torch.zeros(num_pages, store.page_size, dtype=torch.bool)
-    for pages, length in zip(store.table.rows, store.lengths):
-        for index, page in enumerate(pages):
-            written[page, : max(length - index * store.page_size, 0)] = True
-    for pool in (store.keys, store.values):
-        pool.masked_fill_(~written[..., None], torch.nan)
-    for pool in store.summaries.values():
-        pool[:, (~written.any(1)).nonzero().flatten()] = torch.nan  # 8-bit pools know no masked_fill
+def poison(*stores: Any) -> None:
+    """Fill every slot that holds no token of these stores, and every summary that belongs to no page, with NaN."""
+    paged = [store for given in stores for store in (given.row_stores if given.evicts else [given])]
+    for pool in {id(store.pool): store.pool for store in paged}.values():
+        written = torch.zeros(pool.keys.shape[1], pool.page_size, dtype=torch.bool)
+        for store in (store for store in paged if store.pool is pool):
+            for row, length in enumerate(store.lengths):
+                pages = [page for run in store.table.runs(row) for page in range(*run)]
+                for index, page in enumerate(pages):
+                    written[page, : max(length - index * pool.page_size, 0)] = True
+        for tensor in (pool.keys, pool.values):
+            tensor.masked_fill_(~written[..., None], torch.nan)
+        for summary in pool.summaries.values():
+            summary[:, (~written.any(1)).nonzero().flatten()] = torch.nan  # 8-bit pools know no masked_fill
 
 
-class ScatteredTable(PageTable):
+class ScatteredPool(PagePool):
     """Hands pages out in a shuffled order, so that hardly any two neighbours in a sequence are neighbours in memory."""
 
-    def __init__(self, num_rows: int) -> None:
-        super().__init__(num_rows)
+    def __init__(self) -> None:
+        super().__init__()
         self._random = random.Random(0)
 
-    def grow(self, row: int, num_pages: int, reserve: int = 0) -> None:
-        super().grow(row, num_pages, reserve)
-        self._random.shuffle(self._spare[row])
+    def allocate(self, count: int, after: int | None = None) -> list[Run]:
+        pages = [Run(page, page + 1) for run in super().allocate(count, after) for page in range(*run)]
+        self._random.shuffle(pages)
+        return pages
 
-    def _fresh(self, count: int) -> Any:
-        fresh = list(super()._fresh(count))
-        self._random.shuffle(fresh)
-        return fresh
+
+def scattered_table(num_rows: int) -> PageTable:
+    """A table over a pool of its own that scatters pages."""
+    return PageTable(num_rows, KVPool(ScatteredPool()))
 
 
 class Asked(NamedTuple):
@@ -318,7 +325,7 @@ def cases(draw: st.DrawFn, method: Method, phase: Phase, sizes: Sequence[str] = 
     units = draw(st.integers(1, 5))
     budget = Budget(
         sinks=sinks, dense_layers=(), tokens=least_tokens(method, sinks, window, units),
-        window=window if method.selects else Budget().window,  # the others fill their budget with window, and take none
+        window=window if method.traits.selects else Budget().window,  # others fill their budget with window
     )  # fmt: skip
     size = draw(st.sampled_from([size for size in sizes if size != "mass" or takes_mass(method, phase)]))
     if size == "ratio":
@@ -345,7 +352,7 @@ def takes_mass(method: Method, phase: Phase) -> bool:
 
 def least_tokens(method: Method, sinks: int, window: int, units: int = 1) -> int:
     """The smallest token budget that leaves room for some units: all that is forced, rounded up, comes on top."""
-    if not method.selects:
+    if not method.traits.selects:
         return sinks + units
     unit = method.unit_size
     always = -(-sinks // unit) * unit + (window + unit - 1 if window else 0)

@@ -18,8 +18,9 @@ from contracts.toy import KeySums, RememberedMeans
 from hypothesis import settings
 from torch import Tensor
 
-from kvsift.methods.base import Method, Phase, top_units
+from kvsift.methods.base import Method, Phase
 from kvsift.methods.quest import Quest
+from kvsift.methods.scoring import top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 SelectArguments = tuple[Any, LayerShape, Tensor, int, Candidates, Limit, KVReader]

@@ -101,7 +101,7 @@ def test_contract(subject: Subject, check: Check, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.name)
 def test_contracts_reach_the_sparse_path(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     make, phase = subject.make, subject.phase
-    if make().unbounded:
+    if make().traits.unbounded:
         return
     monkeypatch.setenv("KVSIFT_EXAMPLES", str(1.0 if subject.share == SHARE else 0.5))
     sparse = []

@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from contracts.checks import ALL_CHECKS
 from contracts.harness import Check
+from engine.tiny_directory import text_of, write_model
+from layer.test_paged_decode import SideBySide
 
+from kvsift import LLM
+from kvsift.layer.paged_decode import reason_against
 from kvsift.methods.base import Method, Phase
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "page_mean.py"
 
@@ -25,3 +32,25 @@ def test_the_documented_example_keeps_the_contracts(check: Check, phase: Phase) 
         return page_mean(page_size=4)
 
     check(make, phase)
+
+
+def test_the_documented_example_is_captured() -> None:
+    page_mean: Any = runpy.run_path(str(EXAMPLE))["PageMean"]
+    plan = Plan(decode=Rule(page_mean(page_size=4), Budget(tokens=40, sinks=4, window=5, dense_layers=())))
+    assert reason_against(plan) is None
+    SideBySide(plan).check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_the_documented_example_answers_captured_as_composed(tmp_path: Path) -> None:
+    page_mean: Any = runpy.run_path(str(EXAMPLE))["PageMean"]
+    plan = Plan(decode=Rule(page_mean(), Budget(tokens=256, window=32, dense_layers=())))
+    directory = write_model(tmp_path, hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=8)
+    answers = []
+    for path in ("captured", "composed"):
+        model = LLM(directory, plan, device="cuda", dtype="float32", path=path, dense_below=0)
+        answers.append(model.generate(text_of(1500), max_new_tokens=40))
+    assert answers[0].path == "captured"
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].decode("density") == answers[1].decode("density")

@@ -9,8 +9,8 @@ from turns import every_fourth
 
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 
 
 def able(phase: Phase) -> list[str]:
@@ -19,9 +19,9 @@ def able(phase: Phase) -> list[str]:
 
 def rule(name: str, phase: Phase) -> Rule:
     method = small(name)()
-    if method.unbounded:
+    if method.traits.unbounded:
         return Rule(method)
-    sinks, window = 3, 6 if method.selects else Budget().window
+    sinks, window = 3, 6 if method.traits.selects else Budget().window
     return Rule(method, Budget(least_tokens(method, sinks, window, 2), sinks=sinks, window=window, dense_layers=()))
 
 

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.methods.base import Phase, ScoringMethod
+from kvsift.methods.base import Phase
+from kvsift.methods.scoring import ScoringMethod
 from kvsift.types import Candidates, KVReader, LayerShape
 
 

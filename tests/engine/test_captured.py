@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine.mixed_rows import decode
 from engine.tiny_directory import text_of, write_model
 
 import kvsift
@@ -225,6 +226,43 @@ def test_steps_that_cross_from_dense_to_sparse_equal_the_composed_path(plan: str
     assert fast.token_ids == slow.token_ids
     assert 0 < fast.decode("sparse_queries") == slow.decode("sparse_queries")
     assert fast.dense_below == below
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_around_the_threshold_are_dense_or_sparse_by_themselves(plan: str, dtype: str, directory: Path) -> None:
+    below, texts = 1000, [text_of(length) for length in (1500, 985, 960, 300, 1200)]
+    captured, eager, composed = (
+        answers(llm(directory, path, dtype, dense_below=below), texts, plan=plan)
+        for path in ("captured", "eager", "composed")
+    )
+    assert {answer.path for answer in captured} == {"captured"}
+    for fast, same, slow in zip(captured, eager, composed):
+        assert fast.token_ids == same.token_ids
+        assert fast.decode("visible_tokens") == same.decode("visible_tokens")
+        if dtype == "float32":
+            assert fast.token_ids == slow.token_ids
+            for key in ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_dense"):
+                assert fast.decode(key) == slow.decode(key)
+    assert captured[3].decode("density") == 1
+
+
+def test_rows_of_several_plans_answer_as_each_does_alone(directory: Path) -> None:
+    plans = [
+        "quest:budget=256:window=32:dense_layers=1",
+        "dense",
+        "quest:ratio=0.4:window=32:sinks=20:dense_layers=0+2",
+        "quest:budget=512:window=16:dense_layers=none",
+    ]
+    model = llm(directory, "composed")
+    prompts = [model.tokenizer(text)["input_ids"] for text in TEXTS[:2] + TEXTS[3:]]
+    for dense_below in (0, 1270):
+        options = {"steps": 30, "dense_below": dense_below, "capture": True}
+        together = decode(model.model, plans, prompts, [Sampling(), SAMPLED] * 2, **options)
+        for plan, prompt, sampling, found in zip(plans, prompts, [Sampling(), SAMPLED] * 2, together):
+            alone = decode(model.model, [plan], [prompt], [sampling], **options)[0]
+            assert found[0] == alone[0]
+            assert {**found[1], "recall": None} == {**alone[1], "recall": None}
 
 
 def test_the_crossover_is_measured_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

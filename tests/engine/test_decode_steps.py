@@ -108,8 +108,9 @@ def test_rows_of_a_ragged_batch_answer_as_they_do_alone(plan: str, eager: LLM, c
 
 
 @pytest.mark.parametrize("plan", PLANS[:3])
-def test_bytes_are_counted_as_on_the_composed_path(plan: str, eager: LLM, composed: LLM) -> None:
-    fast, slow = (llm.generate(TEXTS[0], plan=plan, max_new_tokens=24) for llm in (eager, composed))
+@pytest.mark.parametrize("text", [TEXTS[0], text_of(120)], ids=["long", "around the budget"])
+def test_bytes_are_counted_as_on_the_composed_path(plan: str, text: str, eager: LLM, composed: LLM) -> None:
+    fast, slow = (llm.generate(text, plan=plan, max_new_tokens=24) for llm in (eager, composed))
     for key in ("kv_bytes_attended", "kv_bytes_to_select", "kv_bytes_read"):
         assert fast.decode(key) == slow.decode(key)
 
@@ -258,18 +259,23 @@ def test_short_documents_are_dense_where_the_user_says_so(path: str, llama: Path
         assert document.ask("How many sacks?", plan=plan, max_new_tokens=5).decode("density") == 1
 
 
-def test_rows_that_are_short_once_the_longest_has_ended_go_on(llama: Path, composed: LLM, tmp_path: Path) -> None:
+def test_rows_shorter_than_the_threshold_are_dense_before_and_after_the_longest_has_ended(
+    llama: Path, composed: LLM, tmp_path: Path
+) -> None:
     end = answers(composed, max_new_tokens=40)[0].token_ids[4]
     directory = write_model(tmp_path, eos_token_id=end)
-    found = answers(LLM(directory, QUEST, path="eager", dense_below=550), max_new_tokens=40)
-    assert len(found[0].token_ids) <= 4 < max(len(answer.token_ids) for answer in found)
-    sparse = answers(LLM(directory, QUEST, path="eager", dense_below=0), max_new_tokens=40)
-    assert tokens(found) == tokens(sparse)  # lists were on since the first step
+    fast, slow = (
+        answers(LLM(directory, QUEST, path=path, dense_below=550), max_new_tokens=40) for path in ("eager", "composed")
+    )
+    assert len(fast[0].token_ids) <= 4 < max(len(answer.token_ids) for answer in fast)
+    assert tokens(fast) == tokens(slow)
+    assert [answer.decode("density") for answer in fast[1:]] == [1, 1, 1]
+    assert [answer.decode("density") for answer in fast] == [answer.decode("density") for answer in slow]
 
 
 def test_an_answer_says_which_path_it_took(llama: Path, gemma: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert LLM(llama).generate("Once", max_new_tokens=1).path == "composed: no NVIDIA GPU"
-    assert LLM(llama, path="composed").generate("Once", max_new_tokens=1).path == "composed: asked for"
+    assert LLM(llama, path="composed").generate("Once", max_new_tokens=1).path == "composed: requested"
     for directory, plan, says in (
         (llama, "oracle_tokens:budget=128", "oracle_tokens does not rank pages by a summary"),
         (llama, "quest:mass=0.9", "mass= chooses as many pages"),

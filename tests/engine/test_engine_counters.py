@@ -11,8 +11,8 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.models.transformers_load import ModelDirectory
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
 
 TEXT = text_of(600)
 QUEST = "quest:budget=128:window=16:dense_layers=none"
@@ -64,7 +64,7 @@ def test_probing_is_not_in_the_times(llama: Path, monkeypatch: pytest.MonkeyPatc
         time.sleep(pause)
         return 1.0, 1.0
 
-    monkeypatch.setattr("kvsift.runtime.sequence.probe", probe)
+    monkeypatch.setattr("kvsift.layer.sparse_attention.probe", probe)
     answer = LLM(llama, QUEST, probe_every=1).generate(TEXT, max_new_tokens=6)
     assert answer.decode("recovery") == 1.0
     assert median(answer.itl_s) < pause * LAYERS

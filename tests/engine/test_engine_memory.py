@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -48,20 +48,18 @@ def test_a_run_that_cannot_fit_is_refused_before_the_weights_are_loaded(
 ) -> None:
     monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: 50 << 20)
     llm = LLM(llama)
-    says = (
-        r"needs about 0\.5 GiB on cpu .*KV for 313 tokens in float32\), and 0\.0 GiB can be had\. Shorten the context"
-    )
+    says = r"needs about 0\.5 GiB on cpu .*KV for 313 tokens in float32\), and 0\.0 GiB is free\. Shorten the context"
     with pytest.raises(InputError, match=says):
         llm.generate(text_of(300), max_new_tokens=12)
-    with pytest.raises(InputError, match=r"can be had\. Shorten the context, take a smaller model, or use --dtype bf"):
+    with pytest.raises(InputError, match=r"is free\. Shorten the context, take a smaller model, or use --dtype bf"):
         llm.read(text_of(300)).ask("Why?")
 
 
 @pytest.mark.usefixtures("unloadable")
 def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> None:
     llm = LLM(llama)
-    says = f"4001 tokens and 100 more are to come, but {llama.name} was made for {POSITIONS} positions. Shorten the "
-    with pytest.raises(InputError, match=re.escape(says + "context by 5 tokens")):
+    says = f"4001 tokens and up to 100 will be generated, but {llama.name} was made for {POSITIONS} positions. "
+    with pytest.raises(InputError, match=re.escape(says + "Shorten the context by 5 tokens")):
         llm.generate(text_of(4000), max_new_tokens=100)
 
 
@@ -69,6 +67,29 @@ def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> Non
 def test_the_last_position_may_be_used(llama: Path) -> None:
     with pytest.raises(AssertionError, match="the weights were loaded"):
         LLM(llama).generate(text_of(POSITIONS - 101), max_new_tokens=100)
+
+
+@pytest.mark.parametrize(
+    ("positions", "rope", "expected"),
+    [
+        (400, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 320}, 1280),  # Qwen3's cards
+        (400, {"rope_type": "yarn", "factor": 4.0}, 1600),  # the original length is then max_position_embeddings
+        (1600, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}, 1600),  # as DeepSeek's
+        (400, {"rope_type": "dynamic", "factor": 2.0}, 800),
+        (400, {"rope_type": "default"}, 400),
+    ],
+)
+@pytest.mark.usefixtures("unloadable")
+def test_yarn_and_dynamic_ntk_extend_the_positions(
+    positions: int, rope: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    parameters = {**rope, "rope_theta": 10000.0}
+    directory = write_model(tmp_path, "Qwen3", max_position_embeddings=positions, rope_parameters=parameters)
+    assert ModelDirectory.check(directory).max_positions == expected
+    with pytest.raises(AssertionError, match="the weights were loaded"):
+        LLM(directory).generate(text_of(expected - 11), max_new_tokens=10)
+    with pytest.raises(InputError, match=f"was made for {expected} positions"):
+        LLM(directory).generate(text_of(expected - 10), max_new_tokens=10)
 
 
 @pytest.mark.usefixtures("unloadable")

@@ -74,7 +74,7 @@ def test_asking_a_document_while_it_answers_is_refused_and_the_answer_goes_on(ll
     expected, refused = facts(document.ask(QUESTIONS[0], max_new_tokens=8)), []
 
     def on_text(piece: str) -> None:
-        with pytest.raises(InputError, match="this document is being asked"):
+        with pytest.raises(InputError, match="this document is answering a question"):
             document.ask(QUESTIONS[1])
         refused.append(piece)
 

@@ -12,9 +12,9 @@ from models.tiny import tiny
 import kvsift
 from kvsift import LLM, InputError
 from kvsift.engine.memory import predict_bytes
+from kvsift.layer.paged_decode import reason_against
 from kvsift.models.transformers_load import ModelDirectory
-from kvsift.runtime.paged_decode import reason_against
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.syntax import parse_plan
 
 SPECS = ["h2o", "snapkv:queries=16", "tova", "keydiff", "streaming_llm"]
 BUDGET = "budget=96:sinks=4:dense_layers=0"
@@ -163,3 +163,17 @@ def test_drafts_are_refused_since_they_may_have_to_be_taken_back() -> None:
 def test_captured_steps_do_not_run_them() -> None:
     for spec in SPECS:
         assert reason_against(parse_plan(f"{spec}:evict=true")) is not None
+
+
+@pytest.mark.parametrize("path", ["composed", "eager"])
+@pytest.mark.parametrize("knobs", ["dense_layers=0", "page_size=32"])
+def test_a_plan_that_evicts_and_one_that_does_not_take_turns_while_nothing_is_evicted(
+    path: str, knobs: str, llama: Path
+) -> None:
+    text, evicting = text_of(500), "h2o:budget=4000:evict=true:dense_layers=0"
+    other = f"quest:budget=128:window=32:{knobs}"
+    expected = {plan: LLM(llama, plan, path=path).read(text).ask("Which mill?", max_new_tokens=8).token_ids
+                for plan in (evicting, other)}  # fmt: skip
+    document = LLM(llama, evicting, path=path).read(text)
+    for plan in (evicting, other, evicting, other):
+        assert document.ask("Which mill?", plan=plan, max_new_tokens=8).token_ids == expected[plan], plan

@@ -67,7 +67,7 @@ RESPONSE: Any = SimpleNamespace(headers={}, request=None, status_code=404)
         (lambda: RepositoryNotFoundError("404", response=RESPONSE), "has no such model, or it is private; log in"),
         (
             lambda: LocalEntryNotFoundError("no"),
-            "or not wholly, and huggingface.co cannot be reached",
+            "not completely in the cache, and huggingface.co cannot",
         ),
         (lambda: OSError("No space left on device"), "it cannot be downloaded: No space left on device."),
     ],

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,13 +15,15 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError
 from kvsift.engine import memory
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.quest import Quest
-from kvsift.placement.near import SLACK_TOKENS
-from kvsift.placement.offload import OffloadStore
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.sequence import SparseAttention
-from kvsift.runtime.stats import RunStats
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.catalogue import STORES
+from kvsift.stores.offload import OffloadStore
+from kvsift.stores.paged import PagedStore
+from kvsift.stores.resident import SLACK_TOKENS
 from kvsift.types import Chunk
 
 PLANS = [
@@ -148,7 +152,7 @@ def test_what_cannot_be_is_refused(directory: Path) -> None:
         LLM(directory, "prefill=quoka:budget=512", placement="offload")
     with pytest.raises(InputError, match="in host memory"):
         LLM(directory, QUEST, placement="offload", path="captured").generate("Once")
-    with pytest.raises(InputError, match="device_cache=5 is of placement=offload"):
+    with pytest.raises(InputError, match="device_cache=5 is a knob of placement=offload"):
         LLM(directory, QUEST, placement="split:device_cache=5")
 
 
@@ -167,3 +171,18 @@ def test_a_context_that_does_not_fit_the_host_is_refused(directory: Path, monkey
             with pytest.raises(InputError, match=r"KV of 1000 tokens takes .* of host memory.*Shorten") as refused:
                 memory.require_memory(*given)
             assert ("--placement split:host_values=int8" in str(refused.value)) is not bool(knob)
+
+
+class Uncaptured(PagedStore):
+    captures = False
+
+
+def test_a_placement_without_pools_is_composed_and_says_so(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("uncaptured_placement")
+    module.Uncaptured = Uncaptured  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(STORES, "uncaptured", "uncaptured_placement:Uncaptured")
+    with pytest.raises(InputError, match="placement=uncaptured has no pools for captured steps"):
+        LLM(directory, QUEST, placement="uncaptured", path="captured").generate("Once")
+    expected = LLM(directory, QUEST).generate("Once", max_new_tokens=4).token_ids
+    assert LLM(directory, QUEST, placement="uncaptured").generate("Once", max_new_tokens=4).token_ids == expected

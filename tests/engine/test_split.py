@@ -11,9 +11,8 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, native
 from kvsift.indexes.graph import GraphIndex
-from kvsift.placement.near import SLACK_TOKENS
-from kvsift.placement.split import SplitStore
-from kvsift.runtime.sequence import SparseAttention
+from kvsift.stores.resident import SLACK_TOKENS
+from kvsift.stores.split import SplitStore
 
 PLANS = [QUEST, "dense", "retrieval_attention:index=flat:budget=120:sinks=16:window=32:dense_layers=0"]
 
@@ -90,7 +89,7 @@ def test_layers_build_while_those_above_read_the_end_of_the_prompt(
     monkeypatch.setattr(GraphIndex, "build", classmethod(recorded))
     expected = model.generate(text_of(1500), plan=plan, max_new_tokens=20)
     assert set(built_in) == {threading.current_thread()}, "host and device are one"
-    monkeypatch.setattr(SparseAttention, "is_apart", True)
+    monkeypatch.setattr(SplitStore, "is_remote", True)
     answer = model.generate(text_of(1500), plan=plan, max_new_tokens=20)
     assert len(built_in) == 4
     assert len({*built_in[2:], threading.current_thread()}) == 2

@@ -24,7 +24,7 @@ def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def assert_summaries_are_those_of_the_keys(cache: SparseCache) -> None:
     for attention in cache.attentions:
         store = attention.store
-        pages = torch.tensor(store.table.rows[0])
+        pages = torch.tensor(store.table.planned(0)[: store.table.num_pages(0)])
         positions = torch.arange(len(pages) * store.page_size).view(-1, store.page_size)
         fresh = summarise("minmax", store.keys[:, pages], positions < store.lengths[0])
         assert torch.equal(store.summaries["minmax"][:, pages], fresh)

@@ -9,7 +9,7 @@ from task_tools import BOS, encode
 
 from kvsift.errors import InputError
 from kvsift.eval.loaders import load_file
-from kvsift.eval.loaders.fitting import Fitting, depth_of, leading, trailing
+from kvsift.eval.loaders.fitting import ContextFitter, depth_of, leading, trailing
 from kvsift.eval.loaders.longbench_formats import FORMATS
 from kvsift.eval.scorers import SCORERS, score
 from kvsift.eval.tasks import Question, Sample
@@ -290,17 +290,19 @@ def test_other_json_is_refused(tmp_path: Path, kind: str, text: str) -> None:
 def test_a_long_context_loses_its_middle() -> None:
     question = Question("asks", "", 0.5, is_framed=False)
     # half of 16 is 8: bos and 7 from the start; 4 and the 4 of the question from the end
-    made = Fitting(encode, 16, (BOS,)).sample("any", "abcdefghijklmnopqrst", question)
+    made = ContextFitter(encode, 16, (BOS,)).sample("any", "abcdefghijklmnopqrst", question)
     assert made.context == "abcdefg" + "qrst"
     assert made.context_ids == (BOS, *b"abcdefgqrst")
     assert made.notes == ("the middle of the context was left out: 16 of 25 prompt tokens remain",)
-    whole = Fitting(encode, 25, (BOS,)).sample("any", "abcdefghijklmnopqrst", question)
+    whole = ContextFitter(encode, 25, (BOS,)).sample("any", "abcdefghijklmnopqrst", question)
     assert (whole.context, whole.notes) == ("abcdefghijklmnopqrst", ())
 
 
 def test_a_question_longer_than_half_is_refused() -> None:
     with pytest.raises(InputError, match="half of it must exceed the question's 9 tokens"):
-        Fitting(encode, 16, ()).sample("any", "abcdefghijklmnopqrst", Question("asks more", "", 0.5, is_framed=False))
+        ContextFitter(encode, 16, ()).sample(
+            "any", "abcdefghijklmnopqrst", Question("asks more", "", 0.5, is_framed=False)
+        )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 50, 99])

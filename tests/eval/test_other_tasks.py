@@ -15,7 +15,7 @@ from kvsift.eval.tasks.infinite_code import _ERRORS, LETTERS, draft
 from kvsift.eval.tasks.infinite_math import FINDERS, numbers_of
 from kvsift.eval.tasks.infinite_retrieval import repetitive
 from kvsift.eval.tasks.perplexity import NUM_TARGETS, continued
-from kvsift.eval.tasks.sample import Request
+from kvsift.eval.tasks.sample import SampleRequest
 
 SEEDS = range(5)
 
@@ -96,7 +96,7 @@ def test_exactly_one_function_does_not_run(seed: int) -> None:
 
 def test_every_kind_of_error_occurs_and_every_letter() -> None:
     drafts = [draft(random.Random(seed), 1) for seed in range(200)]
-    assert {each.asks[0].answers[1] for each in drafts} == set(LETTERS)
+    assert {each.questions[0].answers[1] for each in drafts} == set(LETTERS)
     for error in _ERRORS:
         assert any(error.split("{n}")[0] in needle for each in drafts for needle in each.needles)
 
@@ -137,7 +137,7 @@ def test_perplexity_predicts_what_follows() -> None:
     assert made == longer
     words = [f" word{i}" for i in range(1000)]
     whole = "".join(words).lstrip()
-    given = continued("words", Request(random.Random(0), 1001, 1, encode), iter(words))
+    given = continued("words", SampleRequest(random.Random(0), 1001, 1, encode), iter(words))
     assert given.context == whole[:1001]  # cut inside a piece
     assert bytes(given.targets).decode() == whole[1001 : 1001 + NUM_TARGETS]
 
@@ -145,7 +145,7 @@ def test_perplexity_predicts_what_follows() -> None:
 def test_a_text_that_ends_too_early_is_refused() -> None:
     for length in (900, 1100):  # the targets are missing, or some of the context
         with pytest.raises(InputError, match="ask for a shorter context"):
-            continued("short", Request(random.Random(0), length, 1, encode), iter([" word"] * 200))
+            continued("short", SampleRequest(random.Random(0), length, 1, encode), iter([" word"] * 200))
 
 
 def test_tasks_of_one_question_have_one() -> None:

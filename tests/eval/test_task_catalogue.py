@@ -8,6 +8,7 @@ import pytest
 from task_tools import BOS, LONG, encode, encode_words, sample
 
 from kvsift.errors import InputError
+from kvsift.eval import tasks
 from kvsift.eval.loaders import LOADERS
 from kvsift.eval.scorers import SCORERS
 from kvsift.eval.tasks import FAMILIES, TASKS, Question, find_task, framed, make_sample, task_names
@@ -77,6 +78,12 @@ def test_an_unknown_task_names_the_nearest() -> None:
         find_task("niah_single1")
     with pytest.raises(InputError, match="did you mean 'ruler'"):
         task_names(["rulers"])
+
+
+def test_every_file_with_tasks_is_listed_once() -> None:
+    files = Path(tasks.__file__).parent.glob("*.py")
+    with_tasks = [file.stem for file in files if re.search("^TASKS = ", file.read_text(), re.MULTILINE)]
+    assert sorted(tasks.MODULES) == sorted(with_tasks)
 
 
 def test_every_task_says_what_it_is() -> None:

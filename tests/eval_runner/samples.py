@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvsift.eval.recipe import Recipe
+from kvsift.eval.recipe import EvalRecipe
 
 RECIPE = """
 tasks = ["passkey", "key_value"]
@@ -29,11 +29,11 @@ def recipe_text(*changes: tuple[str, str], model: Path | None = None) -> str:
     return text + (f"model = '{model}'\n" if model else "")
 
 
-def recipe_of(folder: Path, *changes: tuple[str, str], model: Path | None = None) -> Recipe:
+def recipe_of(folder: Path, *changes: tuple[str, str], model: Path | None = None) -> EvalRecipe:
     """That recipe, from a file."""
     path = folder / "recipe.toml"
     path.write_text(recipe_text(*changes, model=model))
-    return Recipe.load(path)
+    return EvalRecipe.load(path)
 
 
 def sample(plan: str = "dense", budget: int | None = None, score: float = 1.0, **changes: Any) -> dict[str, Any]:

@@ -167,6 +167,15 @@ def test_a_stop_before_anything_else_leaves_no_text(dense: Any, monkeypatch: pyt
     assert dense.generate_until([request]) == [""]
 
 
+def test_a_model_of_the_hub_names_one_file_of_the_cache_of_requests(
+    lm_eval: ModuleType, dense: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(dense.llm.directory), "name", "Qwen/Qwen3-4B")
+    assert dense.tokenizer_name == "Qwen__Qwen3-4B"
+    with pytest.raises(InputError, match="Qwen/Qwen3-4B has no chat template"):
+        dense.apply_chat_template([])
+
+
 def test_without_a_chat_template_there_are_no_turns(dense: Any) -> None:
     with pytest.raises(InputError, match="has no chat template"):
         dense.apply_chat_template([{"role": "user", "content": "hello"}])

@@ -17,10 +17,10 @@ from eval_runner.test_results_directory import file_size_limit
 
 from kvsift import InputError
 from kvsift.eval import packed
-from kvsift.eval.appended import Lines, whole_lines
+from kvsift.eval.append_only_file import AppendOnlyFile, whole_lines
 from kvsift.eval.packed import pack_large, read_stored
-from kvsift.eval.reading import load_result
-from kvsift.eval.recipe import Recipe
+from kvsift.eval.recipe import EvalRecipe
+from kvsift.eval.result_files import load_result
 from kvsift.eval.results import ResultsDirectory, read_summary
 from kvsift.eval.summary import tables_of
 
@@ -33,7 +33,7 @@ def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path) -> EvalRecipe:
     return recipe_of(tmp_path)
 
 
@@ -49,7 +49,7 @@ def session() -> dict[str, Any]:
     return {"commit": "abc", "versions": {}, "machine": "here"}
 
 
-def whole_result(folder: Path, recipe: Recipe) -> ResultsDirectory:
+def whole_result(folder: Path, recipe: EvalRecipe) -> ResultsDirectory:
     """Two samples, of which its summary says that they are all."""
     results = ResultsDirectory(folder, recipe, recipe_text())
     results.sessions.append(session())
@@ -59,7 +59,7 @@ def whole_result(folder: Path, recipe: Recipe) -> ResultsDirectory:
     return results
 
 
-def test_a_whole_result_is_packed_and_read_as_before(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_whole_result_is_packed_and_read_as_before(tmp_path: Path, recipe: EvalRecipe) -> None:
     results = whole_result(tmp_path / "out", recipe)
     before = load_result(tmp_path / "out")
     results.close()
@@ -69,7 +69,7 @@ def test_a_whole_result_is_packed_and_read_as_before(tmp_path: Path, recipe: Rec
 
 
 def test_small_and_unfinished_results_stay_text(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: EvalRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = whole_result(tmp_path / "part", recipe)
     results.write_summary({"left_out": [1]})
@@ -80,7 +80,7 @@ def test_small_and_unfinished_results_stay_text(
         assert contents(tmp_path / name).keys() == {"samples.jsonl", "summary.json", "recipe.toml"}
 
 
-def test_a_packed_result_that_is_only_looked_at_is_not_touched(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_packed_result_that_is_only_looked_at_is_not_touched(tmp_path: Path, recipe: EvalRecipe) -> None:
     whole_result(tmp_path / "out", recipe).close()
     before = contents(tmp_path / "out")
     again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
@@ -89,7 +89,7 @@ def test_a_packed_result_that_is_only_looked_at_is_not_touched(tmp_path: Path, r
     assert contents(tmp_path / "out") == before
 
 
-def test_a_packed_result_that_grows_is_text_again_until_it_is_whole(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_packed_result_that_grows_is_text_again_until_it_is_whole(tmp_path: Path, recipe: EvalRecipe) -> None:
     whole_result(tmp_path / "out", recipe).close()
     again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
     again.write_summary({"left_out": [1]})
@@ -125,7 +125,7 @@ def test_whatever_a_kill_leaves_of_packing_nothing_is_lost(tmp_path: Path, plain
         path.write_bytes(plain)
     expected = text_of([*OLD, "sample 3"]) if plain and b"sample 3" in plain else text_of(OLD)
     assert whole_lines(path) == expected
-    lines = Lines(path)
+    lines = AppendOnlyFile(path)
     assert lines.text.encode() == expected
     lines.append("new")
     lines.close()
@@ -148,7 +148,7 @@ def test_a_kill_at_any_step_loses_nothing(
     path.write_bytes(text_of(OLD))
     if act == "unpack":
         pack_large(path)
-    lines = Lines(path)
+    lines = AppendOnlyFile(path)
 
     def watched(really: Any) -> Any:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def test_a_kill_at_any_step_loses_nothing(
         os.close(lines._file)  # as the end of a process does
     kept = [text_of([*OLD, "new"])] if appended else [text_of(OLD), text_of([*OLD, "new"])]
     assert whole_lines(path) in kept
-    again = Lines(path)
+    again = AppendOnlyFile(path)
     assert again.text.encode() in kept
     again.append("next")
     again.close(whole=True)
@@ -185,13 +185,13 @@ def test_files_that_differ_are_refused_and_kept(tmp_path: Path) -> None:
     path.write_bytes(text_of(["another"]))
     before = contents(tmp_path)
     with pytest.raises(InputError, match=r"samples\.jsonl and samples\.jsonl\.xz beside it differ"):
-        Lines(path)
+        AppendOnlyFile(path)
     with pytest.raises(InputError, match="differ"):
         whole_lines(path)
     assert contents(tmp_path) == before
 
 
-def test_a_damaged_packed_file_is_named(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_damaged_packed_file_is_named(tmp_path: Path, recipe: EvalRecipe) -> None:
     whole_result(tmp_path / "out", recipe).close()
     samples = tmp_path / "out" / "samples.jsonl.xz"
     samples.write_bytes(samples.read_bytes()[:-20])
@@ -201,7 +201,7 @@ def test_a_damaged_packed_file_is_named(tmp_path: Path, recipe: Recipe) -> None:
         ResultsDirectory(tmp_path / "out", recipe, recipe_text())
 
 
-def test_a_disk_too_full_to_unpack_or_pack_keeps_what_is_there(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_disk_too_full_to_unpack_or_pack_keeps_what_is_there(tmp_path: Path, recipe: EvalRecipe) -> None:
     whole_result(tmp_path / "out", recipe).close()
     before = contents(tmp_path / "out")
     again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
@@ -227,7 +227,7 @@ def test_a_process_that_came_while_another_packed_writes_to_no_removed_file(
         really(file, how)
 
     monkeypatch.setattr(fcntl, "flock", packed_just_before)
-    lines = Lines(path)
+    lines = AppendOnlyFile(path)
     lines.append("new")
     lines.close()
     assert contents(tmp_path) == {"samples.jsonl": text_of([*OLD, "new"])}

@@ -11,16 +11,16 @@ from eval_runner.samples import RECIPE, recipe_of
 
 from kvsift import InputError
 from kvsift.eval.contexts import Contexts
-from kvsift.eval.recipe import Job, Recipe
+from kvsift.eval.recipe import EvalRecipe, Job
 from kvsift.models.transformers_load import ModelDirectory
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.syntax import parse_plan
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = [path for path in sorted((ROOT / "recipes").glob("*.toml")) if not path.name.startswith("probe")]
 
 
 def test_a_recipe_is_read_as_it_is_written(tmp_path: Path) -> None:
-    assert recipe_of(tmp_path) == Recipe(
+    assert recipe_of(tmp_path) == EvalRecipe(
         tasks=("passkey", "key_value"),
         lengths=(700,),
         questions_per_task=2,
@@ -40,7 +40,7 @@ def test_a_single_length_may_be_given_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_recipes_that_ship_can_be_run(path: Path) -> None:
-    loaded = Recipe.load(path)
+    loaded = EvalRecipe.load(path)
     assert loaded.rows
     assert loaded.jobs
 
@@ -66,7 +66,7 @@ def test_the_recipes_that_ship_can_be_run(path: Path) -> None:
         (("questions_per_task = 2", "questions_per_task = 0"), "questions_per_task=0 of a recipe must be"),
         (("seed = 5", "seed = true"), "seed=True of a recipe must be a whole number, 0 or more."),
         (("seed = 5", "setup = 'sparse_prefil'"), "unknown setup 'sparse_prefil'; did you mean 'sparse_prefill'?"),
-        (("seed = 5", "setup = 'sparse_prefill'"), "has no rule for prefill, and setup"),
+        (("seed = 5", "setup = 'sparse_prefill'"), "has no rule for prefill, which setup"),
         (("references = false", "references = 1"), "references=1 of a recipe must be true or false."),
         (("seed = 5", "model = 5"), "model=5 of a recipe must be text."),
         (("seed = 5", "seed = "), "recipe.toml cannot be read: "),
@@ -85,13 +85,13 @@ def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: tuple[s
 
 def test_a_plan_that_selects_in_prefill_is_not_set_up_with_a_dense_prompt(tmp_path: Path) -> None:
     prefill = ('"streaming_llm:budget={budget}"', '"prefill=quoka:budget={budget}:window=16"')
-    with pytest.raises(InputError, match=r'but setup = "whole_prompt" prefills densely. Leave its prefill rule out'):
+    with pytest.raises(InputError, match=r'but setup = "whole_prompt" prefills densely. Leave out its prefill rule'):
         recipe_of(tmp_path, prefill, ("seed", "setup='whole_prompt'\nseed"))
 
 
 def test_a_recipe_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"the recipe .*no\.toml cannot be read: "):
-        Recipe.load(tmp_path / "no.toml")
+        EvalRecipe.load(tmp_path / "no.toml")
 
 
 def test_a_row_per_plan_and_budget_with_the_common_settings(tmp_path: Path) -> None:

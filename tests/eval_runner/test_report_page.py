@@ -15,7 +15,7 @@ from eval_runner.samples import recipe_of, sample
 from kvsift import InputError
 from kvsift.eval.fingerprint import document_of
 from kvsift.eval.page import page
-from kvsift.eval.page.lines import Level, Point, Series, line_chart
+from kvsift.eval.page.line_chart import ChartPoint, Level, Series, line_chart
 from kvsift.eval.page.means import headline, means_of
 from kvsift.eval.page.pareto import front_of
 from kvsift.eval.summary import tables_of
@@ -111,7 +111,7 @@ def test_every_drawing_says_what_it_shows(text: str) -> None:
 def test_every_cell_stands_in_the_tables(text: str, result: dict[str, Any]) -> None:
     for cell in result["cells"]:
         assert f"<td>{cell['score']:.3f}</td><td>{cell['low']:.2f} to {cell['high']:.2f}</td>" in text
-    assert "3 contexts were worked on at a time, which slows each." in text
+    assert "3 contexts ran at a time, which slows each." in text
     assert "Peak memory of a process: 1.00 GiB." in text
 
 
@@ -129,12 +129,12 @@ def test_depth_maps_hold_means_by_length_and_depth(tmp_path: Path) -> None:
     for each in own:
         start = 20 * int(each["depth"] * 5)
         assert f"{row['name']}, {row['budget']}, 700 tokens, {start}-{start + 20} %: {each['score']:.3f}" in text
-    maps = section_of(text, "Where the answer stood")
+    maps = section_of(text, "Score by depth")
     assert maps.count("<table>") == 2, "one per task, not one per plan"
 
 
 def test_depth_maps_that_would_be_mostly_empty_are_left_out(text: str) -> None:
-    assert "Where the answer stood" not in text  # three depths
+    assert "Score by depth" not in text  # three depths
 
 
 def test_the_page_opens_with_one_line_of_result(result: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ def test_several_results_have_a_line_each_that_links_to_them(result: dict[str, A
 
 def test_without_dense_the_line_says_so(result: dict[str, Any]) -> None:
     means = [each for each in means_of(result) if not each.is_dense]
-    assert headline(means).endswith("; dense was not asked.")
+    assert headline(means).endswith("; dense is not in the recipe.")
     assert headline([]) == "No plan has answered every task yet."
 
 
@@ -230,7 +230,7 @@ def test_twenty_plans_have_a_named_row_each_instead_of_a_legend(tmp_path: Path) 
 
 def test_settings_that_all_plans_share_are_said_once(tmp_path: Path) -> None:
     text = page([("x", many_plans(tmp_path))])
-    assert "Every plan has page_size=8, which names leave out." in text
+    assert "Every plan has page_size=8, which the names omit." in text
     assert "quest:<wbr>min_context=7, 64" in text
 
 
@@ -258,7 +258,9 @@ def test_a_result_of_recall_alone_is_refused_in_a_sentence(result: dict[str, Any
 
 
 def test_intervals_at_one_budget_do_not_cover_each_other() -> None:
-    series = [Series(str(style), [Point(64, 0.5, 0.2, 0.8), Point(128, 0.5, 0.2, 0.8)], style) for style in range(8)]
+    series = [
+        Series(str(style), [ChartPoint(64, 0.5, 0.2, 0.8), ChartPoint(128, 0.5, 0.2, 0.8)], style) for style in range(8)
+    ]
     tree = ElementTree.fromstring(line_chart("t", "x", "y", series))
     places = sorted(float(line.get("x1")) for line in tree.iter("line") if line.get("class") == "interval")
     assert len(places) == 16
@@ -266,7 +268,7 @@ def test_intervals_at_one_budget_do_not_cover_each_other() -> None:
 
 
 def test_names_of_levels_stand_beside_the_lines_not_on_them() -> None:
-    series = [Series("s", [Point(64, 0.5, 0.2, 0.8), Point(128, 0.5, 0.2, 0.8)], 0)]
+    series = [Series("s", [ChartPoint(64, 0.5, 0.2, 0.8), ChartPoint(128, 0.5, 0.2, 0.8)], 0)]
     tree = ElementTree.fromstring(line_chart("t", "x", "y", series, [Level("dense", 1.0), Level("chance", 0.99)]))
     names = [text for text in tree.iter("text") if text.get("class") == "level"]
     right = max(float(line.get("x2")) for line in tree.iter("line"))
@@ -284,11 +286,13 @@ def test_warnings_and_what_is_missing_stand_first(result: dict[str, Any]) -> Non
 
 def test_a_run_that_has_nothing_yet_has_a_page(result: dict[str, Any]) -> None:
     empty = {**result, "samples": [], "cells": [], "chance": [], "warnings": []}
-    assert "Nothing has been asked yet." in page([("x", empty)])
+    assert "There is no sample yet." in page([("x", empty)])
 
 
 def test_points_stand_where_their_numbers_say() -> None:
-    series = Series("s", [Point(64, 0.0, 0.0, 0.2), Point(256, 1.0, 0.8, 1.0), Point(128, 0.5, 0.4, 0.6)], 0)
+    series = Series(
+        "s", [ChartPoint(64, 0.0, 0.0, 0.2), ChartPoint(256, 1.0, 0.8, 1.0), ChartPoint(128, 0.5, 0.4, 0.6)], 0
+    )
     tree = ElementTree.fromstring(line_chart("t", "x", "y", [series], [Level("dense", 0.75)], logarithmic=True))
     marks = [path.get("transform") for path in tree.iter("path") if path.get("class") == "mark"]
     spots = [tuple(map(float, mark.removeprefix("translate(").rstrip(")").split())) for mark in marks]

@@ -14,17 +14,17 @@ import pytest
 from eval_runner.samples import recipe_of, recipe_text, sample
 
 from kvsift import InputError
-from kvsift.eval.durable import write_atomically
-from kvsift.eval.recipe import Job, Recipe
+from kvsift.eval.atomic_files import write_atomically
+from kvsift.eval.recipe import EvalRecipe, Job
 from kvsift.eval.results import ResultsDirectory, job_of, read_summary
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Recipe:
+def recipe(tmp_path: Path) -> EvalRecipe:
     return recipe_of(tmp_path)
 
 
-def opened(folder: Path, recipe: Recipe) -> ResultsDirectory:
+def opened(folder: Path, recipe: EvalRecipe) -> ResultsDirectory:
     return ResultsDirectory(folder / "out", recipe, recipe_text())
 
 
@@ -45,7 +45,7 @@ def lines_of(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_what_is_appended_is_there_when_it_is_opened_again(tmp_path: Path, recipe: Recipe) -> None:
+def test_what_is_appended_is_there_when_it_is_opened_again(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
     first.append(sample(question=0))
@@ -59,7 +59,7 @@ def test_what_is_appended_is_there_when_it_is_opened_again(tmp_path: Path, recip
     again.close()
 
 
-def test_a_line_that_was_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_line_that_was_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
     first.append(sample(question=0))
@@ -74,18 +74,18 @@ def test_a_line_that_was_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", "\0\0\0\0", '{"task": '])
-def test_a_whole_line_that_is_no_sample_is_named(tmp_path: Path, recipe: Recipe, line: str) -> None:
+def test_a_whole_line_that_is_no_sample_is_named(tmp_path: Path, recipe: EvalRecipe, line: str) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
     first.append(sample())
     first.close()
     with (tmp_path / "out" / "samples.jsonl").open("a") as file:
         file.write(line + "\n")
-    with pytest.raises(InputError, match=r"line 2 of .*samples\.jsonl is no sample"):
+    with pytest.raises(InputError, match=r"line 2 of .*samples\.jsonl is not a sample"):
         opened(tmp_path, recipe)
 
 
-def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
     first.append(sample())
@@ -109,7 +109,7 @@ def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: R
     ids=["budgets", "lengths", "questions", "plans", "tasks"],
 )
 def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
-    tmp_path: Path, recipe: Recipe, grown: tuple[str, str]
+    tmp_path: Path, recipe: EvalRecipe, grown: tuple[str, str]
 ) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
@@ -125,7 +125,7 @@ def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
         opened(tmp_path, recipe)
 
 
-def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -148,7 +148,7 @@ def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> 
         opened(tmp_path, recipe_of(tmp_path, referred, instead))
 
 
-def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: Recipe) -> None:
+def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
     first.write_summary({})
     first.close()
@@ -167,7 +167,7 @@ def test_a_file_that_changed_is_another_recipe(tmp_path: Path) -> None:
         opened(tmp_path, recipe_of(tmp_path, files))
 
 
-def test_two_processes_do_not_write_at_once(tmp_path: Path, recipe: Recipe) -> None:
+def test_two_processes_do_not_write_at_once(tmp_path: Path, recipe: EvalRecipe) -> None:
     first = opened(tmp_path, recipe)
     with pytest.raises(InputError, match="another process is writing to"):
         opened(tmp_path, recipe)
@@ -175,7 +175,7 @@ def test_two_processes_do_not_write_at_once(tmp_path: Path, recipe: Recipe) -> N
     opened(tmp_path, recipe).close()
 
 
-def test_someone_elses_samples_are_left_alone(tmp_path: Path, recipe: Recipe) -> None:
+def test_someone_elses_samples_are_left_alone(tmp_path: Path, recipe: EvalRecipe) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "samples.jsonl").write_text("mine")
     with pytest.raises(InputError, match=r"holds samples\.jsonl but no summary\.json"):
@@ -183,7 +183,7 @@ def test_someone_elses_samples_are_left_alone(tmp_path: Path, recipe: Recipe) ->
     assert (tmp_path / "out" / "samples.jsonl").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: EvalRecipe) -> None:
     results = opened(tmp_path, recipe)
     results.write_summary({})
     for question in range(3):
@@ -200,7 +200,7 @@ def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: Re
     assert [line["question"] for line in lines_of(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_a_summary_that_has_no_room_leaves_the_older_one(tmp_path: Path, recipe: Recipe) -> None:
+def test_a_summary_that_has_no_room_leaves_the_older_one(tmp_path: Path, recipe: EvalRecipe) -> None:
     results = opened(tmp_path, recipe)
     results.write_summary({"cells": []})
     with file_size_limit(1000), pytest.raises(InputError, match="the disk is full"):
@@ -211,7 +211,7 @@ def test_a_summary_that_has_no_room_leaves_the_older_one(tmp_path: Path, recipe:
 
 
 def test_a_write_that_fails_half_way_is_taken_back(
-    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, recipe: EvalRecipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = opened(tmp_path, recipe)
     results.append(sample())

@@ -20,10 +20,10 @@ from eval_runner.samples import sample as made
 
 from kvsift import InputError
 from kvsift.eval import packed, runner
-from kvsift.eval.reading import load_result
-from kvsift.eval.recipe import Job, Recipe
+from kvsift.eval.recipe import EvalRecipe, Job
+from kvsift.eval.result_files import load_result
 from kvsift.eval.results import SAMPLES
-from kvsift.eval.runner import Meter, Progress, run
+from kvsift.eval.runner import Meter, RunProgress, run
 
 TIMES = "read_s", "ttft_s", "tpot_s", "peak_memory_bytes", "session"
 
@@ -38,11 +38,11 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An uninterrupted run: the folder, what was told, the result."""
     folder = tmp_path_factory.mktemp("whole")
-    told: list[Progress] = []
+    told: list[RunProgress] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 1)
         recipe = recipe_of(folder, model=model)
-        run(recipe, recipe_text(model=model), folder / "out", told=told.append)
+        run(recipe, recipe_text(model=model), folder / "out", on_progress=told.append)
     return {"recipe": recipe, "folder": folder / "out", "told": told, "result": load_result(folder / "out")}
 
 
@@ -84,7 +84,7 @@ def test_a_long_context_is_more_of_the_work_than_a_short_one() -> None:
 def test_a_result_says_what_made_it(whole: dict[str, Any], model: Path) -> None:
     result = whole["result"]
     assert result["recipe"]["model"] == str(model)
-    assert Recipe.load(whole["folder"] / "recipe.toml") == whole["recipe"]
+    assert EvalRecipe.load(whole["folder"] / "recipe.toml") == whole["recipe"]
     (session,) = result["sessions"]
     assert session.keys() >= {"started", "seconds", "workers", "machine", "versions", "commit"}
     assert session["samples"] == len(result["samples"])
@@ -132,12 +132,12 @@ def test_a_finished_run_is_packed_once_and_then_left_alone(
 
 
 def test_an_interrupted_run_goes_on_where_it_was(whole: dict[str, Any], tmp_path: Path) -> None:
-    def stop(progress: Progress) -> None:
+    def stop(progress: RunProgress) -> None:
         if progress.contexts:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(whole["recipe"], "", tmp_path / "out", told=stop)
+        run(whole["recipe"], "", tmp_path / "out", on_progress=stop)
     part = load_result(tmp_path / "out")
     assert 0 < len(part["samples"]) < len(whole["result"]["samples"])
     assert part["left_out"]

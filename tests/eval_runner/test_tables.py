@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kvsift import InputError
-from kvsift.eval.reading import load_result, upgraded
-from kvsift.eval.tables import prefill_table, quality_table, score_table
+from kvsift.eval.page import page
+from kvsift.eval.result_files import load_result, upgraded
+from kvsift.eval.tables import prefill_table, quality_table, recall_table, score_table
 
 ROOT = Path(__file__).parents[2]
-OLDER = [path for path in sorted((ROOT / "results").glob("*.json")) if '"kind": "quality"' in path.read_text()[:200]]
 
 
 def old(task: str, plan: str, budget: int | None, correct: bool) -> dict[str, Any]:
@@ -91,17 +91,60 @@ def test_scores_are_shown_with_interval_and_counted_tokens() -> None:
     )
 
 
-@pytest.mark.parametrize("path", OLDER, ids=lambda path: path.stem)
-def test_older_results_are_still_read(path: Path) -> None:
-    raw, result = json.loads(path.read_text()), load_result(path)
-    hits = sum(sample["correct"] for sample in raw["samples"])
-    assert sum(sample["score"] for sample in result["samples"]) == hits
-    assert sum(round(cell["score"] * cell["num_samples"]) for cell in result["cells"]) == hits
-    first = raw["samples"][0]["task"]
-    dense = sum(sample["correct"] for sample in raw["samples"] if (sample["task"], sample["plan"]) == (first, "dense"))
-    if "dense" not in raw["recipe"]["plans"]:
+OLD_RECIPE = {
+    "tasks": ["needle", "facts"], "length": 32768, "questions_per_task": 8, "questions_per_context": 8,
+    "budgets": [512, 1024], "settings": ":sinks=4", "model": None, "device": "auto", "dtype": "auto", "seed": 700000,
+}  # fmt: skip
+OLD_SAMPLE = {
+    "seed": 700000, "question": 0, "depth": 0.042, "expected": "Amir", "answer": "Amir", "visible_tokens": 500.0,
+    "density": 0.015, "recall": 0.5, "recovery": 0.7, "sparse_layer_visible_tokens": 500.0,
+}  # fmt: skip
+OLD_FACTS = {"commit": "a33466f", "versions": {"torch": "2.11.0"}, "machine": "NVIDIA H200"}
+DECODE = "quest:budget={budget}:window=16"
+PREFILL = "prefill=quoka:budget={budget}:dense_layers=none"
+
+
+def older(kind: str, plan: str, keys: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    """A single file as ``kvsift quality`` or the recall script wrote it, one hit in two at each budget."""
+    plans = ["dense", plan] if kind == "quality" else [plan]
+    rows = [(each.replace("{budget}", str(budget)) + ("" if each == "dense" else ":sinks=4"), budget)
+            for each in plans for budget in ([None] if each == "dense" else OLD_RECIPE["budgets"])]  # fmt: skip
+    samples = [
+        {**OLD_SAMPLE, "task": task, "plan": row, "budget": budget,
+         **({"correct": task == "needle"} if kind == "quality" else {"overlap": 0.5, "bytes_read": 10}), **keys}
+        for row, budget in rows
+        for task in OLD_RECIPE["tasks"]
+    ]  # fmt: skip
+    return {"kind": kind, "recipe": {**OLD_RECIPE, "plans": plans, **facts}, **OLD_FACTS, "samples": samples}
+
+
+OLDER = {
+    "first": older("quality", DECODE, {}),  # the question was always decoded, and the recipe did not say so
+    "question decoded": older("quality", DECODE, {}, question_phase="decode"),
+    "question prefilled": older("quality", PREFILL, {"prefill_visible_tokens": 512.0}, question_phase="prefill"),
+    "stopped": {**older("quality", DECODE, {}), "left_out": [{"task": "facts", "seed": 700008}]},
+    "recall": older("recall", DECODE, {}),
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_results_are_still_read(tmp_path: Path, name: str) -> None:
+    raw, path = OLDER[name], tmp_path / "older.json"
+    path.write_text(json.dumps(raw))
+    result = load_result(path)
+    assert len(result["samples"]) == len(raw["samples"])
+    assert {sample["length"] for sample in result["samples"]} == {32768}
+    assert result["left_out"] == raw.get("left_out", [])
+    assert [row["budget"] for row in result["rows"]][-2:] == [512, 1024]
+    if raw["kind"] == "recall":
+        assert "| quest | 1.000 | 1.000 |" in recall_table(result)
         return
-    assert f"| dense | {dense / result['cells'][0]['num_samples']:.2f} ({dense}/" in quality_table(result)
+    assert result["recipe"]["setup"] == ("sparse_prefill" if "prefilled" in name else "question_decoded")
+    assert {(cell["task"], cell["score"]) for cell in result["cells"]} == {("needle", 1.0), ("facts", 0.0)}
+    counted = {cell["counted_tokens"] for cell in result["cells"] if cell["budget"]}
+    assert counted == {512.0 if "prefilled" in name else 500.0}
+    assert "| dense | 1.00 (1/1) | 1.00 (1/1) |" in quality_table(result)
+    assert "1 contexts are not finished" in page([("older", result)]) or name != "stopped"
 
 
 def test_prefill_tables_leave_out_what_is_the_same_everywhere() -> None:
@@ -114,7 +157,7 @@ def test_prefill_tables_leave_out_what_is_the_same_everywhere() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"kind": "index"}'])
 def test_other_files_are_no_results(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(InputError, match=r"x\.json (cannot be read|is no result of an evaluation)"):
+    with pytest.raises(InputError, match=r"x\.json (cannot be read|is not a result of an evaluation)"):
         load_result(tmp_path / "x.json")
-    with pytest.raises(InputError, match="is no results directory"):
+    with pytest.raises(InputError, match="is not a results directory"):
         load_result(tmp_path)

@@ -6,7 +6,8 @@ import torch
 from kvsift import native
 from kvsift.indexes.audits import WIDER, WIDEST, Audits, is_due
 from kvsift.indexes.graph import GraphIndex
-from kvsift.methods.retrieval_attention import Found, Part, RetrievalAttention
+from kvsift.methods.indexed_keys import IndexedKeys, IndexedSpan
+from kvsift.methods.retrieval_attention import RetrievalAttention
 from kvsift.types import Candidates, LayerShape, Limit
 
 needs_core = pytest.mark.skipif(not native.available(), reason=f"no compiled core: {native.why_missing()}")
@@ -54,8 +55,11 @@ def test_an_audited_step_is_exact_and_the_next_ones_search_wider() -> None:
     keys = torch.randn(1, 600, 16, generator=generator)
     graph = GraphIndex.random(keys, degree=8, beam=10)  # finds little
     shape = LayerShape(layer=2, num_query_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
-    method, state = RetrievalAttention(index="graph", beam=10), Found(RetrievalAttention().new_state(shape).recorder)
-    state.parts = [Part(graph, 0, 600, 600, "for the test")]
+    method, state = (
+        RetrievalAttention(index="graph", beam=10),
+        IndexedKeys(RetrievalAttention().new_state(shape).recorder),
+    )
+    state.spans = [IndexedSpan(graph, 0, 600, 600, "for the test")]
     reader = Rows(keys)
     queries = torch.randn(2, 1, 16, generator=generator)
     chosen = method.select(state, shape, queries, 600, Candidates(0, 600, 1), Limit(10), reader)

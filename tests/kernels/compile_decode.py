@@ -16,6 +16,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kvsift.kernels.merge import merge_triton
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.score_pages import score_pages_triton
 from kvsift.types import Part
 
 CASES = [  # (group, head_dim, page_size, kind, dtype)
@@ -31,6 +33,10 @@ def launch_all() -> None:
         case = draw_case([300, 1], 2, group, head_dim, page_size, dtype, kind=kind, device="cpu")
         sinks = torch.zeros(2 * group, dtype=dtype)
         by_twins(*case[:4], *case.new_lists(group > 1), kind=kind, scale=1.0, softcap=3.0, sink_logit=sinks)
+        no_twin = SUMMARIES[kind]._replace(features_twin=None)
+        score_pages_triton(
+            case.queries, case.summary, case.kv.table, case.spans, kind=no_twin, scale=1.0, shared=group > 1
+        )
         part = Part(torch.zeros(1, 4, 3, head_dim, dtype=dtype), torch.zeros(1, 4, 3))
         merge_triton(part, part)
 

@@ -33,7 +33,7 @@ def check_step(
 ) -> Verdict:  # fmt: skip
     """One step against the reference: the same lists (or those given), and over them an answer as near to float64."""
     found = case.new_lists(shared, capacity)
-    visible = torch.zeros(1, dtype=torch.int64, device=case.queries.device)
+    visible = torch.zeros(case.kv.batch, dtype=torch.int64, device=case.queries.device)
     given: dict[str, Any] = {"kind": case.kind, "scale": case.scale}
     output = function(*case[:4], *found, **given, visible=visible, **how)
     bent = {name: how.get(name) for name in ("softcap", "sink_logit")}
@@ -46,7 +46,7 @@ def check_step(
     error = error_ratio(output, own, exact)
     assert output.dtype == case.queries.dtype
     assert error <= 2, f"{error:.2f} times as far from float64 as the reference"
-    assert int(visible) == int(tokens_of(case.kv, found)[1].sum()), "tokens shown are miscounted"
+    assert visible.tolist() == tokens_of(case.kv, found)[1].sum((1, 2)).tolist(), "visible tokens are miscounted"
     return Verdict(output, error, dispute)
 
 

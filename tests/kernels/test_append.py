@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsift.kernels.append import append, append_reference, append_triton
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
-from kvsift.placement.device import DeviceStore
+from kvsift.stores.paged import PagedStore
 from kvsift.types import LayerShape
 
 EXACT = [kind for kind in SUMMARIES if kind.startswith("minmax")]
@@ -69,7 +69,7 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
     kv = paged_kv([1, 1], 2, 4, 8, dtype, DEVICE)
     kv = kv._replace(table=torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE))
     summaries = pools_of(EXACT, kv)
-    store = DeviceStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, EXACT)
+    store = PagedStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, EXACT)
     for step in range(6):
         kv.lengths.fill_(step + 1)
         keys, values = new_tokens(kv, step)
@@ -77,7 +77,7 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
         for row in range(2):
             store.append(row, keys[row].unsqueeze(1), values[row].unsqueeze(1))
     for row in range(2):
-        held = store.row(row)
+        held = store.reader(row)
         assert all(torch.equal(a, b) for a, b in zip(kv.row(row), (held.keys(), held.values())))
         for kind in EXACT:
             assert same(summaries[kind][:, kv.table[row].long()], held.summary(kind, slice(0, 2)))

@@ -19,7 +19,7 @@ from kernels.decode_cases import DecodeCase, draw_case
 from kernels.decode_checks import check_step
 
 from kvsift.kernels.cuda_module import have_nvrtc
-from kvsift.kernels.score_pages import KINDS
+from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.sifted_attention import FEWEST_KEYS, GROUP_PAGES, SiftSpace, sifted_attention, single_launch_runs
 
 pytestmark = [
@@ -53,12 +53,12 @@ class Variant(NamedTuple):
         dtype, page_size = rng.choice([torch.bfloat16, torch.bfloat16, torch.float16]), rng.choice([8, 16, 16, 32])
         softcap, sink_logit = rng.random() < 0.3, rng.random() < 0.3
         if single:
-            kind = rng.choice([kind for kind in KINDS if kind != "centroid_radius"])
+            kind = rng.choice([kind for kind in SUMMARIES if kind != "centroid_radius"])
             group, head_dim = rng.randint(1, 8), rng.choice([64, 128])
             capacity = rng.choice([5, 16, 40, 100, 128, FEWEST_KEYS // GROUP_PAGES])
             shape = (group, head_dim, page_size, kind, dtype, capacity, softcap, sink_logit)
             return cls(True, *shape, shared=True, num_kv_heads=None)
-        kind, capacity = rng.choice([*KINDS, "centroid_radius"]), rng.choice([16, 128])
+        kind, capacity = rng.choice([*SUMMARIES, "centroid_radius"]), rng.choice([16, 128])
         shape = (rng.randint(1, 8), rng.choice([80, 96, 256]), page_size, kind, dtype, capacity, softcap, sink_logit)
         return cls(False, *shape, shared=rng.random() < 0.5, num_kv_heads=rng.choice([1, 2, 4]))
 

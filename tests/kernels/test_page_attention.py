@@ -87,12 +87,13 @@ def test_tokens_shown_are_counted_and_the_workspace_is_left_as_it_was(listed: bo
     space = SplitSpace.make(len(LENGTHS) * 2, splits, 2, 16, torch.device(DEVICE))
     counted = {}
     for run, more in ((page_attention_reference, {}), (page_attention_triton, {"space": space})):
-        visible = torch.full((1,), 100, dtype=torch.int64, device=DEVICE)
+        visible = torch.full((len(LENGTHS),), 100, dtype=torch.int64, device=DEVICE)
         outputs = [attend(run, case, given, visible=visible, **more) for _ in range(2)]
         assert torch.equal(*outputs)
-        counted[run] = int(visible)
+        counted[run] = visible.tolist()
     assert not space.arrived.any()
-    assert set(counted.values()) == {100 + 2 * int(tokens_of(case.kv, lists)[1].sum())}
+    expected = (100 + 2 * tokens_of(case.kv, lists)[1].sum((1, 2))).tolist()
+    assert list(counted.values()) == [expected, expected]
 
 
 @needs_triton
@@ -172,3 +173,20 @@ def test_the_dispatcher_takes_what_the_tensors_need(rows: str) -> None:
     given = lists_of(case, True) if rows == "listed" else (None, None)
     output, expected = (attend(run, case, given) for run in (page_attention, page_attention_reference))
     torch.testing.assert_close(output, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("listed", [True, False])
+def test_without_lists_only_dense_rows_are_attended_and_with_lists_only_the_others(listed: bool) -> None:
+    case = draw_case(LENGTHS, 2, 2, 16, 8, torch.float16)
+    given = lists_of(case, True) if listed else (None, None)
+    below = torch.tensor([300, 1, 61, 65], dtype=torch.int32, device=DEVICE)
+    active = [row for row, dense in enumerate([True, False, False, True]) if dense != listed]
+    for run in (page_attention_reference, page_attention_triton):
+        counted, expected = (torch.zeros(len(LENGTHS), dtype=torch.int64, device=DEVICE) for _ in range(2))
+        whole = attend(run, case, given, visible=expected)
+        out = torch.full_like(whole, 7.0)
+        assert attend(run, case, given, dense_below=below, out=out, visible=counted) is out
+        for row in range(len(LENGTHS)):
+            assert torch.equal(out[row], whole[row] if row in active else torch.full_like(whole[row], 7.0))
+            assert counted[row] == (expected[row] if row in active else 0)

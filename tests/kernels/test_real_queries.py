@@ -17,11 +17,11 @@ from kvsift.engine.prompt import question_text
 from kvsift.eval.tasks import make_sample
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sifted_attention import sifted_attention
+from kvsift.layer.paged_decode import list_capacity, page_spans
 from kvsift.methods.quest import Quest
-from kvsift.placement.device import DeviceStore
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.paged_decode import list_capacity, page_spans
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.paged import PagedStore
 from kvsift.types import LayerShape, Limit
 
 STEPS = 2
@@ -68,7 +68,7 @@ def asked(length: int) -> list[Asked]:
     for token in ids[-STEPS:]:
         llm.prefill(store, [token], phase="decode")
         for attention in store.attentions:
-            row = attention.store.row(0)
+            row = attention.store.reader(0)
             found.append(Asked(*heard[attention.shape.layer], row.keys().clone(), row.values().clone()))
     return found
 
@@ -76,16 +76,16 @@ def asked(length: int) -> list[Asked]:
 def step_of(question: Asked, kind: str, budget: Budget, dtype: torch.dtype) -> tuple[DecodeCase, Lists]:
     """A kernel's view of the question, and the composed path's list."""
     shape, length, method = question.shape, question.keys.shape[1], Quest(score_by=kind)
-    store = DeviceStore(shape, 1, method.page_size, question.keys.to(dtype), method.summaries)
+    store = PagedStore(shape, 1, method.page_size, question.keys.to(dtype), method.summaries)
     store.append(0, question.keys.to(dtype), question.values.to(dtype))
-    table = torch.tensor(store.table.rows, dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([store.table.planned(0)[: store.table.num_pages(0)]], dtype=torch.int32, device=DEVICE)
     kv = PagedKV(store.keys, store.values, table, torch.tensor([length], dtype=torch.int32, device=DEVICE))
     queries, spans = question.queries.to(dtype), page_spans(budget, kv.lengths, method.page_size)
     case = DecodeCase(queries[None, :, 0], kv, store.summaries[kind], spans, kind)
     assert case.scale == shape.scale
     start, candidates = length - 1, budget.candidates(length - 1, method.page_size)
     limit = Limit(budget.units(start, method.page_size))
-    selection = method.select(None, shape, queries, start, candidates, limit, store.row(0))
+    selection = method.select(None, shape, queries, start, candidates, limit, store.reader(0))
     held = range(table.shape[1])
     spans_of = [
         torch.tensor(list(pages), device=DEVICE) for pages in (held[: candidates.first], held[candidates.stop :])

@@ -63,5 +63,5 @@ def test_what_does_not_fit_is_refused(plain: Tensor) -> None:
     positions = torch.arange(TOKENS)
     with pytest.raises(InputError, match="one position and one target per query"):
         rerotate(plain, positions[1:], positions[1:], rope(DIM, False))
-    with pytest.raises(InputError, match="heads here have 16"):
+    with pytest.raises(InputError, match="heads have 16"):
         rerotate(plain, positions, positions, rope(32, False))

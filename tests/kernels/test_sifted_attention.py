@@ -11,7 +11,7 @@ from kernels.decode_cases import DecodeCase, draw_case
 from kernels.decode_checks import by_twins, check_step
 
 from kvsift.kernels.cuda_module import have_nvrtc
-from kvsift.kernels.score_pages import KINDS
+from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.sifted_attention import (
     FEWEST_KEYS,
     GROUP_PAGES,
@@ -27,10 +27,10 @@ SPANS = [(1, 2, 5), (1, 2, 5), (0, 1, 99), (2, 1, 0), (1, 3, 4)]  # sinks, windo
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SUMMARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_twins_one_after_the_other_do_what_the_reference_does(kind: str, dtype: torch.dtype) -> None:
-    shared = (list(KINDS).index(kind) + DTYPES.index(dtype)) % 2 == 0  # lists per KV head or per query head
+    shared = (list(SUMMARIES).index(kind) + DTYPES.index(dtype)) % 2 == 0  # lists per KV head or per query head
     case = draw_case(LENGTHS, 1, 3, 12, 8, dtype, kind=kind, spans=SPANS)
     check_step(by_twins, case, shared, softcap=20.0, sink_logit=torch.tensor([1.0, -2.0, 3.0], device=DEVICE).to(dtype))
 
@@ -44,6 +44,28 @@ def test_the_dispatcher_takes_what_the_tensors_need() -> None:
 def test_a_cpu_never_launches() -> None:
     case = draw_case(LENGTHS, 2, 2, 64, 8, torch.float16, device="cpu")
     assert not single_launch_runs(case.queries, case.kv, case.summary, case.new_lists(True)[0], case.kind)
+
+
+def check_dense_rows_are_left_out(function: Any, case: DecodeCase, capacity: int | None = None, **how: Any) -> None:
+    below = torch.tensor([471, 1, 61, 65, 0], dtype=torch.int32, device=DEVICE)
+    given: dict[str, Any] = {"kind": case.kind, "scale": case.scale, **how}
+    lists, some = case.new_lists(True, capacity), case.new_lists(True, capacity)
+    whole, counted = (torch.zeros(len(LENGTHS), dtype=torch.int64, device=DEVICE) for _ in range(2))
+    expected = function(*case[:4], *lists, visible=whole, **given)
+    found = function(*case[:4], *some, visible=counted, dense_below=below, **given)
+    for row in (1, 2, 4):
+        assert torch.equal(found[row], expected[row])
+        assert all(torch.equal(one[row], other[row]) for one, other in zip(some, lists))
+    assert counted.tolist() == [0, int(whole[1]), int(whole[2]), 0, int(whole[4])]
+
+
+@needs_triton
+def test_the_three_kernels_leave_dense_rows_out() -> None:
+    check_dense_rows_are_left_out(by_twins, draw_case(LENGTHS, 2, 2, 16, 8, torch.float16, spans=SPANS))
+
+
+def test_the_dispatcher_leaves_dense_rows_out() -> None:
+    check_dense_rows_are_left_out(sifted_attention, draw_case(LENGTHS, 2, 2, 16, 8, torch.float32, spans=SPANS))
 
 
 def on_gpu(test: Any) -> Any:
@@ -119,6 +141,21 @@ def test_ties_go_to_the_lower_page(candidates: int, keys: str) -> None:
     best = 1 + values[1:-2].sort(descending=True, stable=True).indices[:50].sort().values
     assert counts.tolist() == [[53, 53]]
     assert pages[0, :, :53].tolist() == [[0, *best.tolist(), candidates + 1, candidates + 2]] * 2
+
+
+@on_gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_the_single_launch_leaves_dense_rows_out_before_it_writes_a_list(early: bool) -> None:
+    case = draw_case(LENGTHS, 8, 4, 128, 16, torch.bfloat16, spans=SPANS)
+    assert runs(case, 64)
+    space = SiftSpace.make(case.kv, 4)
+    check_dense_rows_are_left_out(sifted_attention_cuda, case, 64, space=space, early=early)
+    assert not space.flags.any()
+    lists = case.new_lists(True, 64)
+    nobody = torch.full((len(LENGTHS),), 1000, dtype=torch.int32, device=DEVICE)
+    given: dict[str, Any] = {"kind": case.kind, "scale": case.scale, "space": space}
+    sifted_attention_cuda(*case[:4], *lists, dense_below=nobody, **given)
+    assert all(bool((tensor == -7).all()) for tensor in lists)
 
 
 @on_gpu

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods import BUILT_IN, catalogue, method_class
-from kvsift.methods.base import Method, ScoringMethod, _top_without_waiting, top_units
+from kvsift.methods.base import Method
+from kvsift.methods.scoring import ScoringMethod, _top_without_sync, top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit
 
 
@@ -54,7 +55,7 @@ def check_top(scores: Tensor, k: int) -> None:
     assert torch.equal(top_units(scores, k), expected)
     best = scores.topk(k).values
     least = best.masked_fill(best.isnan(), torch.inf).amin(-1, keepdim=True)
-    assert torch.equal(_top_without_waiting(scores, least, k), expected), "as on a GPU"
+    assert torch.equal(_top_without_sync(scores, least, k), expected), "as on a GPU"
 
 
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -144,9 +145,9 @@ def test_mass_is_averaged_over_heads_that_share() -> None:
 
 
 def test_a_method_that_cannot_select_says_so() -> None:
-    with pytest.raises(InputError, match="Method does not say how it selects"):
+    with pytest.raises(InputError, match="Method does not define select"):
         Method().select(None, SHAPE, torch.zeros(4, 1, 8), 0, Candidates(0, 2, 1), Limit(1), None)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="ScoringMethod does not say how it scores"):
+    with pytest.raises(InputError, match="ScoringMethod does not define score"):
         ScoringMethod().select(None, SHAPE, torch.zeros(4, 1, 8), 0, Candidates(0, 2, 1), Limit(1), None)  # type: ignore[arg-type]
 
 

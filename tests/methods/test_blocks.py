@@ -14,8 +14,8 @@ from torch import Tensor
 from kvsift.kernels.page_summary import SUMMARIES, page_scores, summarise
 from kvsift.methods.blocks import BlockRows
 from kvsift.methods.quest import Quest
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import Candidates, LayerShape
 
 SHAPE = LayerShape(layer=2, num_query_heads=4, num_kv_heads=2, head_dim=8, scale=8**-0.5)
@@ -157,7 +157,7 @@ def test_remembered_rows_are_those_of_the_store_whatever_happened(data: st.DataO
         start = data.draw(st.integers(0, max(stop - 1, 0)))
         if stop == 0:
             continue
-        reader = runner.store.row(0)
+        reader = runner.store.reader(0)
         rows = state.read(range(start, stop), reader)
         pages = reader.summary("minmax", slice(16 * start, 16 * stop)).unflatten(1, (-1, 16))
         expected = torch.cat([pages[..., :8].amax(2), pages[..., 8:].amin(2)], -1)

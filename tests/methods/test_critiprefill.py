@@ -12,11 +12,11 @@ from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, spy
 from torch import Tensor
 
 from kvsift.kernels.extremes import extremes
+from kvsift.layer.layer_messages import LayerMessages
 from kvsift.methods.critiprefill import CritiPrefill, block_rows, block_shares, fused
 from kvsift.methods.quest import Quest
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.relay import Relay
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 
 ESTIMATORS: list[Any] = ["code", "paper", "bound"]
 SMALL: dict[str, Any] = {"segment": 32, "block": 8, "page_size": 4}
@@ -114,12 +114,12 @@ def stack(
     method: CritiPrefill, layers: list[int], tokens: list[Tokens], budget: Budget = BUDGET, chunk: int = 64
 ) -> list[list[Asked]]:
     """What each layer was asked, in a model whose layers share a relay and have tokens of their own."""
-    relay, asked = Relay(), []
+    relay, asked = LayerMessages(), []
     runners = []
     for layer in layers:
         own = replace(method)
         asked.append(spy(own))
-        runners.append(Runner(Plan(prefill=Rule(own, budget)), shape=SHAPE._replace(layer=layer), relay=relay))
+        runners.append(Runner(Plan(prefill=Rule(own, budget)), shape=SHAPE._replace(layer=layer), messages=relay))
     for start in range(0, tokens[0].length, chunk):
         for runner, of in zip(runners, tokens):
             runner.feed(of.part(start, start + chunk))

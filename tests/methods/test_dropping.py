@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsift.methods.drops import NEVER, Drops
+from kvsift.methods.dropped_tokens import NEVER, DroppedTokens
 from kvsift.methods.recent_queries import KEPT_BACK, RecentQueries
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
 
 SPECS = ["h2o", "h2o:mode=oneshot", "h2o:mode=decode_only", "snapkv:queries=8", "tova"]
@@ -50,11 +50,11 @@ def test_keydiff_that_frees_judges_by_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *SHARING])
-def test_a_marked_point_can_be_come_back_to_from_however_far(spec: str) -> None:
+def test_a_checkpoint_is_restored_from_any_later_length(spec: str) -> None:
     """A document of 200 tokens, a question and an answer of more than 600, and back: as if nothing had been."""
     tokens, runner = draw_tokens(230, 0), Runner(plan_of(spec))
     runner.feed(tokens.part(0, 200))
-    runner.attention.mark()
+    runner.attention.checkpoint()
     for _ in range(2):
         runner.feed(draw_tokens(300, 1))
         runner.feed(draw_tokens(2 * KEPT_BACK, 2), decode_tokens=2 * KEPT_BACK)
@@ -146,7 +146,7 @@ def test_reports_say_whether_memory_is_freed(spec: str) -> None:
 @given(data=st.data())
 def test_drops_are_what_a_list_of_sets_would_be(ragged: bool, data: st.DataObject) -> None:
     """Dropping, taking back and forking; asked at any time, for the newest query or an earlier one."""
-    drops, history = Drops(2), [(0, [set(), set()])]  # type: tuple[Drops, list[tuple[int, list[set[int]]]]]
+    drops, history = DroppedTokens(2), [(0, [set(), set()])]  # type: tuple[DroppedTokens, list[tuple[int, list[set[int]]]]]
     length = 0
     for _ in range(data.draw(st.integers(1, 8))):
         action = data.draw(st.sampled_from(["keep", "keep", "keep", "crop", "fork"]))
@@ -182,7 +182,7 @@ def test_drops_are_what_a_list_of_sets_would_be(ragged: bool, data: st.DataObjec
 
 
 def test_a_query_saw_what_was_dropped_after_it() -> None:
-    drops = Drops(1)
+    drops = DroppedTokens(1)
     drops.keep(torch.tensor([[0, 3]]), 4, 5)
     drops.keep(torch.tensor([[3]]), 4, 6)
     tokens, positions = torch.tensor([[0, 1, 3, 6]]), torch.tensor([4, 5, 6])

@@ -15,14 +15,13 @@ from methods.weighted import seen, softmax_over, weighted
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.methods.dropped_tokens import DroppedTokens, as_they_are, select_remaining_shared
 from kvsift.methods.dropping import DroppingMethod
-from kvsift.methods.drops import Drops
 from kvsift.methods.h2o import H2O
-from kvsift.methods.keeping import as_they_are, select_left_together
 from kvsift.methods.snapkv import SnapKV
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import Candidates, Limit
 
 Worths = list[dict[int, float]]  # by head, of the candidates that it has left
@@ -47,7 +46,7 @@ def kept_by_rule(worths: Worths, k: int, own: int) -> list[set[int]]:
 def test_whatever_the_worth_and_the_limit_the_rule_is_kept(data: st.DataObject) -> None:
     """Limits that fall and rise, so that heads may have fewer left than is safe, ties, roll-backs and forks."""
     num_rows, first = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 2))
-    drops, position = Drops(num_rows), first + 2
+    drops, position = DroppedTokens(num_rows), first + 2
     history = [(-1, [set[int]() for _ in range(num_rows)])]  # what was gone after the query at a position
     for _ in range(data.draw(st.integers(1, 6))):
         position += data.draw(st.integers(1, 6))
@@ -66,7 +65,7 @@ def test_whatever_the_worth_and_the_limit_the_rule_is_kept(data: st.DataObject) 
             return padded.gather(1, tokens.clamp_min(0)).masked_fill(tokens < 0, 99.0)
 
         limit, candidates = Limit(k, adaptive=True), Candidates(first, stop - first, 1)
-        chosen = select_left_together(
+        chosen = select_remaining_shared(
             drops, candidates, limit, position, torch.device("cpu"), of, as_they_are, lambda own=own: own
         )
         worths = [{token: float(worth[row, token]) for token in tokens} for row, tokens in enumerate(left)]
@@ -86,7 +85,7 @@ def test_whatever_the_worth_and_the_limit_the_rule_is_kept(data: st.DataObject) 
 
 def test_a_head_that_has_less_than_its_fifth_leaves_the_rest_to_others() -> None:
     """The first head keeps one of twenty at first; when every head may have ten, the others cannot give it back."""
-    drops, cpu = Drops(2), torch.device("cpu")
+    drops, cpu = DroppedTokens(2), torch.device("cpu")
 
     def select(k: int, stop: int) -> list[int]:
         worth = torch.stack([torch.zeros(stop), torch.ones(stop)])
@@ -95,7 +94,7 @@ def test_a_head_that_has_less_than_its_fifth_leaves_the_rest_to_others() -> None
             return worth.gather(1, tokens.clamp_min(0))
 
         limit, candidates = Limit(k, adaptive=True), Candidates(0, stop, 1)
-        chosen = select_left_together(drops, candidates, limit, stop, cpu, of, as_they_are, lambda: 0)
+        chosen = select_remaining_shared(drops, candidates, limit, stop, cpu, of, as_they_are, lambda: 0)
         return (chosen.units >= 0).sum(1).tolist()
 
     assert select(5, 20) == [1, 9]
@@ -311,5 +310,5 @@ def test_freeing_is_refused_as_it_would_save_nothing(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["tova", "keydiff", "keydiff:evict=true"])
 def test_heads_that_have_nothing_to_compare_are_refused(spec: str) -> None:
     """TOVA's keep the same tokens, and KeyDiff's worth is no share of attention."""
-    with pytest.raises(InputError, match="head_budgets='adaptive' means nothing to it; leave it out"):
+    with pytest.raises(InputError, match="head_budgets='adaptive' does not apply; leave it out"):
         parse_plan(f"decode={spec}:head_budgets=adaptive")

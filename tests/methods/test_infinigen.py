@@ -11,14 +11,14 @@ from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, spy
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.calibration import write
-from kvsift.methods.infinigen import Channels, InfiniGen, sampled
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.relay import Relay
-from kvsift.runtime.sequence import SparseAttention
-from kvsift.runtime.spec import parse_plan
-from kvsift.runtime.stats import RunStats
+from kvsift.methods.infinigen import Channels, InfiniGen, num_sampled
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape, Origin
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=())
@@ -129,12 +129,12 @@ def test_channels_are_those_that_are_large_in_the_prompt() -> None:
         axes = state.choose(99, 2, torch.device("cpu"))
         assert axes[0].nonzero()[:, 0].tolist() == [3, 5]
         assert 1 in axes[1].nonzero()[:, 0].tolist()
-    assert [sampled(length) for length in (0, 16, 17, 48, 49, 100)] == [0, 0, 1, 1, 2, 3]
+    assert [num_sampled(length) for length in (0, 16, 17, 48, 49, 100)] == [0, 0, 1, 1, 2, 3]
 
 
-def attention(method: InfiniGen, layer: int, relay: Relay) -> SparseAttention:
+def attention(method: InfiniGen, layer: int, relay: LayerMessages) -> SparseAttention:
     plan = Plan(decode=Rule(method, BUDGET))
-    return SparseAttention(SHAPE._replace(layer=layer), plan, 1, torch.empty(0), RunStats(0), relay=relay)
+    return SparseAttention(SHAPE._replace(layer=layer), plan, 1, torch.empty(0), RunStats(0), messages=relay)
 
 
 def chunk(tokens: Tokens, foreseen: Tensor | None = None) -> Chunk:
@@ -147,7 +147,7 @@ def test_the_query_that_was_foreseen_chooses_and_the_true_one_attends() -> None:
     chosen, outputs = [], []
     for queries, foreseen in ((tokens.queries, None), (tokens.queries, other), (other, other)):
         method = InfiniGen(alpha=2.0, partial=1.0)
-        asked, layer = spy(method), attention(method, 3, Relay())
+        asked, layer = spy(method), attention(method, 3, LayerMessages())
         given = tokens._replace(queries=torch.cat([tokens.queries[:, :90], queries[:, 90:]], 1))
         layer.attend(chunk(given.part(0, 90)))
         rest = None if foreseen is None else foreseen[:, 90:]
@@ -183,5 +183,5 @@ def test_knobs_are_checked(wrong: dict[str, Any]) -> None:
 
 
 def test_it_takes_no_mass() -> None:
-    with pytest.raises(InputError, match="as many tokens as alpha says"):
+    with pytest.raises(InputError, match="as many tokens as alpha determines"):
         parse_plan("infinigen:mass=0.9")

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.methods.infllm import InfLLM
 from kvsift.methods.local_scores import LocalScores
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
 
 SMALL = {"chunk": 16, "block": 4, "representatives": 2, "local": 24}
@@ -200,18 +200,18 @@ def test_a_model_whose_rotation_is_not_known_needs_absolute_positions() -> None:
     Runner(Plan(decode=Rule(InfLLM(**SMALL, positions="absolute"), BUDGET)), shape=shape)
 
 
-def test_a_marked_length_is_come_back_to_from_however_far() -> None:
+def test_a_checkpoint_is_restored_from_any_later_length() -> None:
     """Farther than queries are kept for: those of the tile that was under way would be lost."""
     raw, plan = draw_tokens(800, 9), Plan(decode=Rule(InfLLM(**SMALL), BUDGET))
     there_and_back, straight = Runner(plan), Runner(plan)
     for runner in (there_and_back, straight):
         runner.feed(rotated(raw).part(0, 103))
-    there_and_back.attention.mark()
+    there_and_back.attention.checkpoint()
     there_and_back.feed(draw_tokens(600, 1))
     there_and_back.crop(0, 103)
     for runner in (there_and_back, straight):
         runner.feed(rotated(raw).part(103, 140))
-    one, other = (runner.attention._states["decode"][0] for runner in (there_and_back, straight))
+    one, other = (runner.attention._states.of("decode", 0) for runner in (there_and_back, straight))
     assert len(one.tiles) == len(other.tiles) == 140 // 16
     assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))
 
@@ -222,7 +222,7 @@ def test_a_long_prompt_at_once_is_summed_as_its_chunks_are() -> None:
     at_once, in_chunks = Runner(plan), Runner(plan)
     at_once.feed_all(rotated(raw), 699, [699])
     in_chunks.feed_all(rotated(raw), 699, [*range(0, 699, 37), 699])
-    one, other = (runner.attention._states["decode"][0] for runner in (at_once, in_chunks))
+    one, other = (runner.attention._states.of("decode", 0) for runner in (at_once, in_chunks))
     assert len(one.tiles) == len(other.tiles) == 700 // 16
     assert one._waiting == (), "the queries of the chunk are let go"
     assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))

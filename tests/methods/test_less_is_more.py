@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from contracts.checks import layers_hear_of_their_own_sequence_and_pass_alone as pass_alone
+from contracts.checks import messages_between_layers_stay_in_their_sequence_and_pass as pass_alone
 from contracts.harness import SHAPE, Asked, Runner, Stack, Tokens, draw_tokens, spy
 from torch import Tensor
 
@@ -14,9 +14,9 @@ from kvsift.errors import InputError
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.less_is_more import LessIsMore, merged_ranking
 from kvsift.methods.tidal_decode import TidalDecode
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=(0, 1))
 LAYERS = (0, 1, 2, 3, 5, 7)

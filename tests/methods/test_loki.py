@@ -17,9 +17,9 @@ from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.methods.calibration import write
 from kvsift.methods.loki import Loki
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape, Origin
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=())
@@ -56,7 +56,7 @@ def test_a_worked_example(tmp_path: Path) -> None:
     runner.feed_all(tokens, 3, [3])
     assert asked[0].selection.units.tolist() == [[0]]
     state = method.new_state(shape)
-    reader = runner.store.row(0)
+    reader = runner.store.reader(0)
     shares = method.shares(state, shape, tokens.queries[:, 3:], 3, reader)  # 2^(3 * 5), 2^(3 * 2), 2^(3 * 4), 2^0
     expected = torch.tensor([[2.0**15, 2**6, 2**12, 1]])
     torch.testing.assert_close(shares, expected / expected.sum())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods.magicpig import EPSILON, MagicPIG, angles, inclusion, within_budget
-from kvsift.runtime.budget import Budget
+from kvsift.plan.budget import Budget
 from kvsift.types import Candidates, Limit, Selection
 
 
@@ -82,7 +82,7 @@ def test_keys_collide_as_often_as_the_formula_says() -> None:
     shape = SHAPE._replace(head_dim=3)
     hits = torch.zeros(4)
     for seed in range(runs):
-        codes = MagicPIG(bits=bits, tables=tables, seed=seed).new_state(shape).of(vectors)
+        codes = MagicPIG(bits=bits, tables=tables, seed=seed).new_state(shape).hash(vectors)
         hits += (codes == codes[0]).sum(-1) >= 2
     expected = inclusion(angles(vectors[0], vectors), bits, tables)
     slack = 4 * (expected * (1 - expected) / runs).sqrt() + 1 / runs
@@ -144,7 +144,7 @@ def test_the_output_converges_to_the_exact_one_as_tables_are_added() -> None:
         bound = (SHARES * ((1 - u) / u).sqrt() * distance).sum(-1)  # [num_query_heads]
         for seed in range(20):
             state = MagicPIG(bits=3, tables=tables, seed=seed).new_state(SHAPE)
-            same = state.of(keys) == state.of(QUERY)  # [num_query_heads, NUM_KEYS, tables]
+            same = state.hash(keys) == state.hash(QUERY)  # [num_query_heads, NUM_KEYS, tables]
             weight = SHARES * torch.stack([within_budget(of, NUM_KEYS)[0] for of in same]) / (u + EPSILON)
             errors.append((weight.unsqueeze(-1) * (VALUES - EXACT.unsqueeze(1))).sum(1).norm(dim=-1))
         rms = torch.stack(errors).square().mean(0).sqrt()
@@ -158,10 +158,10 @@ def test_keys_are_hashed_once_until_the_centre_moves() -> None:
     tokens = draw_tokens(80, 1)
     method = MagicPIG(bits=3, tables=10)
     runner = Runner(phase_plan(method, Budget(tokens=20, sinks=2, window=4, dense_layers=()), "decode"))
-    state = runner.attention._states["decode"][0]
+    state = runner.attention._states.of("decode", 0)
     hashed: list[int] = []
-    hash_of = state.of
-    state.of = lambda vectors: (hashed.append(vectors.shape[-2]), hash_of(vectors))[1]
+    original = state.hash
+    state.hash = lambda vectors: (hashed.append(vectors.shape[-2]), original(vectors))[1]
     runner.feed_all(tokens, 66, range(66, 80))
     keys_hashed = hashed[::2]  # the others are the queries
     # 61 candidates at the first step, and 64 at the fourth: 56 have settled, then 64 until there are 80
@@ -180,8 +180,8 @@ def test_prepare_hashes_and_changes_nothing() -> None:
     method, reader = MagicPIG(bits=3, tables=10), Keys(TOKENS.keys[:, :NUM_KEYS])
     states = [method.new_state(SHAPE) for _ in range(2)]
     method.prepare(states[0], SHAPE, ALL, reader, Limit(20))  # type: ignore[arg-type]
-    hash_of, hashed = states[0].of, []
-    states[0].of = lambda vectors: (hashed.append(vectors.shape[-2]), hash_of(vectors))[1]
+    original, hashed = states[0].hash, []
+    states[0].hash = lambda vectors: (hashed.append(vectors.shape[-2]), original(vectors))[1]
     first, second = (
         method.select(state, SHAPE, QUERY, NUM_KEYS, ALL, Limit(20), reader)  # type: ignore[arg-type]
         for state in states
@@ -214,5 +214,5 @@ def test_the_papers_dense_layers_are_the_default_and_memory_is_declared() -> Non
     method = MagicPIG()
     assert method.budget_defaults == {"dense_layers": (0, 16, 32, 48, 64)}
     state, _ = asked(method, 20)
-    held = state._rows._room[:, 0]
+    held = state._rows._buffer[:, 0]
     assert method.state_bytes_per_token(SHAPE) == held.numel() * held.element_size() == 2 * 150 * 2

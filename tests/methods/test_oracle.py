@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsift.methods.oracle import OraclePages, OracleTokens
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape
 
 GROUPED = SHAPE  # two query heads per KV head: "auto" shares, "query" does not

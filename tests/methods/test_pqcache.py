@@ -14,7 +14,7 @@ from kvsift.errors import InputError
 from kvsift.methods import kmeans
 from kvsift.methods.pqcache import PQCache, cut
 from kvsift.methods.token_rows import settled
-from kvsift.runtime.budget import Budget
+from kvsift.plan.budget import Budget
 from kvsift.types import Candidates, LayerShape, Limit, Selection
 
 
@@ -151,7 +151,7 @@ def test_new_tokens_get_the_centroids_there_are_until_a_refit(monkeypatch: pytes
     monkeypatch.setattr(kmeans, "fit", lambda points, *how: (fits.append(points.shape[-2]), fit(points, *how))[1])
     method = PQCache(bits=2)
     runner = Runner(phase_plan(method, Budget(tokens=20, sinks=2, window=4, dense_layers=()), "decode"))
-    state = runner.attention._states["decode"][0]
+    state = runner.attention._states.of("decode", 0)
     tokens = draw_tokens(90, 1)
     runner.feed_all(tokens.part(0, 78), 66, range(66, 78))  # 61 to 72 candidates
     assert fits == [56, 64]
@@ -188,6 +188,6 @@ def test_memory_is_declared() -> None:
     method, tokens = PQCache(parts=4), draw_tokens(101, 1)
     state = method.new_state(SHAPE)
     state.read(Keys(tokens.keys), Candidates(0, 101, 1))
-    held = state._rows._room[:, 0]
+    held = state._rows._buffer[:, 0]
     assert method.state_bytes_per_token(SHAPE) == held.numel() * held.element_size() == 4 * 2
     assert method.budget_defaults == {"sinks": 32, "ratio": 0.1}

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.spec import make_rule
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import make_rule
 from kvsift.types import LayerShape
 
 MHA = LayerShape(layer=2, num_query_heads=4, num_kv_heads=4, head_dim=8, scale=8**-0.5)

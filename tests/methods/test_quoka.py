@@ -13,9 +13,9 @@ from torch import Tensor
 from kvsift.kernels.unlikeness import unlikeness
 from kvsift.methods.key_norms import KeyNorms
 from kvsift.methods.quoka import QuoKA, kept_queries, key_scores
-from kvsift.placement.device import DeviceStore
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.paged import PagedStore
 
 BUDGET = Budget(tokens=30, sinks=4, window=6, dense_layers=())
 MODES: list[Any] = ["shared", "paired_sorted", "max_of_mean_exact"]
@@ -68,9 +68,9 @@ def textbook(method: QuoKA, queries: Tensor, keys: Tensor) -> Tensor:
 
 def cached(keys: Tensor) -> Any:
     """What a method reads of a sequence."""
-    store = DeviceStore(SHAPE, 1, 4, keys)
+    store = PagedStore(SHAPE, 1, 4, keys)
     store.append(0, keys, keys)
-    return store.row(0)
+    return store.reader(0)
 
 
 def asked_in_prefill(method: QuoKA, tokens: Tokens, budget: Budget = BUDGET) -> tuple[list[Asked], Runner]:

@@ -10,8 +10,8 @@ import torch
 from contracts.harness import SHAPE, Asked, Runner, draw_tokens, spy
 
 from kvsift.methods.random import Random
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
 
 DRAW = """
 import torch

@@ -15,8 +15,8 @@ from kvsift.errors import InputError
 from kvsift.indexes.recorder import QueryRecorder
 from kvsift.methods import retrieval_attention
 from kvsift.methods.retrieval_attention import RetrievalAttention
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.spec import make_rule, parse_plan
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import make_rule, parse_plan
 from kvsift.types import Candidates, LayerShape, Limit, Rope
 
 SHAPE = LayerShape(layer=2, num_query_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
@@ -56,7 +56,7 @@ def reference(tokens: Tokens, shared: bool) -> Tensor:
 
 
 def state_of(runner: Runner, row: int = 0) -> Any:
-    return runner.attention._states["decode"][row]
+    return runner.attention._states.of("decode", row)
 
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
@@ -76,7 +76,7 @@ def test_generated_tokens_are_found_once_they_leave_the_window(index: str) -> No
     runner = Runner(plan(**knobs(index)), shape=SHAPE)
     answer = runner.feed_all(tokens, 100, range(100, 160))[:, -1]
     assert_same_answer(answer, reference(tokens, False), "a generated token was lost")
-    assert len(state_of(runner).parts) == 1, "the index was built more than once"
+    assert len(state_of(runner).spans) == 1, "the index was built more than once"
 
 
 @pytest.mark.parametrize("index", EXACT)
@@ -87,12 +87,12 @@ def test_a_tail_that_grows_long_gets_an_index_of_its_own(index: str, monkeypatch
     answer = [runner.feed(tokens.part(0, 100), None)[0]]
     answer += [runner.feed(tokens.part(at, at + 1), None, decode_tokens=1)[0] for at in range(100, 180)]
     assert_same_answer(answer[-1][:, 0], reference(tokens, False), "parts do not add up")
-    parts = state_of(runner).parts
+    parts = state_of(runner).spans
     assert [(part.first, part.stop) for part in parts] == [(4, 93), (93, 114), (114, 135), (135, 156)]
     runner.fork([0, 0])
     runner.crop(1, 130)
-    assert [part.stop for part in state_of(runner, 1).parts] == [93, 114]
-    assert len(state_of(runner).parts) == 4
+    assert [part.stop for part in state_of(runner, 1).spans] == [93, 114]
+    assert len(state_of(runner).spans) == 4
     ways = tokens.part(0, 130).then(draw_tokens(1, 5, SHAPE))
     other = runner.feed(None, ways.part(130), decode_tokens=1)[1]
     assert_same_answer(other[:, 0], reference(ways, False), "a fork remembers what was cropped")
@@ -105,7 +105,7 @@ def test_what_the_graph_cannot_reach_is_looked_for() -> None:
     runner = Runner(plan(**knobs("graph")), shape=SHAPE)
     runner.feed_all(tokens.part(0, 120), 119, [119])
     state = state_of(runner)
-    graph = state.parts[0].index
+    graph = state.spans[0].index
     graph.neighbours.fill_(-1)
     graph.entries[:, 2:] = -1
     answer = runner.feed(tokens.part(120), decode_tokens=1)[0]
@@ -121,13 +121,13 @@ def test_prepare_builds_what_the_first_question_uses(per: str, graphs: int) -> N
     runner.feed(tokens.part(0, 119))
     runner.attention.prepare()
     state, method = state_of(runner), RetrievalAttention(index="graph")
-    built = state.parts[0]
+    built = state.spans[0]
     assert (built.first, built.stop, built.length) == (SINKS, 120 - WINDOW, 119)
     answer = runner.feed(tokens.part(119), decode_tokens=1)[0]
     assert_same_answer(answer[:, 0], reference(tokens, False), "not the nearest keys")
-    assert state.parts == [built]
+    assert state.spans == [built]
     runner.crop(0, 119)
-    assert state.parts == [built], "a roll-back to where it was built needs no other index"
+    assert state.spans == [built], "a roll-back to where it was built needs no other index"
     told = method.describe(state)
     assert told["samples"] == 119
     assert told["level"] == native.level()
@@ -135,7 +135,7 @@ def test_prepare_builds_what_the_first_question_uses(per: str, graphs: int) -> N
     assert told["indexes"][0]["graphs"] == graphs
     assert told["indexes"][0]["scanned"] > 0
     runner.crop(0, 118)
-    assert state.parts == []
+    assert state.spans == []
 
 
 @needs_core
@@ -230,7 +230,7 @@ def test_settings_that_mean_nothing_are_refused(settings: dict[str, Any], says: 
 
 
 def test_a_share_of_attention_cannot_be_asked_of_it() -> None:
-    with pytest.raises(InputError, match="knows nothing of the keys that its index left out"):
+    with pytest.raises(InputError, match="does not score the keys that its index left out"):
         parse_plan("retrieval_attention:mass=0.9")
 
 

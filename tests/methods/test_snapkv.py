@@ -12,9 +12,9 @@ from torch.nn.functional import max_pool1d
 
 from kvsift.errors import InputError
 from kvsift.methods.snapkv import SnapKV
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 
 # A prompt of six tokens whose last two queries vote on the first four.
 QUIET = [[1] * (i + 1) for i in range(4)]
@@ -69,7 +69,7 @@ def test_another_prompt_votes_anew_over_what_is_left() -> None:
 
 
 def left_of(runner: Runner, length: int) -> Tensor:
-    drops = runner.attention._states["decode"][0].drops
+    drops = runner.attention._states.of("decode", 0).drops
     return torch.zeros(SHAPE.num_kv_heads, length, dtype=torch.bool).scatter_(
         1, drops.left(length, torch.device("cpu")), True
     )

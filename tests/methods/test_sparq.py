@@ -13,9 +13,9 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.methods.sparq import SparQ
 from kvsift.methods.value_mean import ValueMean
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
 
 BUDGET = Budget(tokens=30, sinks=3, window=6, dense_layers=())

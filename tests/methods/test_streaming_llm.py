@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods.streaming_llm import StreamingLLM
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 
 
 def lambda_mask(length: int, sinks: int, tokens: int) -> Tensor:
@@ -93,7 +93,7 @@ def test_a_query_sees_sinks_from_the_end_of_the_cache() -> None:
     """Two sinks and a window of three: the query at 9 sees 0, 1, 7, 8, 9, cached as 0 to 4; five are skipped."""
     budget, method = Budget(tokens=5, sinks=2, dense_layers=()), StreamingLLM("cache")
     assert budget.always(9, 1, fill=True) == (2, 7)
-    assert method.move(torch.tensor([9]), [(2, 7)]).queries.tolist() == [4]
+    assert method.reposition(torch.tensor([9]), [(2, 7)]).queries.tolist() == [4]
 
 
 @given(start=st.integers(0, 10**6), tokens=st.integers(5, 600), sinks=st.integers(0, 4), count=st.integers(1, 9))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods.tova import TOVA
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.plan import Plan, Rule
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
 
 # Weights of queries 0 to 4, of two KV heads; 3 and 4 are generated. Query 3 sees no token 1, whatever its weight.
 FIRST = [[1], [1, 1], [0.50, 0.25, 0.25], [2, 9, 1, 1], [1] * 5]

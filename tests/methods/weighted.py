@@ -6,7 +6,7 @@ import torch
 from contracts.harness import Runner, Tokens
 from torch import Tensor
 
-from kvsift.runtime.plan import Plan
+from kvsift.plan.plan import Plan
 from kvsift.types import LayerShape
 
 

@@ -46,8 +46,8 @@ def test_chunks_give_the_logits_and_the_cache_of_transformers(family: str, plan:
         torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
     assert fast.get_seq_length() == slow.get_seq_length() == sum(CHUNKS)
     for one, other in zip(fast.attentions, slow.attentions, strict=True):
-        torch.testing.assert_close(one.store.row(0).keys(), other.store.row(0).keys(), rtol=1e-4, atol=2e-5)
-        torch.testing.assert_close(one.store.row(0).values(), other.store.row(0).values(), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(one.store.reader(0).keys(), other.store.reader(0).keys(), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(one.store.reader(0).values(), other.store.reader(0).values(), rtol=1e-4, atol=2e-5)
     counted = [cache.run.report()["phases"]["prefill"] for cache in (fast, slow)]
     for key in ("queries", "visible_tokens", "sparse_queries", "density"):
         assert counted[0][key] == counted[1][key]

@@ -17,7 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import kvsift
 from kvsift.errors import InputError
-from kvsift.models.transformers_pinning import RopeLimits
+from kvsift.models.transformers_rope import RopeLimits
 from kvsift.models.transformers_step import TransformersStep
 
 LENGTH = 300

@@ -10,7 +10,8 @@ import torch
 from models.tiny import SPARSE, greedy, left_alone, logits, prompt, ragged, tiny
 
 import kvsift
-from kvsift.models.transformers_adapter import Adapter
+from kvsift.models.transformers_calls import Calls
+from kvsift.models.transformers_inputs import check_uncached
 
 
 def test_a_block_inside_another_is_refused_and_the_outer_one_goes_on() -> None:
@@ -37,7 +38,7 @@ def test_a_forward_pass_that_records_gradients_is_refused(way: str) -> None:
     model = tiny()
     cache = kvsift.make_cache(model, SPARSE) if way == "make_cache" else None
     block = nullcontext() if way == "make_cache" else kvsift.sparse(model, SPARSE)
-    with block, pytest.raises(kvsift.InputError, match=r"for inference.*no_grad"):
+    with block, pytest.raises(kvsift.InputError, match=r"supports inference only.*no_grad"):
         model(prompt(20), past_key_values=cache)
 
 
@@ -111,9 +112,10 @@ def test_rows_packed_by_their_lengths_are_refused() -> None:
 
 def test_positions_of_a_picture_are_no_packed_rows() -> None:
     """Patches share their time; it never goes back."""
-    adapter = Adapter(tiny())
     time = torch.tensor([0, 1, 2, 2, 2, 2, 4, 5])[None]
-    adapter._refuse_uncached({"position_ids": time.expand(3, 1, -1)})
+    check_uncached({"position_ids": time.expand(3, 1, -1)}, Calls())
+    with pytest.raises(kvsift.InputError, match="position_ids that start anew"):
+        check_uncached({"position_ids": time.flip(1).expand(3, 1, -1)}, Calls())
 
 
 @pytest.mark.parametrize("way", ["forward", "generate", "config"])

@@ -66,7 +66,7 @@ def bart() -> PreTrainedModel:
 
 
 def gemma_both_ways() -> PreTrainedModel:
-    """As inside PaliGemma, whose prompt sees both ways, with sdpa even where no mask says so."""
+    """As inside PaliGemma, whose prompt is bidirectional, with sdpa even without a mask."""
     return GemmaForCausalLM(GemmaConfig(**SIZES, use_bidirectional_attention=True))
 
 
@@ -87,9 +87,9 @@ REFUSED = {
     deepseek: ("DeepseekV3ForCausalLM", "multi-head latent attention"),
     t5: ("T5ForConditionalGeneration", "encoder-decoder"),
     mamba: ("MambaForCausalLM", "no full-attention layer"),
-    bert: ("BertLMHeadModel", "of an encoder, or across to one"),
-    bart: ("BartForCausalLM", "of an encoder, or across to one"),
-    gemma_both_ways: ("GemmaForCausalLM", "its attention sees both ways"),
+    bert: ("BertLMHeadModel", "of an encoder, or cross-attention"),
+    bart: ("BartForCausalLM", "of an encoder, or cross-attention"),
+    gemma_both_ways: ("GemmaForCausalLM", "its attention is bidirectional"),
     sliding_mistral: ("MistralForCausalLM", "no full-attention layer"),
     gemma3n: ("Gemma3nForCausalLM", "cache"),  # its upper layers attend what lower ones cached
 }

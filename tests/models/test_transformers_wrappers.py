@@ -57,18 +57,18 @@ def test_a_model_with_offloaded_weights_is_sifted() -> None:
 def test_a_block_that_saw_no_query_says_so(way: str) -> None:
     model, other = tiny(), tiny(seed=2)
     if way == "plain":
-        with pytest.warns(UserWarning, match="has seen no query"), kvsift.sparse(model, SPARSE):
+        with pytest.warns(UserWarning, match="attended no query"), kvsift.sparse(model, SPARSE):
             greedy(other, prompt())
         return
-    with pytest.raises(kvsift.NothingSkipped, match="has seen no query"), kvsift.sparse(model, SPARSE, strict=True):
+    with pytest.raises(kvsift.NothingSkipped, match="attended no query"), kvsift.sparse(model, SPARSE, strict=True):
         greedy(other, prompt())
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-4B", None, nn.Linear(2, 2)])
 def test_what_is_no_model_of_transformers_is_refused(model: Any) -> None:
-    with pytest.raises(kvsift.InputError, match="kvsift takes a model of transformers"), kvsift.sparse(model, SPARSE):
+    with pytest.raises(kvsift.InputError, match="kvsift needs a model of transformers"), kvsift.sparse(model, SPARSE):
         pass
-    with pytest.raises(kvsift.InputError, match="kvsift takes a model of transformers"):
+    with pytest.raises(kvsift.InputError, match="kvsift needs a model of transformers"):
         kvsift.make_cache(model, SPARSE)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES, page_scores, summarise
-from kvsift.methods.base import top_units
+from kvsift.methods.scoring import top_units
 from kvsift.native import twins
 
 

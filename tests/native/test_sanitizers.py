@@ -32,11 +32,11 @@ def test_the_core_is_clean_under(sanitizer: str, tmp_path: Path) -> None:
     every_level = sanitizer == "address" and platform.machine().lower() in ("x86_64", "amd64")
     common = ["g++", "-std=c++17", "-O1", "-g1", "-w", f"-I{CSRC}", *SANITIZERS[sanitizer]]
     common += ["-DKVSIFT_X86"] if every_level else []
-    objects = [tmp_path / "levels.o"]
-    run(*common, "-c", CSRC / "levels" / "levels.cpp", "-o", objects[0])
+    objects = [tmp_path / "isa.o"]
+    run(*common, "-c", CSRC / "isa" / "isa.cpp", "-o", objects[0])
     for level in LEVELS if every_level else ["generic"]:
         objects.append(tmp_path / f"{level}.o")
-        run(*common, *LEVELS[level], "-c", CSRC / "levels" / f"{level}.cpp", "-o", objects[-1])
+        run(*common, *LEVELS[level], "-c", CSRC / "isa" / f"{level}.cpp", "-o", objects[-1])
     programs = sorted((CSRC / "tests").glob("*.cpp"))
     assert programs
     for source in programs:

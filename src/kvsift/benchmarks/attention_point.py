@@ -13,16 +13,16 @@ from kvsift.benchmarks.timing import COLD_BYTES
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
-from kvsift.runtime.budget import Budget
-from kvsift.runtime.paged_decode import list_capacity, page_spans
+from kvsift.layer.paged_decode import list_capacity, page_spans
+from kvsift.plan.budget import Budget
 
 DTYPE = torch.bfloat16
 LARGEST_BYTES = 60 << 30  # of all buffers
-SUMMARISED_NUMBERS = 1 << 27  # keys summarised at once: what that needs meanwhile is a few times as much
+SUMMARISED_NUMBERS = 1 << 27  # of keys, summarised at once: workspace is a few times as large
 
 
 @dataclass(frozen=True)
-class Point:
+class AttentionPoint:
     """Attention of one decode step in one layer."""
 
     num_query_heads: int
@@ -44,7 +44,7 @@ class Point:
 
     @property
     def rule(self) -> Budget:
-        """Who is always seen, and how many in all."""
+        """The budget of a list, with sinks and window."""
         return Budget(tokens=self.budget)
 
     @property
@@ -61,62 +61,62 @@ class Point:
 
     @property
     def capacity(self) -> int:
-        """Pages that a list must be able to hold."""
+        """Pages that a list has room for."""
         return list_capacity(self.rule, self.max_pages, self.page_size)
 
     def spans(self, lengths: Tensor) -> Tensor:
-        """What the budget says about every sequence, int32 [batch, 4]; see ``page_spans``."""
+        """Return the page spans of every sequence, int32 [batch, 4]; see ``page_spans``."""
         return page_spans(self.rule, lengths, self.page_size)
 
     @cached_property
     def counted(self) -> tuple[int, int]:
         """Candidate pages and visible pages of each list."""
-        first, stop, chosen, held = self.spans(torch.tensor([self.context]))[0].tolist()
-        return stop - first, first + chosen + held - stop
+        first, stop, selected, total = self.spans(torch.tensor([self.context]))[0].tolist()
+        return stop - first, first + selected + total - stop
 
     @property
     def dense_bytes(self) -> int:
-        """Keys and values of the whole context."""
+        """Bytes of keys and values of the whole context."""
         return 2 * self.batch * self.num_kv_heads * self.context * self.head_dim * DTYPE.itemsize
 
     def summary_bytes(self, kind: str) -> int:
-        """Rows of all candidates."""
-        of = SUMMARIES[kind]
-        width = of.width(self.head_dim) * (of.dtype or DTYPE).itemsize
-        return self.batch * self.num_kv_heads * self.counted[0] * width
+        """Bytes of the summary rows of all candidates."""
+        summary = SUMMARIES[kind]
+        row_bytes = summary.width(self.head_dim) * (summary.dtype or DTYPE).itemsize
+        return self.batch * self.num_kv_heads * self.counted[0] * row_bytes
 
     def sparse_bytes(self, kind: str) -> int:
-        """Rows of all candidates, keys and values of the visible pages."""
+        """Bytes of the summary rows of all candidates, and of keys and values of the visible pages."""
         visible = self.counted[1] * self.page_size
         kv = 2 * self.batch * self.num_kv_heads * visible * self.head_dim * DTYPE.itemsize
         return self.summary_bytes(kind) + kv
 
     def num_sets(self, kinds: list[str], free_bytes: int) -> int:
-        """Sets of buffers, so many that none is still in a cache when it is read again; at least two.
+        """Return how many sets of buffers keep every read cold; at least two.
 
         Raises:
             InputError: if not even two fit.
         """
-        each = self.dense_bytes + sum(self.summary_bytes(kind) for kind in kinds)
-        if 2 * each > free_bytes:
+        set_bytes = self.dense_bytes + sum(map(self.summary_bytes, kinds))
+        if 2 * set_bytes > free_bytes:
             raise InputError(
-                f"two sets of buffers need {2 * each / 2**30:.1f} GiB and {free_bytes / 2**30:.1f} GiB are free"
+                f"two sets of buffers need {2 * set_bytes / 2**30:.1f} GiB and {free_bytes / 2**30:.1f} GiB are free"
             )
-        wanted = ceil(COLD_BYTES / min(self.sparse_bytes(kind) for kind in kinds)) + 1
-        return max(2, min(wanted, min(LARGEST_BYTES, free_bytes) // each))
+        cold = ceil(COLD_BYTES / min(map(self.sparse_bytes, kinds))) + 1
+        return max(2, min(cold, min(LARGEST_BYTES, free_bytes) // set_bytes))
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one launch reads."""
+    """Inputs of one launch."""
 
     queries: Tensor  # [batch, num_query_heads, head_dim]
     kv: PagedKV
     summaries: dict[str, Tensor]  # kind -> [num_kv_heads, num_pages, width]
 
     @classmethod
-    def random(cls, point: Point, kinds: list[str], device: torch.device, seed: int) -> Buffers:
-        """Normal numbers; the pages of a sequence are consecutive, so that dense kernels can have one tensor."""
+    def random(cls, point: AttentionPoint, kinds: list[str], device: torch.device, seed: int) -> Buffers:
+        """Return normal numbers; the pages of a sequence are consecutive, so that dense kernels take a view."""
         torch.manual_seed(seed)
         num_pages = point.batch * point.max_pages
         pool = (point.num_kv_heads, num_pages, point.page_size, point.head_dim)
@@ -142,18 +142,18 @@ class Buffers:
 
 
 def new_summary(kind: str, keys: Tensor) -> Tensor:
-    """Rows of all pages of a pool, [num_kv_heads, num_pages, width]."""
-    of = SUMMARIES[kind]
-    rows = keys.new_empty(*keys.shape[:2], of.width(keys.shape[3]), dtype=of.dtype or keys.dtype)
+    """Return the summary rows of all pages of a pool, [num_kv_heads, num_pages, width]."""
+    summary = SUMMARIES[kind]
+    rows = keys.new_empty(*keys.shape[:2], summary.width(keys.shape[3]), dtype=summary.dtype or keys.dtype)
     fill_summary(kind, keys, rows)
     return rows
 
 
 def fill_summary(kind: str, keys: Tensor, rows: Tensor) -> None:
-    """Write the rows of all pages of a pool, some pages at a time; every token counts."""
+    """Write the summary rows of all pages of a pool, some pages at a time; every token counts."""
     num_kv_heads, num_pages, page_size, head_dim = keys.shape
-    some = max(1, SUMMARISED_NUMBERS // (num_kv_heads * page_size * head_dim))
-    valid = torch.ones(some, page_size, dtype=torch.bool, device=keys.device)
-    for start in range(0, num_pages, some):
-        pages = slice(start, min(start + some, num_pages))
+    step = max(1, SUMMARISED_NUMBERS // (num_kv_heads * page_size * head_dim))
+    valid = torch.ones(step, page_size, dtype=torch.bool, device=keys.device)
+    for start in range(0, num_pages, step):
+        pages = slice(start, min(start + step, num_pages))
         rows[:, pages] = summarise(kind, keys[:, pages], valid[: pages.stop - start])

@@ -1,12 +1,13 @@
-"""Attention results as tables and text. Numbers are rendered, never typed."""
+"""Attention results as Markdown tables, as text for a terminal, and as one line of JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import isfinite
 from statistics import median
 from typing import Any
 
-from kvsift.benchmarks.break_even import break_even
-from kvsift.benchmarks.numbers import spread, table, tokens
+from kvsift.benchmarks.numbers import break_even, spread, table, tokens
 
 OURS_DENSE = "ours-dense"
 Points = list[dict[str, Any]]
@@ -14,7 +15,7 @@ Shape = tuple[int, int]
 
 
 def labels(result: dict[str, Any]) -> dict[str, str]:
-    """Name of a variant -> what it is, with its version."""
+    """Return the labels of variants, with versions."""
     torch, libraries = result["versions"]["torch"], result.get("gpu", {}).get("libraries", {})
     number, flashinfer = int(libraries.get("cudnn") or 0), libraries.get("flashinfer")
     cudnn = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
@@ -28,38 +29,44 @@ def labels(result: dict[str, Any]) -> dict[str, str]:
 
 
 def medians(point: dict[str, Any], role: str | None = None) -> dict[str, float]:
-    """Seconds of every variant that was timed."""
+    """Return the median seconds of every timed variant."""
     timed = [v for v in point.get("variants", []) if v.get("samples_s") and role in (None, v["role"])]
     return {variant["name"]: median(variant["samples_s"]) for variant in timed}
 
 
 def best_dense(point: dict[str, Any]) -> tuple[str, float]:
-    """The fastest dense variant, ours among them, and its seconds; ("", inf) if none ran."""
+    """Return the fastest dense variant, ours included, and its seconds; ("", inf) if none ran."""
     dense = medians(point, "dense")
-    return min(dense.items(), key=lambda each: each[1], default=("", float("inf")))
+    return min(dense.items(), key=lambda item: item[1], default=("", float("inf")))
 
 
 def floors(point: dict[str, Any], bandwidth: float) -> dict[str, float]:
-    """Seconds that the bytes of every variant need."""
+    """Return the seconds that memory takes for the bytes of every variant."""
     return {variant["name"]: variant["bytes"] / bandwidth for variant in point.get("variants", [])}
 
 
 def shapes(result: dict[str, Any]) -> dict[Shape, Points]:
-    """Measured points by heads, contexts ascending."""
-    found: dict[Shape, Points] = {}
+    """Return measured points by heads, contexts ascending."""
+    groups: dict[Shape, Points] = {}
     for point in result["points"]:
         if "variants" in point:
-            found.setdefault((point["num_query_heads"], point["num_kv_heads"]), []).append(point)
-    return {shape: sorted(points, key=lambda point: point["context"]) for shape, points in found.items()}
+            groups.setdefault((point["num_query_heads"], point["num_kv_heads"]), []).append(point)
+    return {shape: sorted(points, key=lambda point: point["context"]) for shape, points in groups.items()}
+
+
+def measured(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Return measured points with heads and context as text."""
+    for (query_heads, kv_heads), points in shapes(result).items():
+        yield from ((f"{query_heads}/{kv_heads}", tokens(point["context"]), point) for point in points)
 
 
 def sparse_names(result: dict[str, Any]) -> list[str]:
-    """Of our variants."""
+    """Return the names of sparse variants."""
     return [f"quest-{kind}" for kind in result["recipe"]["score_by"]]
 
 
 def attention_tables(result: dict[str, Any]) -> str:
-    """A Markdown table per shape: the best dense kernel, ours, and every sparse variant with floor and speed-up."""
+    """Return a Markdown table per shape: the best dense kernel, ours, and sparse variants with floor and speed-up."""
     columns = ["context", "best dense", "times its floor", "by", "ours, dense"]
     for name in sparse_names(result):
         columns += [name, "times its floor", "speed-up"]
@@ -71,17 +78,17 @@ def attention_tables(result: dict[str, Any]) -> str:
 
 
 def _row(point: dict[str, Any], sparse: list[str], bandwidth: float) -> list[str]:
-    name, dense = best_dense(point)
+    best, dense = best_dense(point)
     seconds, floor = medians(point), floors(point, bandwidth)
-    cells = [tokens(point["context"]), _us(dense), _ratio(dense, floor.get(name)), name or "-"]
+    cells = [tokens(point["context"]), _us(dense), _ratio(dense, floor.get(best)), best or "-"]
     cells.append(_us(seconds.get(OURS_DENSE)))
-    for each in sparse:
-        cells += [_us(seconds.get(each)), _ratio(seconds.get(each), floor.get(each)), _times(dense, seconds.get(each))]
+    for name in sparse:
+        cells += [_us(seconds.get(name)), _ratio(seconds.get(name), floor.get(name)), _times(dense, seconds.get(name))]
     return cells
 
 
 def dense_tables(result: dict[str, Any]) -> str:
-    """A Markdown table per shape: every dense variant, and the floor they share."""
+    """Return a Markdown table per shape: every dense variant, and their common floor."""
     parts = []
     for (query_heads, kv_heads), points in shapes(result).items():
         names = [variant["name"] for variant in points[0]["variants"] if variant["role"] == "dense"]
@@ -95,113 +102,153 @@ def dense_tables(result: dict[str, Any]) -> str:
 
 
 def headline_table(result: dict[str, Any], contexts: list[int]) -> str:
-    """One Markdown table of the points with these contexts."""
-    rows = []
-    for (query_heads, kv_heads), points in shapes(result).items():
-        for point in points:
-            if point["context"] in contexts:
-                name, dense = best_dense(point)
-                seconds = medians(point)
-                ours = [
-                    f"{_us(seconds.get(each))} ({_times(dense, seconds.get(each))})" for each in sparse_names(result)
-                ]
-                heads = f"{query_heads}/{kv_heads}"
-                rows.append([heads, tokens(point["context"]), f"{_us(dense)} ({name})", *ours])
-    return table(["heads", "context", "best dense", *sparse_names(result)], rows)
+    """Return one Markdown table of the points with these contexts."""
+    rows, sparse = [], sparse_names(result)
+    for heads, context, point in measured(result):
+        if point["context"] in contexts:
+            (name, dense), seconds = best_dense(point), medians(point)
+            ours = [f"{_us(seconds.get(each))} ({_times(dense, seconds.get(each))})" for each in sparse]
+            rows.append([heads, context, f"{_us(dense)} ({name})", *ours])
+    return table(["heads", "context", "best dense", *sparse], rows)
 
 
 def break_evens(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Tokens from which each sparse variant is faster, per shape: than the best dense kernel, and than ours."""
-    found = []
-    for shape, points in shapes(result).items():
+    """Return the tokens from which each sparse variant is faster than the best dense kernel and than ours."""
+    rows = []
+    for (query_heads, kv_heads), points in shapes(result).items():
         for name in sparse_names(result):
-            both = [point for point in points if name in medians(point)]
+            timed = [point for point in points if name in medians(point)]
+            contexts, sparse = [point["context"] for point in timed], [medians(point)[name] for point in timed]
             rivals = {
-                "best dense": [best_dense(point)[1] for point in both],
-                OURS_DENSE: [medians(point).get(OURS_DENSE, float("inf")) for point in both],
+                "best dense": [best_dense(point)[1] for point in timed],
+                OURS_DENSE: [medians(point).get(OURS_DENSE, float("inf")) for point in timed],
             }
             for rival, dense in rivals.items():
-                if both and max(dense) < float("inf"):
-                    contexts, sparse = [p["context"] for p in both], [medians(p)[name] for p in both]
-                    here = {"num_query_heads": shape[0], "num_kv_heads": shape[1], "variant": name, "than": rival}
-                    at = break_even(contexts, dense, sparse)
-                    found.append(here | {"tokens": at, "shortest": contexts[0], "longest": contexts[-1]})
-    return found
+                if timed and max(dense) < float("inf"):
+                    row = {"num_query_heads": query_heads, "num_kv_heads": kv_heads, "variant": name, "than": rival}
+                    measured_range = {"shortest": contexts[0], "longest": contexts[-1]}
+                    rows.append(row | {"tokens": break_even(contexts, dense, sparse)} | measured_range)
+    return rows
 
 
-def break_even_text(found: dict[str, Any]) -> str:
-    """A number of tokens, or on which side of what was measured it lies."""
-    if found["tokens"] is None:
-        return f"beyond {tokens(found['longest'])}"
-    return f"below {tokens(found['shortest'])}" if found["tokens"] == 0 else f"{found['tokens']:,.0f}"
+def break_even_text(row: dict[str, Any]) -> str:
+    """Render a number of tokens, or the side of the measured range."""
+    if row["tokens"] is None:
+        return f"beyond {tokens(row['longest'])}"
+    return f"below {tokens(row['shortest'])}" if row["tokens"] == 0 else f"{row['tokens']:,.0f}"
 
 
 def break_even_table(result: dict[str, Any]) -> str:
-    """A Markdown table: a row per shape and variant."""
+    """Return a Markdown table: a row per shape and variant."""
     cells: dict[tuple[str, str], dict[str, str]] = {}
-    for found in break_evens(result):
-        key = f"{found['num_query_heads']}/{found['num_kv_heads']}", found["variant"]
-        cells.setdefault(key, {})[found["than"]] = break_even_text(found)
+    for row in break_evens(result):
+        key = f"{row['num_query_heads']}/{row['num_kv_heads']}", row["variant"]
+        cells.setdefault(key, {})[row["than"]] = break_even_text(row)
     rows = [[*key, *(than.get(rival, "-") for rival in ("best dense", OURS_DENSE))] for key, than in cells.items()]
     return table(["heads", "variant", "faster than the best dense kernel from", "than our own from"], rows)
 
 
 def losses_table(result: dict[str, Any]) -> str:
-    """A Markdown table of every point where a sparse variant is slower than the best dense kernel."""
+    """Return a Markdown table of every point where a sparse variant is slower than the best dense kernel."""
     rows = []
-    for (query_heads, kv_heads), points in shapes(result).items():
-        for point in points:
-            name, dense = best_dense(point)
-            for each, seconds in medians(point, "sparse").items():
-                if seconds > dense:
-                    here = [f"{query_heads}/{kv_heads}", tokens(point["context"]), each]
-                    rows.append([*here, _us(seconds), f"{_us(dense)} ({name})", _times(seconds, dense)])
+    for heads, context, point in measured(result):
+        name, dense = best_dense(point)
+        for variant, seconds in medians(point, "sparse").items():
+            if seconds > dense:
+                times = [_us(seconds), f"{_us(dense)} ({name})", _times(seconds, dense)]
+                rows.append([heads, context, variant, *times])
     if not rows:
         return "At no measured context is a sparse variant slower than the best dense kernel."
     return table(["heads", "context", "variant", "takes", "best dense", "times slower"], rows)
 
 
 def breakdown_table(result: dict[str, Any]) -> str:
-    """A Markdown table: the separate kernels, their sum, and the single launch; microseconds."""
-    rows = []
-    for (query_heads, kv_heads), points in shapes(result).items():
-        for point in points:
-            for kind in result["recipe"]["score_by"]:
-                pieces = {p["name"]: median(p["samples_s"]) for p in point["breakdown"] if p.get("score_by") == kind}
-                kernels = [pieces.get(name) for name in ("score_pages", "visible_pages", "page_attention")]
-                total = None if None in kernels else sum(each for each in kernels if each is not None)
-                early = medians(point).get(f"quest-{kind}")
-                floor = floors(point, result["bandwidth"]["used"])[f"quest-{kind}"]
-                alone = pieces.get("single launch, not early")
-                here = [f"{query_heads}/{kv_heads}", tokens(point["context"]), kind]
-                rows.append([*here, *map(_us, [*kernels, total, alone, early, floor])])
+    """Return a Markdown table: the separate kernels, their sum, and the single launch; microseconds."""
+    rows, names = [], ("score_pages", "visible_pages", "page_attention")
+    for heads, context, point in measured(result):
+        for kind in result["recipe"]["score_by"]:
+            pieces = {p["name"]: median(p["samples_s"]) for p in point["breakdown"] if p.get("score_by") == kind}
+            total = sum(pieces[name] for name in names) if pieces.keys() >= set(names) else None
+            early = medians(point).get(f"quest-{kind}")
+            floor = floors(point, result["bandwidth"]["used"])[f"quest-{kind}"]
+            times = [*map(pieces.get, names), total, pieces.get("single launch, not early"), early, floor]
+            rows.append([heads, context, kind, *map(_us, times)])
     columns = ["heads", "context", "summary", "score", "choose", "attend", "sum", "one launch", "early", "floor"]
     return table(columns, rows)
 
 
 def correctness(result: dict[str, Any]) -> dict[str, float]:
-    """The worst of all points: distance from float32, share of the reference's pages, how far the scores of others are
+    """Return the worst of all points: distance from float32, share of the reference's pages, gap of other pages' scores
     below its last, and interquartile range over median."""
-    measured = [v for point in result["points"] for v in point.get("variants", []) if v.get("samples_s")]
-    errors = {role: [v["error"] for v in measured if v["role"] == role] for role in ("sparse", "dense")}
+    timed = [v for point in result["points"] for v in point.get("variants", []) if v.get("samples_s")]
+    sparse, dense = ([v for v in timed if v["role"] == role] for role in ("sparse", "dense"))
+    nan = float("nan")
     return {
-        "sparse_error": max(errors["sparse"], default=float("nan")),
-        "dense_error": max(errors["dense"], default=float("nan")),
-        "same_pages": min((v["same_pages"] for v in measured if v["role"] == "sparse"), default=float("nan")),
-        "score_gap": max((v["score_gap"] for v in measured if v["role"] == "sparse"), default=float("nan")),
-        "spread": max((spread(v["samples_s"]) for v in measured), default=float("nan")),
+        "sparse_error": max((v["error"] for v in sparse), default=nan),
+        "dense_error": max((v["error"] for v in dense), default=nan),
+        "same_pages": min((v["same_pages"] for v in sparse), default=nan),
+        "score_gap": max((v["score_gap"] for v in sparse), default=nan),
+        "spread": max((spread(v["samples_s"]) for v in timed), default=nan),
     }
 
 
 def left_out(result: dict[str, Any]) -> list[str]:
-    """What was not measured and why, each said once."""
-    found = []
+    """Return what was not measured with its reason, each once."""
+    lines = []
     for point in result["points"]:
-        where = f"{point['num_query_heads']}/{point['num_kv_heads']} heads at {tokens(point['context'])}"
+        heads = f"{point['num_query_heads']}/{point['num_kv_heads']}"
         if "reason" in point:
-            found.append(f"{where}: {point['reason']}")
-        found += [f"{v['name']}: {v['reason']}" for v in point.get("variants", []) if "reason" in v]
-    return list(dict.fromkeys(found))
+            lines.append(f"{heads} heads at {tokens(point['context'])}: {point['reason']}")
+        lines += [f"{v['name']}: {v['reason']}" for v in point.get("variants", []) if "reason" in v]
+    return list(dict.fromkeys(lines))
+
+
+def point_text(point: dict[str, Any], bandwidth: float) -> str:
+    """Render all variants of a point, one per line."""
+    heads = f"{point['num_query_heads']}/{point['num_kv_heads']} heads"
+    title = f"{heads}, {tokens(point['context'])} tokens, batch {point['batch']}"
+    if "reason" in point:
+        return f"{title}: not measured, {point['reason']}"
+    name, dense = best_dense(point)
+    lines = [f"{title}: {point['num_sets']} sets of buffers, {point['seconds']} s"]
+    lines.append(f"  {'':35}{'us':>9}{'spread':>8}{'floor':>9}{'of floor':>10}{'speed-up':>10}{'error':>9}  pages")
+    lines += [f"  {_line(variant, bandwidth, dense)}" for variant in [*point["variants"], *point["breakdown"]]]
+    return "\n".join([*lines, f"  best dense: {name or 'none ran'}"])
+
+
+def _line(variant: dict[str, Any], bandwidth: float, dense: float) -> str:
+    name = f"{variant['score_by']} {variant['name']}" if "score_by" in variant else variant["name"]
+    if "samples_s" not in variant:
+        return f"{name:35}not measured: {variant['reason']}"
+    seconds, floor = median(variant["samples_s"]), variant["bytes"] / bandwidth
+    cells = f"{seconds * 1e6:>9.2f}{100 * spread(variant['samples_s']):>6.1f} %{floor * 1e6:>9.2f}"
+    cells += f"{seconds / floor:>10.2f}" if floor else f"{'-':>10}"
+    cells += f"{dense / seconds:>9.2f}x" if "role" in variant and isfinite(dense) else f"{'':10}"
+    cells += f"{variant['error']:>9.1e}" if "error" in variant else ""
+    return f"{name:35}{cells}" + (f"  {variant['same_pages']:.4f}" if "same_pages" in variant else "")
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result without samples, for the last line of the output."""
+    points = []
+    for heads, _, point in measured(result):
+        name, dense = best_dense(point)
+        us = {name: round(seconds * 1e6, 2) for name, seconds in medians(point).items()}
+        sparse = medians(point, "sparse").items() if name else ()
+        speed_up = {name: round(dense / seconds, 2) for name, seconds in sparse}
+        row = {"heads": heads, "context": point["context"], "best_dense": name, "us": us, "speed_up": speed_up}
+        points += [row] if us else []
+    head = {key: result[key] for key in ("kind", "bandwidth")}
+    return head | {"points": points, "break_even": break_evens(result), "left_out": left_out(result)}
+
+
+def break_even_lines(result: dict[str, Any]) -> str:
+    """Render one line per shape, variant and rival."""
+    return "\n".join(
+        f"{row['num_query_heads']}/{row['num_kv_heads']} heads: {row['variant']} is faster than {row['than']} "
+        f"from {break_even_text(row)} tokens on"
+        for row in break_evens(result)
+    )
 
 
 def _us(seconds: float | None) -> str:

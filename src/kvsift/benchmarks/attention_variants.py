@@ -1,4 +1,4 @@
-"""What is compared at a point: our kernels, and the dense ones of torch and FlashInfer, all on the same buffers."""
+"""Variants compared at a point: our kernels, and the dense ones of torch and FlashInfer, all on the same buffers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvsift.benchmarks.attention_point import Buffers, Point
+from kvsift.benchmarks.attention_point import AttentionPoint, Buffers
 from kvsift.errors import InputError
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.score_pages import score_pages
@@ -19,27 +19,27 @@ from kvsift.kernels.top_pages import visible_pages
 FLASHINFER_WORKSPACE = 128 << 20  # bytes, as its documentation recommends
 
 Attend = Callable[[int], Tensor]  # on the buffers of that number: [batch, num_query_heads, head_dim]
-Build = Callable[[Point, Sequence[Buffers]], Attend]
+Build = Callable[[AttentionPoint, Sequence[Buffers]], Attend]
 
 
-class Sifted:
-    """Scores, choice and attention of one step.
+class SparseLaunch:
+    """Scores, selection and attention of one step.
 
     Args:
         point: the shape.
         sets: buffers.
         kind: of summary.
-        early: each launch may begin before the one in front of it has ended, as in a captured step.
+        early: each launch may start before the previous one ends, as in a captured step.
     """
 
-    def __init__(self, point: Point, sets: Sequence[Buffers], kind: str, early: bool = True) -> None:
+    def __init__(self, point: AttentionPoint, sets: Sequence[Buffers], kind: str, early: bool = True) -> None:
         self._point, self._sets, self.kind, self._early = point, sets, kind, early
         buffers, device = sets[0], sets[0].queries.device
         self.spans = point.spans(buffers.kv.lengths)
         shape = (point.batch, point.num_kv_heads, point.capacity)
         self.pages = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
-        self._visible = torch.zeros(1, dtype=torch.int64, device=device)
+        self._visible = torch.zeros(point.batch, dtype=torch.int64, device=device)
         self.single_launch = single_launch_runs(buffers.queries, buffers.kv, buffers.summaries[kind], self.pages, kind)
         self._space = SiftSpace.make(buffers.kv, point.group_size) if self.single_launch else None
 
@@ -51,10 +51,10 @@ class Sifted:
         )  # fmt: skip
 
 
-def separate_kernels(point: Point, sets: Sequence[Buffers], kind: str) -> dict[str, Attend]:
-    """The three kernels that the single launch replaces, each on what the one before it left behind."""
+def separate_kernels(point: AttentionPoint, sets: Sequence[Buffers], kind: str) -> dict[str, Attend]:
+    """Return the three kernels that the single launch replaces, each on outputs of the previous one."""
     spans, capacity = point.spans(sets[0].kv.lengths), point.capacity
-    visible = torch.zeros(1, dtype=torch.int64, device=spans.device)
+    visible = torch.zeros(point.batch, dtype=torch.int64, device=spans.device)
     space = _split_space(point, sets[0], capacity)
 
     def score(number: int) -> Tensor:
@@ -64,9 +64,9 @@ def separate_kernels(point: Point, sets: Sequence[Buffers], kind: str) -> dict[s
         )
 
     scores = [score(number) for number in range(len(sets))]
-    lists = [visible_pages(each, spans, capacity) for each in scores]
+    lists = [visible_pages(page_scores, spans, capacity) for page_scores in scores]
 
-    def choose(number: int) -> Tensor:
+    def select(number: int) -> Tensor:
         return visible_pages(scores[number], spans, capacity, lists[number])[0]
 
     def attend(number: int) -> Tensor:
@@ -75,12 +75,12 @@ def separate_kernels(point: Point, sets: Sequence[Buffers], kind: str) -> dict[s
             buffers.queries, buffers.kv, pages, counts, scale=point.scale, space=space, visible=visible
         )
 
-    return {"score_pages": score, "visible_pages": choose, "page_attention": attend}
+    return {"score_pages": score, "visible_pages": select, "page_attention": attend}
 
 
-def ours_dense(point: Point, sets: Sequence[Buffers]) -> Attend:
-    """Our own kernel over all pages."""
-    visible = torch.zeros(1, dtype=torch.int64, device=sets[0].queries.device)
+def ours_dense(point: AttentionPoint, sets: Sequence[Buffers]) -> Attend:
+    """Return our own kernel over all pages."""
+    visible = torch.zeros(point.batch, dtype=torch.int64, device=sets[0].queries.device)
     space = _split_space(point, sets[0], None)
 
     def attend(number: int) -> Tensor:
@@ -91,9 +91,9 @@ def ours_dense(point: Point, sets: Sequence[Buffers]) -> Attend:
 
 
 def sdpa(backend: SDPBackend) -> Build:
-    """torch's fused attention by one of its backends."""
+    """Return torch's fused attention on one of its backends."""
 
-    def build(point: Point, sets: Sequence[Buffers]) -> Attend:
+    def build(point: AttentionPoint, sets: Sequence[Buffers]) -> Attend:
         def attend(number: int) -> Tensor:
             buffers = sets[number]
             with sdpa_kernel(backend):
@@ -108,9 +108,9 @@ def sdpa(backend: SDPBackend) -> Build:
 
 
 def flashinfer(tensor_cores: bool) -> Build:
-    """FlashInfer's decode: over one tensor for one sequence, over pages for several."""
+    """Return FlashInfer's decode: over one tensor for one sequence, over pages for several."""
 
-    def build(point: Point, sets: Sequence[Buffers]) -> Attend:
+    def build(point: AttentionPoint, sets: Sequence[Buffers]) -> Attend:
         try:
             import flashinfer
         except ImportError as error:
@@ -131,10 +131,10 @@ def flashinfer(tensor_cores: bool) -> Build:
     return build
 
 
-def _flashinfer_pages(flashinfer: object, point: Point, sets: Sequence[Buffers], tensor_cores: bool) -> Attend:
+def _flashinfer_pages(flashinfer: object, point: AttentionPoint, sets: Sequence[Buffers], tensor_cores: bool) -> Attend:
     device, batch = sets[0].queries.device, point.batch
     workspace = torch.zeros(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
-    # fa2 is what its function for one sequence takes as well
+    # fa2, as its function for one sequence
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(  # type: ignore[attr-defined]
         workspace, "HND", use_tensor_cores=tensor_cores, backend="fa2"
     )
@@ -162,7 +162,7 @@ BASELINES: dict[str, dict[str, Build]] = {  # name on the command line -> varian
 }
 
 
-def _split_space(point: Point, buffers: Buffers, capacity: int | None) -> SplitSpace:
+def _split_space(point: AttentionPoint, buffers: Buffers, capacity: int | None) -> SplitSpace:
     rows = point.batch * point.num_kv_heads
     splits = split_count(buffers.kv, capacity, rows)
     return SplitSpace.make(rows, splits, point.group_size, point.head_dim, buffers.queries.device)

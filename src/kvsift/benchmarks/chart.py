@@ -23,12 +23,12 @@ SETTINGS: dict[Any, Any] = {
 
 
 def digest(result: dict[str, Any]) -> str:
-    """Names a result; its chart carries it."""
+    """Return a name of a result, which its chart contains."""
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def require_matplotlib() -> None:
-    """Refuse to draw without it.
+    """Refuse to draw without matplotlib.
 
     Raises:
         InputError: if it is not installed.
@@ -38,7 +38,7 @@ def require_matplotlib() -> None:
 
 
 def attention_chart(result: dict[str, Any], file_format: str = "svg") -> bytes:
-    """A column per shape: times above, speed-up below.
+    """Draw a column per shape: times above, speed-up below.
 
     Raises:
         InputError: without matplotlib, or without a measured point.
@@ -91,7 +91,7 @@ def _draw_times(axis: Any, result: dict[str, Any], points: list[dict[str, Any]])
 def _draw_speed_ups(axis: Any, result: dict[str, Any], points: list[dict[str, Any]]) -> None:
     for name in sparse_names(result):
         timed = [(p["context"], best_dense(p)[1] / medians(p)[name]) for p in points if name in medians(p)]
-        timed = [each for each in timed if each[1] < float("inf")]
+        timed = [(context, factor) for context, factor in timed if factor < float("inf")]
         if timed:
             axis.plot(*zip(*timed), color=COLOURS.get(name), marker="o", markersize=4, linewidth=1.8)
             axis.annotate(f"{timed[-1][1]:.1f}x", timed[-1], xytext=(7, -3), textcoords="offset points")
@@ -104,7 +104,7 @@ def _draw_speed_ups(axis: Any, result: dict[str, Any], points: list[dict[str, An
 
 def _finish(axis: Any, contexts: list[int]) -> None:
     axis.set_xscale("log", base=2)
-    axis.set_xlim(contexts[0] / 1.2, contexts[-1] * 1.6)  # room for what is written behind the last point
+    axis.set_xlim(contexts[0] / 1.2, contexts[-1] * 1.6)  # room for the label of the last point
     axis.set_xticks(contexts, [tokens(context) for context in contexts])
     axis.minorticks_off()
     axis.grid(color="#dddddd", linewidth=0.6)
@@ -119,6 +119,6 @@ def _saved(figure: Any, result: dict[str, Any], file_format: str) -> bytes:
         figure.savefig(picture, format=file_format, dpi=110)
         return picture.getvalue()
     text = StringIO()
-    made = {"Date": None, "Creator": "kvsift", "Description": f"result {digest(result)}"}
-    figure.savefig(text, format="svg", metadata=made)
+    metadata = {"Date": None, "Creator": "kvsift", "Description": f"result {digest(result)}"}
+    figure.savefig(text, format="svg", metadata=metadata)
     return ("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n").encode()

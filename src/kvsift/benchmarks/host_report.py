@@ -1,4 +1,4 @@
-"""Results of kvsift bench host as text. Numbers are rendered, never typed."""
+"""Results of kvsift bench host as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from kvsift.benchmarks.host_timing import conditions, middle
 from kvsift.benchmarks.numbers import table, tokens
 
-RATIOS = (  # what is said to be faster, and than what
+RATIOS = (  # (variant, variant that it is compared with)
     ("native dense", "torch bmm-softmax-bmm"),
     ("native dense", "torch sdpa, group as rows"),
     ("native dense", "torch sdpa, enable_gqa"),
@@ -19,7 +19,7 @@ RATIOS = (  # what is said to be faster, and than what
 
 
 def point_text(point: dict[str, Any]) -> str:
-    """A heading, a row per variant, and what follows from them."""
+    """Render a heading, a row per variant, and ratios of their times."""
     lines = [
         f"{tokens(point['context'])} tokens; {conditions(point['bandwidth'], point['others'])}",
         point_table(point),
@@ -32,7 +32,7 @@ def point_text(point: dict[str, Any]) -> str:
 
 
 def point_table(point: dict[str, Any]) -> str:
-    """A Markdown table: milliseconds, the floor that memory sets, and how near to it."""
+    """Return a Markdown table: milliseconds, the floor that memory sets, and its share."""
     rows = []
     for name, seconds in times(point).items():
         floor = next(e["num_bytes"] for e in point["variants"] if e["name"] == name) / _bandwidth(point)
@@ -41,18 +41,18 @@ def point_table(point: dict[str, Any]) -> str:
 
 
 def times(point: dict[str, Any]) -> dict[str, float]:
-    """Seconds by variant, the median over quiet rounds."""
-    return {each["name"]: middle(each["samples_s"], point["others"]) for each in point["variants"]}
+    """Return the seconds by variant, medians over quiet rounds."""
+    return {v["name"]: middle(v["samples_s"], point["others"]) for v in point["variants"]}
 
 
 def ratios(point: dict[str, Any]) -> list[tuple[str, str, float]]:
-    """Who is how much faster than whom."""
-    found = times(point)
-    return [(name, other, found[other] / found[name]) for name, other in RATIOS if name in found and other in found]
+    """Return how many times faster the first variant of each pair is."""
+    seconds = times(point)
+    return [(one, two, seconds[two] / seconds[one]) for one, two in RATIOS if one in seconds and two in seconds]
 
 
 def index_line(point: dict[str, Any]) -> str:
-    """What the retrieval step searched."""
+    """Render the index of the retrieval step."""
     index = point["index"]
     text = f"index {index['kind']}, {index['scanned'] / point['context']:.2%} of the keys scanned"
     return f"{text}, built in {index['build_seconds']:.1f} s" + (f" ({index['why']})" if index.get("why") else "")

@@ -1,9 +1,9 @@
-"""Times on the host: all variants in turns, a cold cache before each, the bandwidth of the same minutes beside them.
+"""Times on the host: all variants in turns, a cold cache before each, with the bandwidth of the same round.
 
-A decode step walks all layers, so a layer finds its keys in memory and not in the cache: before every sample more is
-read than the cache holds. The bandwidth of a shared machine moves by a factor of 1.6 within an hour, so it is measured
-in every round; times that hang on it mean little without. What other processes took of the processors is
-recorded too, and medians leave out the rounds in which they took more than ``QUIET``.
+A decode step walks all layers, so the keys of a layer are in memory and not in the cache: before every sample, more
+is read than the cache holds. The bandwidth of a shared machine varies by a factor of 1.6 within an hour, so every
+round measures it. The load of other processes is recorded too; medians leave out rounds in which it is above
+``QUIET``.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvsift.benchmarks.prefill_layer import COLD_BYTES
+from kvsift.benchmarks.recipe import COLD_BYTES
+from kvsift.benchmarks.timing import digits, rotated
 
-QUIET = 0.05  # of the processors, taken by everything else together
+QUIET = 0.05  # share of the processors that other processes take, at most
 FEWEST_QUIET = 3  # rounds; with fewer, all rounds count, and the result says so
-SPAN_S = 0.5  # time over which the share of others is taken: the system counts in hundredths of a second
-READ_BYTES = 256 << 20  # of a measurement of bandwidth, at most; eight times a large cache
+SPAN_S = 0.5  # of a measurement of that share: the system counts in hundredths of a second
+READ_BYTES = 256 << 20  # of a measurement of bandwidth; eight times a large cache
 WARM_UP_ROUNDS = 2
 
 Run = Callable[[], object]
 
 
 class Rounds(NamedTuple):
-    """Samples of all variants, a list entry per round.
+    """Samples of all variants, an entry per round.
 
     Attributes:
         seconds: by variant.
         bandwidth: bytes per second of a sequential read by all threads.
-        others: share of the processors that other processes took; None where the system does not say.
+        others: share of the processors that other processes took; None where the system does not report it.
     """
 
     seconds: dict[str, list[float]]
@@ -42,16 +43,16 @@ class Rounds(NamedTuple):
     others: list[float | None]
 
     def document(self) -> dict[str, Any]:
-        """For a result file, five digits."""
-        short = {name: [float(f"{s:.5g}") for s in samples] for name, samples in self.seconds.items()}
+        """Return the rounds for a result file, rounded."""
+        samples = {name: digits(seconds) for name, seconds in self.seconds.items()}
         others = [None if share is None else round(share, 3) for share in self.others]
-        return {"samples_s": short, "bandwidth": [float(f"{b:.4g}") for b in self.bandwidth], "others": others}
+        return {"samples_s": samples, "bandwidth": digits(self.bandwidth, 4), "others": others}
 
 
 def cold_rounds(
     runs: Mapping[str, Run], repeats: int, cold_bytes: int = COLD_BYTES, bandwidth: Callable[[], float] | None = None
 ) -> Rounds:
-    """Time every run once per round; each round begins with another one.
+    """Time every run once per round; each round starts with the next one.
 
     Args:
         runs: by name.
@@ -66,10 +67,9 @@ def cold_rounds(
     others: list[float | None] = []
     for name in names * WARM_UP_ROUNDS:
         runs[name]()
-    span = _Span()
+    span = _LoadMeter()
     for number in range(repeats):
-        first = number % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        for name in rotated(names, number):
             cold.sum()
             started = perf_counter()
             runs[name]()
@@ -77,18 +77,18 @@ def cold_rounds(
         speeds.append(measure())
         if span.seconds >= SPAN_S or number == repeats - 1:
             others += [span.others()] * (number + 1 - len(others))
-            span = _Span()
+            span = _LoadMeter()
     return Rounds(seconds, speeds, others)
 
 
 def quiet_rounds(others: Sequence[float | None]) -> list[int]:
-    """Rounds that medians are taken over: those the machine was left alone in, or all if these are too few."""
+    """Return the rounds that count: those without load from other processes, or all if these are too few."""
     quiet = [number for number, share in enumerate(others) if share is None or share <= QUIET]
     return quiet if len(quiet) >= FEWEST_QUIET else list(range(len(others)))
 
 
 def conditions(bandwidth: Sequence[float], others: Sequence[float | None]) -> str:
-    """The machine during the rounds, in a line."""
+    """Render the state of the machine during the rounds in a line."""
     speed = f"{middle(bandwidth, others) / 1e9:.0f} GB/s"
     known = [share for share in others if share is not None]
     quiet = sum(share <= QUIET for share in known)
@@ -100,12 +100,12 @@ def conditions(bandwidth: Sequence[float], others: Sequence[float | None]) -> st
 
 
 def middle(samples: Sequence[float], others: Sequence[float | None]) -> float:
-    """Median over quiet rounds."""
+    """Return the median over quiet rounds."""
     return median(samples[number] for number in quiet_rounds(others))
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of a sequential read by all threads; by torch where the compiled core is missing."""
+    """Return the bytes per second of a sequential read by all threads; by torch without the compiled core."""
     from kvsift import native
 
     if native.available():
@@ -116,8 +116,8 @@ def read_bandwidth() -> float:
     return READ_BYTES / (perf_counter() - started)
 
 
-class _Span:
-    """What the processors did from here on."""
+class _LoadMeter:
+    """Load of the processors since its creation."""
 
     def __init__(self) -> None:
         self._started, self._busy, self._own = perf_counter(), _busy_s(), _own_s()
@@ -127,7 +127,7 @@ class _Span:
         return perf_counter() - self._started
 
     def others(self) -> float | None:
-        """Share of all processors that was not ours, and not idle."""
+        """Return the share of all processors that other processes took."""
         busy = _busy_s()
         if busy is None or self._busy is None:
             return None
@@ -136,7 +136,7 @@ class _Span:
 
 
 def _busy_s() -> float | None:
-    """Seconds that all processors have been busy since the start, stolen time included; None where nobody counts."""
+    """Seconds of load on all processors since boot, stolen time included; None if the system does not count."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:

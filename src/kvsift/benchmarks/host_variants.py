@@ -1,12 +1,13 @@
-"""Ways to do the parts of a decode step in one layer, on the host: torch's forms, the compiled core's, an index's.
+"""Variants of the parts of a decode step in one layer, on the host: by torch, by the compiled core, by an index.
 
-Each has a floor, the bytes that it must read. Torch's forms of dense attention are its default for grouped queries and
-the best that we know; those of a sparse step copy what was chosen.
+The floor of a variant is the bytes that it must read. Torch's forms of dense attention are its default for grouped
+queries and the fastest known; those of a sparse step copy the selected tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,16 +20,16 @@ from kvsift.kernels.page_summary import SUMMARIES
 
 
 class Variant(NamedTuple):
-    """One way to do a part of the step."""
+    """An implementation of a part of the step."""
 
     name: str
-    part: str  # what it does: variants of a part are comparable
-    num_bytes: int  # that must be read
+    part: str  # variants of one part are comparable
+    num_bytes: int  # to read, at least
     run: Callable[[], object]
 
 
-class Layer(NamedTuple):
-    """What a step reads."""
+class AttentionInputs(NamedTuple):
+    """Inputs of a decode step."""
 
     queries: Tensor  # [num_query_heads, head_dim]
     keys: Tensor  # [num_kv_heads, length, head_dim]
@@ -39,125 +40,128 @@ class Layer(NamedTuple):
 
     @property
     def grouped(self) -> Tensor:
-        """[num_kv_heads, group_size, head_dim]."""
+        """Queries as [num_kv_heads, group_size, head_dim]."""
         return self.queries.unflatten(0, (len(self.keys), -1))
 
-    def bytes_of(self, num_tokens: int, heads: int) -> int:
-        """Of keys and values."""
+    def kv_bytes(self, num_tokens: int, heads: int) -> int:
+        """Return the bytes of keys and values."""
         return 2 * heads * num_tokens * self.keys.shape[2] * self.keys.element_size()
 
+    @property
+    def dense_bytes(self) -> int:
+        return self.kv_bytes(self.keys.shape[1], len(self.keys))
 
-def torch_variants(layer: Layer, budget: int, tokens: Sequence[int]) -> Iterator[Variant]:
-    """The forms that torch offers, the default and the best that we know."""
-    q, k, v, scale = layer.queries, layer.keys, layer.values, layer.scale
-    grouped, scaled = layer.grouped, layer.grouped * scale
-    num_kv_heads, length, head_dim = k.shape
-    dense = layer.bytes_of(length, num_kv_heads)
+    @property
+    def summary_bytes(self) -> int:
+        return self.rows.numel() * self.rows.element_size()
 
-    def of_groups(keys: Tensor, values: Tensor) -> Tensor:
-        return torch.bmm(torch.bmm(scaled, keys.mT).softmax(-1), values)
+
+def torch_variants(layer: AttentionInputs, budget: int, tokens: Sequence[int]) -> Iterator[Variant]:
+    """Return torch's forms: its default, and the fastest known."""
+    q, k, v, scale, grouped = layer.queries, layer.keys, layer.values, layer.scale, layer.grouped
 
     def with_gqa() -> Tensor:
-        own, keys, values = q[None, :, None], k[None], v[None]
-        return scaled_dot_product_attention(own, keys, values, scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(q[None, :, None], k[None], v[None], scale=scale, enable_gqa=True)
 
     def as_rows() -> Tensor:
         return scaled_dot_product_attention(grouped[None], k[None], v[None], scale=scale)
 
-    yield Variant("torch sdpa, enable_gqa", "dense", dense, with_gqa)
-    yield Variant("torch sdpa, group as rows", "dense", dense, as_rows)
-    yield Variant("torch bmm-softmax-bmm", "dense", dense, lambda: of_groups(k, v))
+    scaled = grouped * scale
+    yield Variant("torch sdpa, enable_gqa", "dense", layer.dense_bytes, with_gqa)
+    yield Variant("torch sdpa, group as rows", "dense", layer.dense_bytes, as_rows)
+    yield Variant("torch bmm-softmax-bmm", "dense", layer.dense_bytes, lambda: _products(scaled, k, v))
+    yield _torch_pages(layer, budget // layer.page_size)
+    yield from _torch_tokens(layer, tokens)
 
-    size, num_pages = layer.page_size, layer.rows.shape[1]
-    count = budget // size
-    features = SUMMARIES["minmax"].features(scaled.float()).to(k.dtype)
-    paged = [t[:, : num_pages * size].reshape(num_kv_heads * num_pages, size * head_dim) for t in (k, v)]
+
+def _products(scaled: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return torch.bmm(torch.bmm(scaled, keys.mT).softmax(-1), values)
+
+
+def _torch_pages(layer: AttentionInputs, count: int) -> Variant:
+    """Attention over the best pages, copied."""
+    scaled, size = layer.grouped * layer.scale, layer.page_size
+    num_kv_heads, num_pages, head_dim = len(layer.keys), layer.rows.shape[1], layer.keys.shape[2]
+    features = SUMMARIES["minmax"].features(scaled.float()).to(layer.keys.dtype)
+    shape = num_kv_heads * num_pages, size * head_dim
+    pools = [t[:, : num_pages * size].reshape(shape) for t in (layer.keys, layer.values)]
     offsets = torch.arange(num_kv_heads).unsqueeze(1) * num_pages
 
     def pages() -> Tensor:
         best = torch.bmm(features, layer.rows.mT).amax(1).topk(count, sorted=False).indices
-        places = (best + offsets).flatten()
-        chosen = (t.index_select(0, places).view(num_kv_heads, count * size, head_dim) for t in paged)
-        return of_groups(*chosen)
+        ids = (best + offsets).flatten()
+        return _products(scaled, *(t.index_select(0, ids).view(num_kv_heads, count * size, head_dim) for t in pools))
 
-    of_pages = layer.rows.numel() * layer.rows.element_size() + layer.bytes_of(count * size, num_kv_heads)
-    yield Variant("torch pages per KV head", "pages", of_pages, pages)
+    num_bytes = layer.summary_bytes + layer.kv_bytes(count * size, num_kv_heads)
+    return Variant("torch pages per KV head", "pages", num_bytes, pages)
 
-    flat = [t.reshape(num_kv_heads * length, head_dim) for t in (k, v)]
-    group = q.shape[0] // num_kv_heads
-    own = (q * scale).unsqueeze(1)
+
+def _torch_tokens(layer: AttentionInputs, tokens: Sequence[int]) -> Iterator[Variant]:
+    """Attention over a list of tokens for each query head, copied."""
+    num_heads, (num_kv_heads, length, head_dim) = len(layer.queries), layer.keys.shape
+    pools = [t.reshape(num_kv_heads * length, head_dim) for t in (layer.keys, layer.values)]
+    scaled = (layer.queries * layer.scale).unsqueeze(1)
+    offsets = (torch.arange(num_heads) // (num_heads // num_kv_heads) * length).unsqueeze(1)
+
+    def gathered(ids: Tensor, number: int) -> Tensor:
+        return _products(scaled, *(t.index_select(0, ids).view(-1, number, head_dim) for t in pools))
+
     for number, ids in _token_lists(layer, tokens):
-        places = (ids + (torch.arange(q.shape[0]) // group * length).unsqueeze(1)).flatten()
-
-        def gathered(places: Tensor = places, number: int = number) -> Tensor:
-            keys, values = (t.index_select(0, places).view(-1, number, head_dim) for t in flat)
-            return torch.bmm(torch.bmm(own, keys.mT).softmax(-1), values)
-
-        yield Variant(f"torch {number} tokens per query head", f"{number} tokens", _gathered(layer, number), gathered)
+        run = partial(gathered, (ids + offsets).flatten(), number)
+        yield Variant(f"torch {number} tokens per query head", f"{number} tokens", _list_bytes(layer, number), run)
 
 
-def native_variants(layer: Layer, budget: int, tokens: Sequence[int]) -> Iterator[Variant]:
-    """What the compiled core does, and the parts of its page selection."""
-    q, k, v, scale = layer.queries, layer.keys, layer.values, layer.scale
-    num_query_heads, num_kv_heads, length = q.shape[0], k.shape[0], k.shape[1]
-    size = layer.page_size
-    count = budget // size
-    of_rows, of_units = layer.rows.numel() * layer.rows.element_size(), layer.bytes_of(count * size, num_kv_heads)
-    yield Variant(
-        "native dense", "dense", layer.bytes_of(length, num_kv_heads), lambda: native.attend_dense(q, k, v, scale)
-    )
+def native_variants(layer: AttentionInputs, budget: int, tokens: Sequence[int]) -> Iterator[Variant]:
+    """Return the variants of the compiled core, and the parts of its page selection."""
+    q, k, v, scale, size = layer.queries, layer.keys, layer.values, layer.scale, layer.page_size
+    num_query_heads, num_kv_heads, count = len(q), len(k), budget // size
+    summaries, selected = layer.summary_bytes, layer.kv_bytes(count * size, num_kv_heads)
+
+    def select(num_selections: int) -> Tensor:
+        return native.choose_pages(q, layer.rows, scale, count, num_selections)
+
+    def attend(units: Tensor, unit_size: int) -> object:
+        return native.attend_units(q, k, v, units, unit_size, (), scale)
 
     def pages(num_selections: int) -> object:
-        units = native.choose_pages(q, layer.rows, scale, count, num_selections)
-        return native.attend_units(q, k, v, units, size, (), scale)
+        return attend(select(num_selections), size)
 
-    yield Variant("native pages per KV head", "pages", of_rows + of_units, lambda: pages(num_kv_heads))
+    yield Variant("native dense", "dense", layer.dense_bytes, lambda: native.attend_dense(q, k, v, scale))
+    yield Variant("native pages per KV head", "pages", summaries + selected, lambda: pages(num_kv_heads))
     group = num_query_heads // num_kv_heads
     if group > 1:
-        own = of_rows + min(group * of_units, layer.bytes_of(length, num_kv_heads))
-        yield Variant("native pages per query head", "pages per query head", own, lambda: pages(num_query_heads))
-    fixed = native.choose_pages(q, layer.rows, scale, count, num_kv_heads)
-    yield Variant("of it: page scores", "scores", of_rows, lambda: native.page_scores(q, layer.rows, scale))
-    yield Variant(
-        "of it: scores and top-k",
-        "choice",
-        of_rows,
-        lambda: native.choose_pages(q, layer.rows, scale, count, num_kv_heads),
-    )
-    yield Variant(
-        "of it: attention over pages",
-        "attention",
-        of_units,
-        lambda: native.attend_units(q, k, v, fixed, size, (), scale),
-    )
+        num_bytes = summaries + min(group * selected, layer.dense_bytes)
+        yield Variant("native pages per query head", "pages per query head", num_bytes, lambda: pages(num_query_heads))
+    units = select(num_kv_heads)
+    yield Variant("of it: page scores", "scores", summaries, lambda: native.page_scores(q, layer.rows, scale))
+    yield Variant("of it: scores and top-k", "choice", summaries, lambda: select(num_kv_heads))
+    yield Variant("of it: attention over pages", "attention", selected, lambda: attend(units, size))
     for number, ids in _token_lists(layer, tokens):
-        yield Variant(
-            f"native {number} tokens per query head", f"{number} tokens", _gathered(layer, number),
-            lambda ids=ids: native.attend_units(q, k, v, ids, 1, (), scale),  # type: ignore[misc]
-        )  # fmt: skip
+        name, part = f"native {number} tokens per query head", f"{number} tokens"
+        yield Variant(name, part, _list_bytes(layer, number), partial(attend, ids, 1))
 
 
-def retrieval_variants(layer: Layer, index: Index, top: int) -> Iterator[Variant]:
-    """Search for the ``top`` keys of each query head and attention over them, together and apart."""
+def retrieval_variants(layer: AttentionInputs, index: Index, top: int) -> Iterator[Variant]:
+    """Return search of the ``top`` keys of each query head and attention over them, together and separate."""
     q, k, v, scale = layer.queries, layer.keys, layer.values, layer.scale
     num_kv_heads, length, head_dim = k.shape
     before = index.statistics()
     ids = index.search(q, k, top)[0]
     after = index.statistics()
     scanned = after["scanned"] * after["searches"] - before["scanned"] * before["searches"]
-    rows = min(scanned * q.shape[0], num_kv_heads * length)  # heads of a group may read a key together
-    of_search, of_found = int(rows * head_dim * k.element_size()), _gathered(layer, top)
+    rows = min(scanned * q.shape[0], num_kv_heads * length)  # heads of a group may share a read
+    search_bytes, list_bytes = int(rows * head_dim * k.element_size()), _list_bytes(layer, top)
 
     def attend(ids: Tensor) -> object:
         return native.attend_units(q, k, v, ids, 1, (), scale)
 
-    yield Variant("retrieval step", "retrieval", of_search + of_found, lambda: attend(index.search(q, k, top)[0]))
-    yield Variant("of it: search", "search", of_search, lambda: index.search(q, k, top))
-    yield Variant("of it: attention over the found", "found", of_found, lambda: attend(ids))
+    yield Variant("retrieval step", "retrieval", search_bytes + list_bytes, lambda: attend(index.search(q, k, top)[0]))
+    yield Variant("of it: search", "search", search_bytes, lambda: index.search(q, k, top))
+    yield Variant("of it: attention over the found", "found", list_bytes, lambda: attend(ids))
 
 
-def _token_lists(layer: Layer, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-    """Random tokens of each query head, int64 [num_query_heads, count], ascending."""
+def _token_lists(layer: AttentionInputs, tokens: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """Return random tokens of each query head, int64 [num_query_heads, count], ascending."""
     generator = torch.Generator().manual_seed(0)
     length = layer.keys.shape[1]
     for number in tokens:
@@ -166,6 +170,6 @@ def _token_lists(layer: Layer, tokens: Sequence[int]) -> Iterator[tuple[int, Ten
             yield number, torch.stack(drawn)
 
 
-def _gathered(layer: Layer, number: int) -> int:
-    """Bytes of a list of tokens for each query head."""
-    return layer.bytes_of(number, layer.queries.shape[0])
+def _list_bytes(layer: AttentionInputs, number: int) -> int:
+    """Return the bytes of a list of tokens for each query head."""
+    return layer.kv_bytes(number, layer.queries.shape[0])

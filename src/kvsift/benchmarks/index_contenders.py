@@ -1,4 +1,4 @@
-"""Indexes that are compared: how each is built for a case, and which number trades its time for recall."""
+"""Indexes of the comparison: how each is built for a case, and which knob trades its time for recall."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.hnsw import HNSWIndex
 from kvsift.indexes.ivf import IVFIndex
 
-PAPER_ROWS = 1 << 15  # keys of a head up to which the paper's build is bearable
+PAPER_ROWS = 1 << 15  # keys of a head; above, the paper's build takes too long
 STEPS = (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)  # beams, in times k
 
 
@@ -28,13 +28,13 @@ class Contender(NamedTuple):
 
     Attributes:
         build: over a case, for searches of k keys.
-        knob: what trades time for recall; None if there is nothing, or the index sets it itself.
+        knob: attribute that trades time for recall; None if there is none, or the index sets it itself.
         turn: sets the knob.
         values: of the knob, ascending, for n keys and k.
-        by_k: whether it is built for one k.
-        row_bytes: read of each key scanned, of head_dim numbers of some size; None where it depends on the head.
-        shared: a key is read once for all query heads of its group.
-        most_rows: keys of a head up to which it is built.
+        by_k: whether a build serves one k only.
+        row_bytes: (head_dim, itemsize) -> bytes read per key scanned; None where it depends on the head.
+        shared: whether a key is read once for all query heads of its group.
+        most_rows: largest number of keys of a head that it is built for.
     """
 
     build: Callable[[Case, int], Index]
@@ -48,18 +48,18 @@ class Contender(NamedTuple):
 
 
 def beams(n: int, k: int) -> list[int]:
-    """Keys that a search keeps in view: from k on, up to 32 times as many."""
+    """Return beam widths: k up to 32 k."""
     return sorted({min(max(round(k * step), 1), max(n, 1)) for step in STEPS})
 
 
 def probes(n: int, k: int) -> list[int]:
-    """Clusters scanned, of the square root of n that there are."""
+    """Return numbers of clusters to scan, up to all, the square root of n."""
     most = max(int(n**0.5), 1)
-    found, value = [], 1.0
+    numbers, value = {most}, 1.0
     while value < most:
-        found.append(round(value))
+        numbers.add(round(value))
         value *= 1.25
-    return sorted({*found, most})
+    return sorted(numbers)
 
 
 class FaissFlat:
@@ -77,8 +77,8 @@ class FaissFlat:
     def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
         self._searches += 1
         grouped = queries.float().unflatten(0, (len(self._heads), -1)).numpy()
-        each = [head.search(of, k) for head, of in zip(self._heads, grouped, strict=True)]
-        scores, ids = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*each, strict=True))
+        results = [head.search(group, k) for head, group in zip(self._heads, grouped, strict=True)]
+        scores, ids = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*results, strict=True))
         return ids, scores.masked_fill(ids < 0, -torch.inf)
 
     def extend(self, keys: Tensor) -> None:
@@ -123,7 +123,7 @@ def _auto(case: Case, k: int) -> Index:
 
 
 def _given(case: Case) -> dict[str, Any]:
-    """What a case says to whatever learns from its samples: all of them, whoever shares a graph."""
+    """Options of indexes that learn from the samples of a case: use all, however graphs are shared."""
     num_samples = case.samples.queries.shape[0] * len(case.samples.positions)
     return {"rope": case.rope, "first_position": case.first, "window": case.window, "num_samples": num_samples}
 

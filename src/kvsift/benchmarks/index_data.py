@@ -37,28 +37,28 @@ class IndexData(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """What tokens mean to every head. ``length`` is n + 512: decode queries have a context too."""
+    """Latents of tokens. ``length`` is n + 512: decode queries have a context too."""
 
     keys: Tensor  # [length, width], latents of the keys
     queries: Callable[[Tensor, torch.Generator], Tensor]  # positions [t] -> latents [t, width] of one query head
 
 
-class _Taste(NamedTuple):
-    """How the heads of a set look at latents."""
+class _HeadMaps(NamedTuple):
+    """Maps from latents to the heads of a set."""
 
-    spectrum: float  # axis i of a head counts i ** -spectrum
-    spread: float  # of what latents add to keys
-    focus: int  # latent axes a query head asks for
+    spectrum: float  # axis i of a head has weight i ** -spectrum
+    spread: float  # of the part of keys that comes from latents
+    focus: int  # latent axes of a query head
     temperature: float  # of queries
-    unrelated: float  # share of the query map that has nothing to do with the keys' map
+    unrelated: float  # share of the query map that is independent of the map of keys
     key_bias: float  # of 4 slow pairs of the keys
     query_bias: float  # of 4 slow pairs of the queries
-    against: float  # how far queries lie on the far side of the keys' bias
+    against: float  # weight of the negated key bias in queries
 
 
-TASTES = {
-    "S": _Taste(0.3, 2.5, 24, 0.8, 0.5, 2.0, 6.0, 1.5),
-    "T": _Taste(0.1, 2.7, 56, 0.36, 0.3, 0.5, 0.5, 0.0),
+HEAD_MAPS = {
+    "S": _HeadMaps(0.3, 2.5, 24, 0.8, 0.5, 2.0, 6.0, 1.5),
+    "T": _HeadMaps(0.1, 2.7, 56, 0.36, 0.3, 0.5, 0.5, 0.0),
 }
 
 
@@ -66,7 +66,7 @@ def index_data(
     kind: str, n: int, *, num_kv_heads: int = 8, group_size: int = 4, head_dim: int = 128, num_samples: int = 2048,
     num_queries: int = 32, seed: int = 0, dtype: torch.dtype = torch.bfloat16,
 ) -> IndexData:  # fmt: skip
-    """A layer of set ``kind``: ``"R"``, ``"S"`` or ``"T"``.
+    """Return a layer of set ``kind``: ``"R"``, ``"S"`` or ``"T"``.
 
     Args:
         kind: which set.
@@ -74,24 +74,24 @@ def index_data(
         num_kv_heads, group_size, head_dim: of the layer; group_size query heads read one KV head.
         num_samples: prefill queries per query head, spread evenly over the positions.
         num_queries: decode queries per query head, at random positions of [n, n + 512).
-        seed: everything drawn follows from it.
+        seed: of all random numbers.
         dtype: of queries and keys.
 
     Raises:
         InputError: for an unknown set, no keys, or an odd or too small head_dim.
     """
-    if kind not in ("R", *TASTES):
-        raise unknown("data set", kind, ("R", *TASTES))
+    if kind not in ("R", *HEAD_MAPS):
+        raise unknown("data set", kind, ("R", *HEAD_MAPS))
     if n < 1 or head_dim < 16 or head_dim % 2:
         raise InputError(f"n = {n}, head_dim = {head_dim}: a data set needs n >= 1 and an even head_dim >= 16.")
     generator = torch.Generator().manual_seed(seed)
     rope = Rope(ROPE_BASE ** (-torch.arange(0, head_dim, 2) / head_dim))
     positions = torch.arange(num_samples) * n // num_samples
     query_positions = n + torch.randint(DECODE_SPAN, (num_queries,), generator=generator).sort().values
-    asked = torch.cat([positions, query_positions])
+    all_positions = torch.cat([positions, query_positions])
     num_query_heads = num_kv_heads * group_size
     keys = torch.empty(num_kv_heads, n, head_dim, dtype=dtype)
-    queries = torch.empty(num_query_heads, len(asked), head_dim, dtype=dtype)
+    queries = torch.empty(num_query_heads, len(all_positions), head_dim, dtype=dtype)
     if kind == "R":
         keys.copy_(torch.randn(keys.shape, generator=generator))
         queries.copy_(torch.randn(queries.shape, generator=generator))
@@ -99,29 +99,35 @@ def index_data(
         text = (_hubby_text if kind == "S" else _diffuse_text)(n, generator)
         for head in range(num_kv_heads):
             at = slice(head * group_size, (head + 1) * group_size)
-            _draw_group(text, TASTES[kind], rope, asked, keys[head], queries[at], generator)
+            _draw_group(text, HEAD_MAPS[kind], rope, all_positions, keys[head], queries[at], generator)
     return IndexData(keys, queries[:, : len(positions)], positions, queries[:, len(positions) :], query_positions, rope)
 
 
 def _draw_group(
-    text: _Text, taste: _Taste, rope: Rope, asked: Tensor, keys: Tensor, queries: Tensor, generator: torch.Generator
+    text: _Text,
+    maps: _HeadMaps,
+    rope: Rope,
+    positions: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    generator: torch.Generator,
 ) -> None:
-    """Fill keys [n, d] and queries [group_size, len(asked), d] of one KV head."""
+    """Fill keys [n, d] and queries [group_size, len(positions), d] of one KV head."""
     n, head_dim = keys.shape
     width = text.keys.shape[1]
-    axes = _orthogonal(width, generator) * torch.arange(1, width + 1) ** -taste.spectrum
+    axes = _orthogonal(width, generator) * torch.arange(1, width + 1) ** -maps.spectrum
     gain = torch.linspace(0.3, 1.3, head_dim // 2).repeat(2)  # fast pairs carry less than slow ones
-    key_map = axes @ (_random_map(width, gain, generator) * taste.spread)
-    key_bias = 0.5 * torch.randn(head_dim, generator=generator) + _slow_pairs(head_dim, taste.key_bias, generator)
+    key_map = axes @ (_random_map(width, gain, generator) * maps.spread)
+    key_bias = 0.5 * torch.randn(head_dim, generator=generator) + _slow_pairs(head_dim, maps.key_bias, generator)
     plain = text.keys[:n] @ key_map + key_bias
     keys.copy_(_at_positions(plain.unsqueeze(0), torch.arange(n), rope)[0])
     for row in queries:
-        focus = _orthogonal(width, generator)[:, : taste.focus] * torch.linspace(1.5, 0.5, taste.focus).sqrt()
-        unrelated = taste.unrelated * taste.spread * _random_map(width, gain, generator)
+        focus = _orthogonal(width, generator)[:, : maps.focus] * torch.linspace(1.5, 0.5, maps.focus).sqrt()
+        unrelated = maps.unrelated * maps.spread * _random_map(width, gain, generator)
         query_map = focus @ focus.T @ (key_map + unrelated)
-        bias = _slow_pairs(head_dim, taste.query_bias, generator) - taste.against * key_bias
-        plain = (text.queries(asked, generator) @ query_map + bias) * taste.temperature
-        row.copy_(_at_positions(plain.unsqueeze(0), asked, rope)[0])
+        bias = _slow_pairs(head_dim, maps.query_bias, generator) - maps.against * key_bias
+        plain = (text.queries(positions, generator) @ query_map + bias) * maps.temperature
+        row.copy_(_at_positions(plain.unsqueeze(0), positions, rope)[0])
 
 
 def _hubby_text(n: int, generator: torch.Generator) -> _Text:
@@ -161,11 +167,11 @@ def _tokens(length: int, generator: torch.Generator) -> Tensor:
     """int64 [length]: Zipf's law, and copies of recent tokens."""
     weights = 1 / torch.arange(1.0, VOCABULARY + 1).double()
     drawn = torch.searchsorted(weights.cumsum(0) / weights.sum(), torch.rand(length, generator=generator).double())
-    here = torch.arange(length)
+    tokens = torch.arange(length)
     back = 1 + torch.randint(COPY_REACH, (length,), generator=generator)
-    copied = (torch.rand(length, generator=generator) < COPIES) & (back <= here)
-    source = torch.where(copied, here - back, here)
-    while not torch.equal(further := source[source], source):  # a copy of a copy ends at the token that was drawn
+    copied = (torch.rand(length, generator=generator) < COPIES) & (back <= tokens)
+    source = torch.where(copied, tokens - back, tokens)
+    while not torch.equal(further := source[source], source):  # a copy of a copy resolves to its drawn token
         source = further
     return drawn[source].clamp_(max=VOCABULARY - 1)
 
@@ -186,7 +192,7 @@ def _slow(length: int, width: int, memory: float, generator: torch.Generator) ->
 
 
 def _earlier(positions: Tensor, generator: torch.Generator) -> Tensor:
-    """A random position up to each of ``positions``."""
+    """Return a random position up to each of ``positions``."""
     return (torch.rand(len(positions), generator=generator) * (positions + 1)).long().minimum(positions)
 
 

@@ -1,4 +1,4 @@
-"""Results of kvsift bench index as text. Numbers are rendered, never typed."""
+"""Results of kvsift bench index as text."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvsift.benchmarks.host_timing import conditions, middle
 from kvsift.benchmarks.numbers import table, tokens
 
 BASELINE = "faiss_flat"
-CHOICES = ("flat", "flat_int8", "graph")  # what auto chooses from
+CHOICES = ("flat", "flat_int8", "graph")  # of auto
 COLUMNS = (
     "index", "ms", f"over {BASELINE}", "of floor", "scanned", "recall", "mass", "set to", "build s", "KNN s", "B/key"
 )  # fmt: skip
 
 
 def point_text(point: dict[str, Any], known: Collection[str] = ()) -> str:
-    """A heading and a table: a row per index; then why others were not measured, but for ``known`` reasons."""
+    """Render a heading, a table with a row per index, and reasons of missing indexes that are not ``known``."""
     heads = "/".join(map(str, point["heads"]))
     lines = [
         f"{point['case']}, {tokens(point['keys'])} keys, heads {heads}, top {point['k']} hold "
@@ -32,58 +32,58 @@ def point_text(point: dict[str, Any], known: Collection[str] = ()) -> str:
 
 
 def reasons(point: dict[str, Any]) -> dict[str, list[str]]:
-    """Why indexes were not measured -> their names."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for each in point["indexes"]:
-        if "reason" in each:
-            found[each["reason"]].append(each["name"])
-    return found
+    """Return the names of indexes that were not measured, by reason."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for row in point["indexes"]:
+        if "reason" in row:
+            names[row["reason"]].append(row["name"])
+    return names
 
 
 def point_table(point: dict[str, Any]) -> str:
-    """A Markdown table of the indexes that were measured."""
+    """Return a Markdown table of the measured indexes."""
     times = search_times(point)
     rows = []
-    for each in point["indexes"]:
-        name = each["name"]
+    for row in point["indexes"]:
+        name = row["name"]
         if name not in times:
             continue
-        floor = "" if each["num_bytes"] is None else f"{each['num_bytes'] / _bandwidth(point) / times[name]:.0%}"
-        statistics = each["statistics"]
+        floor = "" if row["num_bytes"] is None else f"{row['num_bytes'] / _bandwidth(point) / times[name]:.0%}"
+        statistics = row["statistics"]
         over = f"{times[BASELINE] / times[name]:.1f}x" if BASELINE in times else ""
         rows.append(
             [
-                name, f"{times[name] * 1e3:.2f}", over, floor, f"{each['scanned']:.2%}",
-                f"{each['recall']:.3f}", f"{each['mass_recall']:.3f}", _setting(each),
+                name, f"{times[name] * 1e3:.2f}", over, floor, f"{row['scanned']:.2%}",
+                f"{row['recall']:.3f}", f"{row['mass_recall']:.3f}", _setting(row),
                 f"{statistics['build_seconds']:.1f}", _seconds(statistics.get("knn_seconds")),
-                f"{each['bytes_per_key']:.0f}",
+                f"{row['bytes_per_key']:.0f}",
             ]
         )  # fmt: skip
     return table(COLUMNS, rows)
 
 
 def search_times(point: dict[str, Any]) -> dict[str, float]:
-    """Seconds of one search of all heads, by index; the median over quiet rounds."""
+    """Return the seconds of one search of all heads by index, medians over quiet rounds."""
     return {e["name"]: middle(e["samples_s"], point["others"]) for e in point["indexes"] if "samples_s" in e}
 
 
 def auto_ratio(point: dict[str, Any]) -> float | None:
-    """Time of ``auto`` over that of the fastest it could have chosen; None if either was not measured."""
+    """Return the time of ``auto`` over that of its fastest choice; None if either was not measured."""
     times = search_times(point)
     alone = [times[name] for name in CHOICES if name in times]
     return times["auto"] / min(alone) if "auto" in times and alone else None
 
 
 def medians(points: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table over several cases of one kind and k: medians of what each index scans and finds."""
+    """Return a Markdown table over several cases: medians of the figures of each index, by k."""
     rows = []
     for k in sorted({point["k"] for point in points}):
-        of_k = [point for point in points if point["k"] == k]
-        for name in dict.fromkeys(each["name"] for point in of_k for each in point["indexes"] if "recall" in each):
-            found = [e for point in of_k for e in point["indexes"] if e["name"] == name and "recall" in e]
-            missed = sum(not each.get("reached", True) for each in found)
-            cells = [f"{median(each[key] for each in found):{spec}}" for key, spec in FIGURES.items()]
-            rows.append([str(k), name, str(len(found)), *cells, str(missed or "")])
+        measured = [row for point in points if point["k"] == k for row in point["indexes"] if "recall" in row]
+        for name in dict.fromkeys(row["name"] for row in measured):
+            cases = [row for row in measured if row["name"] == name]
+            missed = sum(not row.get("reached", True) for row in cases)
+            cells = [f"{median(row[key] for row in cases):{spec}}" for key, spec in FIGURES.items()]
+            rows.append([str(k), name, str(len(cases)), *cells, str(missed or "")])
     return table(("k", "index", "cases", "scanned", "recall", "mass", "worst head's mass", "missed"), rows)
 
 
@@ -94,11 +94,11 @@ def _bandwidth(point: dict[str, Any]) -> float:
     return middle(point["bandwidth"], point["others"])
 
 
-def _setting(each: dict[str, Any]) -> str:
-    if "knob" not in each:
-        kinds = each["statistics"].get("heads", [])
+def _setting(row: dict[str, Any]) -> str:
+    if "knob" not in row:
+        kinds = row["statistics"].get("heads", [])
         return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
-    return f"{each['knob']} {each['value']}{'' if each['reached'] else ', missed'}"
+    return f"{row['knob']} {row['value']}{'' if row['reached'] else ', missed'}"
 
 
 def _seconds(number: float | None) -> str:

@@ -1,4 +1,4 @@
-"""What a measurement ran on, and how fast its memory can be read."""
+"""The machine of a measurement: its facts, its memory bandwidth, and its room for a point."""
 
 from __future__ import annotations
 
@@ -9,30 +9,69 @@ from typing import Any
 
 import torch
 
+from kvsift import native
 from kvsift.benchmarks.timing import gpu_seconds
+from kvsift.engine import provenance
+from kvsift.engine.memory import available_bytes
 from kvsift.errors import InputError
 
-H200_BANDWIDTH = 4.5e12  # bytes per second, read only: what the best of several large reads reached
+H200_BANDWIDTH = 4.5e12  # bytes per second, read only: the best of several large reads
 READ_BYTES = 8 << 30
 READS = 15
 GPU_FACTS = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.memory")
 
 
-def require_gpu(what: str) -> None:
-    """Refuse to time on anything else.
+def require_gpu(bench: str) -> torch.device:
+    """Return the first GPU.
 
     Raises:
         InputError: if there is no NVIDIA GPU.
     """
     if not torch.cuda.is_available():
         raise InputError(
-            f"kvsift bench {what} times an NVIDIA GPU, and torch sees none here. Run it on a machine with one; results "
-            "of the H200 are in docs/speed.md."
+            f"kvsift bench {bench} times an NVIDIA GPU, and torch sees none here. Run it on a machine with one; "
+            "results of the H200 are in docs/speed.md."
         )
+    return torch.device("cuda", 0)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Return machine and versions for a result file, with the facts of a GPU."""
+    facts = provenance.versions_and_machine(device)
+    return facts | {"gpu": gpu_facts()} if device.type == "cuda" else facts
+
+
+def gpu_environment(given: float | None) -> dict[str, Any]:
+    """Return machine, versions and the bandwidth for floors; ``given`` replaces a measured one."""
+    return environment(torch.device("cuda", 0)) | {"bandwidth": bandwidth(given)}
+
+
+def host_environment() -> dict[str, Any]:
+    """Return machine and versions, threads and the instruction set of the compiled core, "" without one."""
+    level = native.level() if native.available() else ""
+    return {"threads": torch.get_num_threads(), "level": level, **environment(torch.device("cpu"))}
+
+
+def opening(result: dict[str, Any]) -> str:
+    """Return the line printed before the first point; "" if there is none."""
+    if "bandwidth" in result:
+        return bandwidth_text(result["bandwidth"])
+    return f"{result['threads']} threads, {result['level'] or native.why_missing()}" if "threads" in result else ""
+
+
+def require_room(device: torch.device, num_bytes: float) -> None:
+    """Refuse a point whose pools do not fit the device, before anything is allocated.
+
+    Raises:
+        InputError: with both sizes.
+    """
+    free = available_bytes(device)
+    if free is not None and num_bytes > free:
+        raise InputError(f"its pools need {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free")
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Name, memory, driver, power limit, highest clocks and libraries."""
+    """Return name, memory, driver, power limit, highest clocks and libraries."""
     properties = torch.cuda.get_device_properties(0)
     libraries = {
         "cuda": torch.version.cuda,
@@ -50,9 +89,9 @@ def gpu_facts() -> dict[str, Any]:
 
 
 def bandwidth(given: float | None) -> dict[str, Any]:
-    """Bytes per second that floors are computed with, and where they come from."""
+    """Return the bytes per second for floors, with their source."""
     measured = read_bandwidth()
-    torch.cuda.empty_cache()  # what it read is free for buffers again
+    torch.cuda.empty_cache()  # frees its memory for buffers
     if given is not None:
         return {"used": given, "measured": measured, "source": "given"}
     if "H200" in torch.cuda.get_device_name(0):
@@ -60,16 +99,16 @@ def bandwidth(given: float | None) -> dict[str, Any]:
     return {"used": measured, "measured": measured, "source": "measured"}
 
 
-def bandwidth_text(found: dict[str, Any]) -> str:
-    """What floors are computed with, in a line."""
+def bandwidth_text(rate: dict[str, Any]) -> str:
+    """Render the bandwidth of floors in a line."""
     return (
-        f"floors at {found['used'] / 1e12:.2f} TB/s ({found['source']}); a large read here reached "
-        f"{found['measured'] / 1e12:.2f} TB/s"
+        f"floors at {rate['used'] / 1e12:.2f} TB/s ({rate['source']}); a large read here reached "
+        f"{rate['measured'] / 1e12:.2f} TB/s"
     )
 
 
 def read_bandwidth() -> float:
-    """Bytes per second of a sum over more memory than any cache holds."""
+    """Return the bytes per second of a sum over more memory than any cache holds."""
     num_bytes = min(READ_BYTES, torch.cuda.mem_get_info()[0] // 4)
     numbers = torch.ones(num_bytes // 4, device="cuda")
     numbers.sum()
@@ -77,13 +116,13 @@ def read_bandwidth() -> float:
 
 
 def _driver_facts() -> dict[str, str]:
-    """From nvidia-smi, where it is."""
+    """Return facts from nvidia-smi, where it is installed."""
     query = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", "--id=0"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+        output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    return dict(zip(GPU_FACTS, map(str.strip, found.strip().split(","))))
+    return dict(zip(GPU_FACTS, map(str.strip, output.strip().split(","))))
 
 
 def _version(package: str) -> str | None:

@@ -1,10 +1,11 @@
-"""Samples as one number, and numbers as text."""
+"""Statistics of samples, and numbers as text."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
@@ -12,7 +13,7 @@ LARGE = {"K": 1 << 10, "M": 1 << 20}
 
 
 def spread(samples: Sequence[float]) -> float:
-    """Interquartile range over the median."""
+    """Return the interquartile range over the median."""
     if len(samples) < 2:
         return 0.0
     first, _, third = quantiles(samples, n=4, method="inclusive")
@@ -20,7 +21,7 @@ def spread(samples: Sequence[float]) -> float:
 
 
 def tokens(number: int) -> str:
-    """131072 -> 128K."""
+    """Return 131072 as 128K."""
     for unit, size in reversed(LARGE.items()):
         if number >= size and number % size == 0:
             return f"{number // size}{unit}"
@@ -28,12 +29,31 @@ def tokens(number: int) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
 def document(result: dict[str, Any]) -> str:
-    """A result as JSON for a file: indented, but lists of numbers on one line."""
+    """Return a result as JSON for a file: indented, lists of numbers on one line."""
     text = json.dumps(result, indent=1)
-    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda found: " ".join(found[0].split()), text)
+    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+
+
+def break_even(contexts: Sequence[int], dense: Sequence[float], sparse: Sequence[float]) -> float | None:
+    """Return the tokens from which sparse stays faster, by linear interpolation between contexts.
+
+    Args:
+        contexts: ascending.
+        dense, sparse: seconds at these contexts.
+
+    Returns:
+        The length; 0 if sparse is faster at the shortest context and all others, None if it is not at the longest.
+    """
+    points = [(context, d - s) for context, d, s in zip(contexts, dense, sparse)]
+    if not points or points[-1][1] <= 0:
+        return None
+    for (short, loss), (long, gain) in reversed(list(pairwise(points))):
+        if loss <= 0:
+            return short + (long - short) * -loss / (gain - loss)
+    return 0.0

@@ -1,13 +1,12 @@
 """Attention of prefill in one layer: a whole prompt, or one chunk behind a context, against dense kernels.
 
-Keys, values and queries are random, so that nothing is said about quality; what is read and computed does not depend on
-them.
+Keys, values and queries are random: reads and operations do not depend on them, and quality is not measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -16,162 +15,145 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvsift.benchmarks.prefill import refuse_dense
-from kvsift.benchmarks.timing import gpu_seconds, interleaved
+from kvsift.benchmarks import machine
+from kvsift.benchmarks.bench import Bench, first_line
+from kvsift.benchmarks.prefill import PrefillLayerRecipe
+from kvsift.benchmarks.prefill_report import point_text
+from kvsift.benchmarks.recipe import COLD_BYTES
+from kvsift.benchmarks.timing import digits, gpu_seconds, interleaved
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.sequence import SparseAttention
-from kvsift.runtime.spec import parse_plan
-from kvsift.runtime.stats import RunStats
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.models.transformers_load import choose_device
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape
 
-COLD_BYTES = 192 << 20  # read between two samples on a CPU: the next layer finds its keys in memory, not in the cache
+Attend = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything a result depends on.
+class PrefillLayerBench(Bench):
+    """Prefill attention of a recipe on a device."""
 
-    Attributes:
-        num_query_heads, num_kv_heads, head_dim: of the layer.
-        contexts: prompt tokens, or tokens in front of the chunk.
-        plans: that are compared.
-        chunk: tokens per forward pass.
-        whole: time all chunks of the prompt; else the one behind it alone.
-        repeats: samples of each variant.
-    """
+    recipe: PrefillLayerRecipe
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    kind = "prefill layer"
 
-    contexts: tuple[int, ...]
-    plans: tuple[str, ...]
-    chunk: int
-    whole: bool
-    num_query_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    repeats: int = 5
+    @classmethod
+    def of(cls, recipe: PrefillLayerRecipe) -> PrefillLayerBench:
+        return cls(recipe, choose_device(recipe.device))
 
-    def __post_init__(self) -> None:
-        if not self.contexts or not self.plans:
-            raise InputError("there is nothing to measure: name at least one context and plan.")
-        if self.num_query_heads % self.num_kv_heads:
-            raise InputError(
-                f"{self.num_query_heads} query heads must be a multiple of the KV heads, {self.num_kv_heads}."
-            )
-        for plan in self.plans:
-            refuse_dense(plan)
+    def environment(self) -> dict[str, Any]:
+        return machine.environment(self.device)
 
-    @property
-    def shape(self) -> LayerShape:
-        """A layer above those that plans keep dense by default."""
-        return LayerShape(2, self.num_query_heads, self.num_kv_heads, self.head_dim, self.head_dim**-0.5)
+    def points(self) -> Sequence[int]:
+        return sorted(self.recipe.contexts)
 
+    def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
+        return point_text(point)
 
-def head(recipe: Recipe) -> dict[str, Any]:
-    """What a result file begins with."""
-    return {"kind": "prefill layer", "recipe": asdict(recipe)}
-
-
-@torch.inference_mode()
-def run(recipe: Recipe, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Iterator[dict[str, Any]]:
-    """Context by context as they are measured."""
-    for context in sorted(recipe.contexts):
-        generator = torch.Generator().manual_seed(context)
-        length = context if recipe.whole else context + recipe.chunk
+    def measure(self, point: int) -> dict[str, Any]:
+        recipe, generator = self.recipe, torch.Generator().manual_seed(point)
+        length = point if recipe.whole else point + recipe.chunk
         heads = (recipe.num_query_heads, recipe.num_kv_heads, recipe.num_kv_heads)
-        q, k, v = (_normal(length, number, recipe.head_dim, generator, device, dtype) for number in heads)
-        variants = _dense(recipe, q, k, v, context) | {
-            plan: _sifted(recipe, parse_plan(plan), q, k, v, context) for plan in recipe.plans
+        q, k, v = (self._normal(length, number, generator) for number in heads)
+        variants = self._dense(q, k, v, point) | {
+            plan: self._layer(parse_plan(plan), q, k, v, point) for plan in recipe.plans
         }
-        timers, failed = {}, {}
+        timers, reasons = {}, {}
         for name, attend in variants.items():
             try:
                 attend()
-                timers[name] = _clock(attend, device)
-            except Exception as error:  # whatever a library that cannot do this shape raises
-                failed[name] = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+                timers[name] = _clock(attend, self.device)
+            except Exception as error:  # whatever a library raises for a shape that it does not support
+                reasons[name] = first_line(error)
         samples = interleaved(timers, recipe.repeats)
-        yield {
-            "context": context,
-            "variants": [
-                {"name": name, "samples_s": [float(f"{s:.5g}") for s in each]} for name, each in samples.items()
-            ]
-            + [{"name": name, "reason": reason} for name, reason in failed.items()],
-            "flops": _flops(recipe, context),
-        }
+        timed = [{"name": name, "samples_s": digits(seconds)} for name, seconds in samples.items()]
+        failed = [{"name": name, "reason": reason} for name, reason in reasons.items()]
+        # operations of exact causal attention
+        pairs = point * point / 2 if recipe.whole else recipe.chunk * (point + recipe.chunk / 2)
+        return {"variants": timed + failed, "flops": 4 * recipe.num_query_heads * recipe.head_dim * pairs}
+
+    def _normal(self, length: int, heads: int, generator: torch.Generator) -> Tensor:
+        shape, on_cpu = (1, length, heads, self.recipe.head_dim), self.device.type == "cpu"
+        if on_cpu:
+            return torch.randn(shape, generator=generator).to(self.dtype).transpose(1, 2)
+        return torch.randn(shape, device=self.device, dtype=self.dtype).transpose(1, 2)
+
+    def _layer(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, context: int) -> Attend:
+        """Store, select and attend, chunk by chunk, as a layer of the engine does."""
+        recipe = self.recipe  # the layer is above those that plans keep dense by default
+        shape = LayerShape(2, recipe.num_query_heads, recipe.num_kv_heads, recipe.head_dim, recipe.head_dim**-0.5)
+        layer = SparseAttention(shape, plan, 1, k, RunStats(0), reserve=q.shape[2])
+
+        def attend(start: int, stop: int) -> Tensor:
+            chunk = Chunk(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], [stop - start])
+            return layer.attend(chunk)
+
+        if recipe.whole:
+
+            def prompt() -> None:
+                layer.crop(0, 0)
+                for start in range(0, context, recipe.chunk):
+                    attend(start, min(start + recipe.chunk, context))
+
+            return prompt
+        layer.store.append(0, k[0, :, :context], v[0, :, :context])
+
+        def last() -> Tensor:
+            layer.crop(0, context)
+            return attend(context, context + recipe.chunk)
+
+        return last
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, context: int) -> dict[str, Attend]:
+        """Dense forms: on a GPU fused kernels over the whole prompt, on a CPU the forms that torch offers for a chunk
+        behind a context."""
+        scale = self.recipe.head_dim**-0.5
+        if not self.recipe.whole:
+            return dense_chunk(q[:, :, context:], k, v, scale, context)
+        fused = fused_kernels(q, k, v, scale) if q.is_cuda else {}
+        return fused | {"kvsift dense": self._layer(Plan(), q, k, v, context)}
 
 
-def _normal(
-    length: int, heads: int, head_dim: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    if device.type == "cpu":
-        return torch.randn(1, length, heads, head_dim, generator=generator).to(dtype).transpose(1, 2)
-    return torch.randn(1, length, heads, head_dim, device=device, dtype=dtype).transpose(1, 2)
+def fused_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Attend]:
+    """Return torch's and FlashInfer's causal attention over a whole prompt."""
 
-
-def _sifted(recipe: Recipe, plan: Plan, q: Tensor, k: Tensor, v: Tensor, context: int) -> Callable[[], Any]:
-    """Store, choose and attend, chunk by chunk, as a layer of the engine does."""
-    layer = SparseAttention(recipe.shape, plan, 1, k, RunStats(0), reserve=q.shape[2])
-
-    def attend(start: int, stop: int) -> Tensor:
-        chunk = Chunk(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], [stop - start])
-        return layer.attend(chunk)
-
-    if recipe.whole:
-
-        def prompt() -> None:
-            layer.crop(0, 0)
-            for start in range(0, context, recipe.chunk):
-                attend(start, min(start + recipe.chunk, context))
-
-        return prompt
-    layer.store.append(0, k[0, :, :context], v[0, :, :context])
-
-    def last() -> Tensor:
-        layer.crop(0, context)
-        return attend(context, context + recipe.chunk)
-
-    return last
-
-
-def _dense(recipe: Recipe, q: Tensor, k: Tensor, v: Tensor, context: int) -> dict[str, Callable[[], Any]]:
-    """Dense forms on these tensors: on a GPU fused kernels over the whole prompt, on a CPU the forms that torch offers
-    for a chunk behind a context."""
-    groups, scale = recipe.num_query_heads // recipe.num_kv_heads, recipe.shape.scale
-    if not recipe.whole:
-        return _dense_chunk(q[:, :, context:], k, v, groups, scale, context)
-    found: dict[str, Callable[[], Any]] = {}
-    if not q.is_cuda:
-        return {"kvsift dense": _sifted(recipe, Plan(), q, k, v, context)}
-    for name, backend in (("sdpa-flash", SDPBackend.FLASH_ATTENTION), ("sdpa-cudnn", SDPBackend.CUDNN_ATTENTION)):
-
-        def sdpa(backend: SDPBackend = backend) -> Tensor:
+    def sdpa(backend: SDPBackend) -> Attend:
+        def attend() -> Tensor:
             with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=groups > 1)
+                gqa = q.shape[1] > k.shape[1]
+                return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
 
-        found[name] = sdpa
-    for backend_name in ("fa3", "fa2"):
+        return attend
 
-        def flashinfer(backend_name: str = backend_name) -> Any:
+    def flashinfer(backend: str) -> Attend:
+        def attend() -> Any:
             try:
                 import flashinfer as library
             except ImportError as error:
                 raise InputError(f"flashinfer cannot be imported ({error})") from None
             tensors = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
-            return library.single_prefill_with_kv_cache(*tensors, causal=True, sm_scale=scale, backend=backend_name)
+            return library.single_prefill_with_kv_cache(*tensors, causal=True, sm_scale=scale, backend=backend)
 
-        found[f"flashinfer-{backend_name}"] = flashinfer
-    return found | {"kvsift dense": _sifted(recipe, Plan(), q, k, v, context)}
+        return attend
+
+    return {
+        "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION), "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flashinfer-fa3": flashinfer("fa3"), "flashinfer-fa2": flashinfer("fa2"),
+    }  # fmt: skip
 
 
-def _dense_chunk(
-    q: Tensor, k: Tensor, v: Tensor, groups: int, scale: float, context: int
-) -> dict[str, Callable[[], Any]]:
-    num_queries, num_kv_heads = q.shape[2], k.shape[1]
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # a cache of torch's own would hold them so
+def dense_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float, context: int) -> dict[str, Attend]:
+    """Return torch's forms of causal attention of a chunk behind a context."""
+    num_queries, num_kv_heads, groups = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # as in a cache of torch
     rows = q.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)[0]  # [num_kv_heads, groups * num_queries, head_dim]
-    seen = torch.ones(num_queries, k.shape[2], dtype=torch.bool, device=q.device).tril(context)
-    hidden = ~seen.repeat(groups, 1)[:, context:]  # of the chunk itself: the past is seen by all
+    causal = torch.ones(num_queries, k.shape[2], dtype=torch.bool, device=q.device).tril(context)
+    hidden = ~causal.repeat(groups, 1)[:, context:]  # inside the chunk: all queries attend to the context
     scaled = rows * scale
 
     def products() -> Tensor:
@@ -187,19 +169,13 @@ def _dense_chunk(
         return past.output * weights[0] + own.output * weights[1]
 
     def masked() -> Tensor:
-        mask = seen.repeat(groups, 1)[None, None]
+        mask = causal.repeat(groups, 1)[None, None]
         return scaled_dot_product_attention(rows[None], k, v, attn_mask=mask, scale=scale)
 
     def grouped() -> Tensor:
-        return scaled_dot_product_attention(q, k, v, attn_mask=seen[None, None], scale=scale, enable_gqa=True)
+        return scaled_dot_product_attention(q, k, v, attn_mask=causal[None, None], scale=scale, enable_gqa=True)
 
     return {"bmm": products, "sdpa in two parts": fused, "sdpa, groups as rows": masked, "sdpa enable_gqa": grouped}
-
-
-def _flops(recipe: Recipe, context: int) -> float:
-    """Operations of exact causal attention."""
-    pairs = context * context / 2 if recipe.whole else recipe.chunk * (context + recipe.chunk / 2)
-    return 4 * recipe.num_query_heads * recipe.head_dim * pairs
 
 
 def _clock(attend: Callable[[], Any], device: torch.device) -> Callable[[], float]:

@@ -1,4 +1,4 @@
-"""Prefill results as tables and text. Numbers are rendered, never typed."""
+"""Prefill results as Markdown tables, and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ from statistics import median
 from typing import Any
 
 from kvsift.benchmarks.numbers import spread, table, tokens
-from kvsift.benchmarks.prefill import CEILING
+
+CEILING = "no attention"
 
 
 def ttft_table(result: dict[str, Any]) -> str:
-    """A Markdown table: a row per context; seconds to the first token, and how often faster than the best dense."""
+    """Return a Markdown table: a row per context; time to first token, and speed-up over the best dense variant."""
     plans = result["recipe"]["plans"]
     rows = []
     for point in result["points"]:
         if "variants" not in point:
             continue
-        times = {each["name"]: float(median(each["ttft_s"])) for each in point["variants"]}
+        times = {v["name"]: float(median(v["ttft_s"])) for v in point["variants"]}
         dense = min(seconds for name, seconds in times.items() if name.startswith("dense"))
         best = next(name for name, seconds in times.items() if seconds == dense).removeprefix("dense, ")
         cells = [tokens(point["context"]), f"{dense:.3f}", best]
@@ -28,8 +29,8 @@ def ttft_table(result: dict[str, Any]) -> str:
 
 
 def layer_table(result: dict[str, Any]) -> str:
-    """A Markdown table: a row per context and variant; milliseconds in one layer, and how often faster than the best
-    dense."""
+    """Return a Markdown table: a row per context and variant; milliseconds in one layer, and speed-up over the best
+    dense variant."""
     rows = []
     for point in result["points"]:
         times = _layer_times(point)
@@ -45,20 +46,20 @@ def layer_table(result: dict[str, Any]) -> str:
 
 
 def point_text(point: dict[str, Any]) -> str:
-    """All variants of a context, one per line: median and interquartile range, as a share of the median."""
+    """Render all variants of a context, one per line: median, and interquartile range as a share of it."""
     if "reason" in point:
         return f"{tokens(point['context'])} tokens: not measured, {point['reason']}"
     lines = [f"{tokens(point['context'])} tokens"]
-    for each in point["variants"]:
-        if "reason" in each:
-            lines.append(f"  {each['name']}: {each['reason']}")
+    for variant in point["variants"]:
+        if "reason" in variant:
+            lines.append(f"  {variant['name']}: {variant['reason']}")
             continue
-        samples = each.get("ttft_s") or each["samples_s"]
-        density = f", sees {each['density']:.1%}" if "density" in each else ""
+        samples = variant.get("ttft_s") or variant["samples_s"]
+        density = f", density {variant['density']:.1%}" if "density" in variant else ""
         spread_text = f"spread {100 * spread(samples):.1f} %" if len(samples) > 1 else "1 sample"
-        lines.append(f"  {median(samples) * 1e3:10.2f} ms ({spread_text}) {each['name']}{density}")
+        lines.append(f"  {median(samples) * 1e3:10.2f} ms ({spread_text}) {variant['name']}{density}")
     return "\n".join(lines)
 
 
 def _layer_times(point: dict[str, Any]) -> dict[str, float]:
-    return {each["name"]: float(median(each["samples_s"])) for each in point["variants"] if "samples_s" in each}
+    return {v["name"]: float(median(v["samples_s"])) for v in point["variants"] if "samples_s" in v}

@@ -1,16 +1,15 @@
 """Queries, keys and values of a real model over one document, in one safetensors file, for benchmarks of indexes.
 
-The document is prefilled densely, questions about it are asked and answered, and everything attention was asked is
-written down on the way: sampled queries of the prompt, and every query of question and answer tokens, which stand at
-positions from ``length`` on and are what decoding asks.
+The document is prefilled densely and questions about it are answered, while queries are recorded: a sample of those of
+the prompt, and all of question and answer tokens, which are at positions from ``length`` on, as in decoding.
 
-Tensors of the file, bfloat16 and after RoPE, for every layer i that was wanted:
+Tensors of the file, bfloat16 and after RoPE, for every recorded layer i:
 
     {i}.keys, {i}.values     [num_kv_heads, length, head_dim]
     {i}.queries              [num_query_heads, num_samples, head_dim]
     {i}.decode_queries       [num_query_heads, num_decode, head_dim]
     positions                int64 [num_samples], of the sampled queries
-    decode_positions         int64 [num_decode]; every question starts anew behind the document
+    decode_positions         int64 [num_decode]; every question starts behind the document
     rope.inv_freq            float32 [rotary_dim / 2], where the model's rotation is known
 """
 
@@ -26,14 +25,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvsift.benchmarks.qk_record import Listener, sample_positions, stored
+from kvsift.benchmarks.qk_record import RecordingDense, file_copy, sample_positions
 from kvsift.engine.document import Document
 from kvsift.engine.llm import LLM
 from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.errors import InputError
+from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_layer import SparseLayer
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape, Rope
 
 KIND = "kvsift queries and keys"
@@ -43,93 +43,91 @@ def check_layers(llm: LLM, layers: Collection[int]) -> None:
     """Refuse layers that the model does not have, before its weights are loaded.
 
     Raises:
-        InputError: naming the layers there are.
+        InputError: naming the layers of the model.
     """
-    there = llm.directory.config.num_hidden_layers
-    if missing := [layer for layer in layers if layer >= there]:
-        raise InputError(f"layer {missing[0]} is not there: {llm.directory.name} has layers 0 to {there - 1}.")
+    num_layers = llm.directory.config.num_hidden_layers
+    if missing := [layer for layer in layers if layer >= num_layers]:
+        raise InputError(f"there is no layer {missing[0]}: {llm.directory.name} has layers 0 to {num_layers - 1}.")
 
 
-def dump(
-    llm: LLM,
-    ids: Sequence[int],
-    encode: Callable[[str], list[int]],
-    questions: Sequence[str],
-    output: Path,
-    *,
-    source: str,
-    layers: Collection[int] | None = None,
-    samples: int = 8192,
-    max_new_tokens: int = 32,
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """Prefill a document, ask, and write what attention saw.
+class DumpInput(NamedTuple):
+    """A document and questions about it.
+
+    Attributes:
+        ids: tokens of the document.
+        encode: returns the whole prompt of a question; starts with ``ids``.
+        questions: answered one after the other, each behind the document alone.
+        name: of the document, for the reader of a result.
+    """
+
+    ids: list[int]
+    encode: Callable[[str], list[int]]
+    questions: Sequence[str]
+    name: str
+
+
+def dump_attention(
+    llm: LLM, source: DumpInput, output: Path, *, layers: Collection[int] | None = None, samples: int = 8192,
+    max_new_tokens: int = 32, progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Prefill a document, answer questions, and write queries, keys and values of attention.
 
     Args:
-        llm: whose steps are composed (``path="composed"``).
-        ids: tokens of the document.
-        encode: the whole prompt of a question; begins with ``ids``.
-        questions: asked one after the other, each of the document alone.
+        llm: with composed steps (``path="composed"``).
+        source: the document and questions.
         output: the file.
-        source: where the document comes from, for the reader of a result.
-        layers: which to keep; all full-attention layers by default.
-        samples: queries of the document kept per head, at most.
+        layers: to record; all full-attention layers by default.
+        samples: queries of the document per head, at most.
         max_new_tokens: generated for each question, at most.
+        progress: called with tokens prefilled and all tokens.
 
     Returns:
-        What the file says about itself, answers included.
+        The description in the file, with the answers.
 
     Raises:
-        InputError: for a question that cannot be asked, before the weights are loaded; for layers that keep no keys.
+        InputError: for a question that does not fit, before the weights are loaded; for layers without keys.
     """
     check_layers(llm, layers or ())
     if samples < 2:
         raise InputError(f"{samples} sampled queries are too few; keep at least 2, or leave it out for 8192.")
-    listener = Listener(sample_positions(len(ids), samples), len(ids))
-    plan = Plan(decode=Rule(listener))
-    document = Document(llm, list(ids), encode, plan, progress, PromptFormat(llm.tokenizer).stop)
-    for question in questions:
+    recorder = RecordingDense(sample_positions(len(source.ids), samples), len(source.ids))
+    plan = Plan(decode=Rule(recorder))
+    document = Document(llm, source.ids, source.encode, plan, progress, PromptFormat(llm.tokenizer).stop)
+    for question in source.questions:
         document.check(question, max_new_tokens)
-    answers = [document.ask(question, max_new_tokens=max_new_tokens).text for question in questions]
-    cache = document.prefill(plan)
-    tensors: dict[str, Tensor] = {"positions": listener.wanted}
-    shapes, rope = [], cache.run.rope
-    for layer in cache.layers:
-        if (
-            not isinstance(layer, SparseLayer)
-            or layer.attention is None
-            or layer.layer not in (layers or [layer.layer])
-        ):
-            continue
-        record, held = listener.records[layer.layer], layer.attention.store.row(0)
-        shapes.append(record.shape)
-        tensors["decode_positions"] = torch.cat(record.decode_positions)
-        for name, tensor in (
-            ("keys", held.keys(0, len(ids))),
-            ("values", held.values(0, len(ids))),
-            ("queries", torch.cat(record.queries, 1)),
-            ("decode_queries", torch.cat(record.decode_queries, 1)),
-        ):
-            tensors[f"{record.shape.layer}.{name}"] = stored(tensor)
-    if missing := sorted(set(layers or ()) - {shape.layer for shape in shapes}):
-        raise InputError(f"layer {missing[0]} of {llm.directory.name} is no full-attention layer; leave it out.")
-    if rope is not None:
-        tensors["rope.inv_freq"] = rope.inv_freq
+    answers = [document.ask(question, max_new_tokens=max_new_tokens).text for question in source.questions]
+    tensors, about = _recorded(recorder, document.prefill(plan), layers, llm.directory.name)
     about = {
-        "kind": KIND,
-        "model": llm.directory.name,
-        "source": source,
-        "length": len(ids),
-        "layers": [{"layer": s.layer, "scale": s.scale, "softcap": s.softcap} for s in shapes],
-        "interleaved": None if rope is None else rope.interleaved,
-        "questions": list(questions),
-        "answers": answers,
-        **versions_and_machine(llm.device),
-    }
+        "kind": KIND, "model": llm.directory.name, "source": source.name, "length": len(source.ids), **about,
+        "questions": list(source.questions), "answers": answers, **versions_and_machine(llm.device),
+    }  # fmt: skip
     partial = output.with_name(output.name + ".partial")
     save_file(tensors, partial, {"kvsift": json.dumps(about)})
     partial.replace(output)
     return about
+
+
+def _recorded(
+    recorder: RecordingDense, cache: SparseCache, layers: Collection[int] | None, model: str
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of the file, and the description of its layers."""
+    tensors, rope, about = {"positions": recorder.positions}, cache.run.rope, []
+    for layer in cache.layers:
+        if not isinstance(layer, SparseLayer) or layer.attention is None or (layers and layer.layer not in layers):
+            continue
+        record, stored = recorder.records[layer.layer], layer.attention.store.reader(0)
+        shape = record.shape
+        about.append({"layer": shape.layer, "scale": shape.scale, "softcap": shape.softcap})
+        tensors["decode_positions"] = torch.cat(record.decode_positions)
+        keys, values = stored.keys(0, recorder.length), stored.values(0, recorder.length)
+        queries, decode_queries = (torch.cat(chunks, 1) for chunks in (record.queries, record.decode_queries))
+        layer_tensors = {"keys": keys, "values": values, "queries": queries, "decode_queries": decode_queries}
+        tensors |= {f"{shape.layer}.{name}": file_copy(tensor) for name, tensor in layer_tensors.items()}
+    if missing := sorted(set(layers or ()) - {layer["layer"] for layer in about}):
+        raise InputError(f"layer {missing[0]} of {model} has no full attention; leave it out.")
+    if rope is not None:
+        tensors["rope.inv_freq"] = rope.inv_freq
+    return tensors, {"layers": about, "interleaved": None if rope is None else rope.interleaved}
 
 
 class LayerQK(NamedTuple):
@@ -145,16 +143,13 @@ class LayerQK(NamedTuple):
 
 
 class Dump:
-    """A file of ``dump``; tensors are read layer by layer.
-
-    Args:
-        path: the file.
+    """A file of ``dump_attention``; tensors are read layer by layer.
 
     Attributes:
-        about: what ``dump`` returned.
+        about: the description that ``dump_attention`` returned.
 
     Raises:
-        InputError: if it is not such a file.
+        InputError: if ``path`` is not such a file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -167,11 +162,11 @@ class Dump:
         except (OSError, SafetensorError, ValueError, RecursionError) as error:
             raise InputError(f"{path} cannot be read as a dump of kvsift bench dump: {error}.") from None
         if self.about.get("kind") != KIND:
-            raise InputError(f"{path} is no dump of kvsift bench dump; give a file that it wrote.")
+            raise InputError(f"{path} is not a dump of kvsift bench dump; give a file that it wrote.")
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """Name of the file without its suffix."""
         return self.path.stem
 
     @property
@@ -182,7 +177,7 @@ class Dump:
     @property
     def layers(self) -> list[int]:
         """Layers in the file."""
-        return [each["layer"] for each in self.about["layers"]]
+        return [layer["layer"] for layer in self.about["layers"]]
 
     def layer(self, layer: int) -> LayerQK:
         """Read one of ``layers``."""
@@ -195,7 +190,7 @@ class Dump:
             rope = None
             if "rope.inv_freq" in names:
                 rope = Rope(file.get_tensor("rope.inv_freq"), bool(self.about["interleaved"]))
-        of = next(each for each in self.about["layers"] if each["layer"] == layer)
+        about = next(about for about in self.about["layers"] if about["layer"] == layer)
         sizes = layer, queries.shape[0], keys.shape[0], keys.shape[2]
-        shape = LayerShape(*sizes, of["scale"], of["softcap"], rope)
+        shape = LayerShape(*sizes, about["scale"], about["softcap"], rope)
         return LayerQK(shape, keys, values, queries, positions, decode_queries, decode_positions)

@@ -1,4 +1,4 @@
-"""When host and device were busy during a step, and for how long both were."""
+"""Busy times of host and device during a step, and their overlap."""
 
 from __future__ import annotations
 
@@ -7,37 +7,36 @@ from typing import Any
 
 import torch
 
-from kvsift.runtime.split import HOST_SPAN
+from kvsift.stores.split import HOST_SPAN
 
-Spans = Sequence[tuple[float, float]]  # from and until
+Spans = Sequence[tuple[float, float]]  # (start, stop)
 
 SHOWN = 80  # spans of a timeline, from its start
 
 
 def union(spans: Spans) -> list[tuple[float, float]]:
-    """The same time, in spans that do not touch."""
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+    """Return the same time in spans that do not touch."""
+    merged: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
         else:
-            found.append((begin, end))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
 def length(spans: Spans) -> float:
-    """How much time that is, what is in several spans once."""
-    return sum(end - begin for begin, end in union(spans))
+    """Return the time in at least one span."""
+    return sum(stop - start for start, stop in union(spans))
 
 
 def overlap(one: Spans, other: Spans) -> float:
-    """How much time is in a span of each."""
+    """Return the time in a span of each."""
     return length(one) + length(other) - length([*one, *other])
 
 
 def timeline(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
-    """Of one step: seconds of device kernels, of host attention, and of both at the same time; empty without a GPU,
-    where the host does one after the other."""
+    """Return seconds of device kernels, of host attention, and of both at once in one step; nothing without a GPU."""
     if device.type != "cuda":
         return {}
     from torch.profiler import ProfilerActivity, profile
@@ -55,13 +54,13 @@ def timeline(run: Callable[[], object], device: torch.device) -> dict[str, Any]:
 
 
 def summary(host: Spans, kernels: Spans) -> dict[str, Any]:
-    """Of spans in microseconds: seconds of each and of both, and the first of them in order."""
-    begun = min((span[0] for span in [*host, *kernels]), default=0.0)
-    until = max((span[1] for span in sorted(host)[:3]), default=0.0)
+    """Return seconds of each and of both, from microseconds, and the first spans in order."""
+    first = min((span[0] for span in [*host, *kernels]), default=0.0)
+    last = max((span[1] for span in sorted(host)[:3]), default=0.0)
     spans = sorted([("host", *span) for span in host] + [("device", *span) for span in kernels], key=lambda s: s[1])
     return {
         "host_s": length(host) / 1e6,
         "device_s": length(kernels) / 1e6,
         "both_s": overlap(host, kernels) / 1e6,
-        "timeline_us": [[who, round(a - begun, 1), round(b - begun, 1)] for who, a, b in spans if a <= until][:SHOWN],
+        "timeline_us": [[who, round(a - first, 1), round(b - first, 1)] for who, a, b in spans if a <= last][:SHOWN],
     }

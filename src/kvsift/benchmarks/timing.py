@@ -1,29 +1,30 @@
-"""Times of launches that take microseconds, all variants in turns, with a cold cache.
+"""Times of short launches, all variants in turns, with a cold cache.
 
-A launch this short cannot be timed from the host: dozens are captured in a CUDA graph and replayed. Each launch of a
-graph reads another set of buffers, and the sets are so many that none is still in the L2 cache when its turn comes.
+A launch of microseconds cannot be timed from the host: dozens are captured in a CUDA graph and replayed. Consecutive
+launches of a graph read different sets of buffers; there are enough sets that each has left the L2 cache before it is
+read again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 
 import torch
 
 from kvsift.engine.slots import warm_up
 
-LAUNCHES = 24  # in a graph, at least: what replaying costs is then a few hundredths of a microsecond for each
-COLD_BYTES = 1 << 30  # read between two visits to one set; the L2 cache of an H200 holds 60 MB
+LAUNCHES = 24  # of a graph, at least: a replay then costs a few hundredths of a microsecond per launch
+COLD_BYTES = 1 << 30  # read between two launches on one set; the L2 cache of an H200 has 60 MB
 WARM_UP_ROUNDS = 2
 
-Run = Callable[[int], object]  # one launch on the buffers of that number
-Timer = Callable[[], float]  # measures once more: seconds per launch
-Clock = Callable[[Run, int], Timer]  # of a run over so many sets of buffers
+Launch = Callable[[int], object]  # on the buffers of that number
+Timer = Callable[[], float]  # takes one sample: seconds per launch
+Clock = Callable[[Launch, int], Timer]  # (launch, number of sets of buffers) -> timer
 
 
-def graph_clock(run: Run, num_sets: int) -> Timer:
-    """Seconds of one launch on a GPU, from replays of a graph of launches over all sets.
+def graph_clock(run: Launch, num_sets: int) -> Timer:
+    """Time one launch on a GPU, by replays of a graph of launches over all sets.
 
     Raises:
         RuntimeError: if the launches do not run, or cannot be captured.
@@ -39,12 +40,12 @@ def graph_clock(run: Run, num_sets: int) -> Timer:
     with torch.cuda.graph(graph):
         for launch in range(launches):
             run(launch % num_sets)
-    # the graph knows addresses only: ``run`` keeps alive what lies there
+    # the graph holds addresses only: ``run`` keeps the tensors alive
     return lambda run=run: gpu_seconds(graph.replay) / launches  # type: ignore[misc]
 
 
 def gpu_seconds(run: Callable[[], object]) -> float:
-    """Of the device, from the beginning of ``run`` to the end of what it has queued."""
+    """Return the seconds of the device from the start of ``run`` to the end of its queued work."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     run()
@@ -53,8 +54,14 @@ def gpu_seconds(run: Callable[[], object]) -> float:
     return float(start.elapsed_time(stop)) / 1e3
 
 
-def host_clock(run: Run, num_sets: int) -> Timer:
-    """Seconds of one launch by the wall clock: for tests without a GPU."""
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def host_clock(run: Launch, num_sets: int) -> Timer:
+    """Time one launch by the wall clock: for tests without a GPU."""
 
     def seconds() -> float:
         started = perf_counter()
@@ -66,15 +73,22 @@ def host_clock(run: Run, num_sets: int) -> Timer:
 
 
 def interleaved(timers: Mapping[str, Timer], repeats: int) -> dict[str, list[float]]:
-    """Samples of all timers, taken in turns, so that a slow moment of the machine meets them all; each round begins
-    with another one."""
-    names = list(timers)
-    for _ in range(WARM_UP_ROUNDS):
-        for name in names:
-            timers[name]()
-    samples: dict[str, list[float]] = {name: [] for name in names}
+    """Return samples of all timers, taken in turns, so that a slow moment of the machine meets them all."""
+    for name in list(timers) * WARM_UP_ROUNDS:
+        timers[name]()
+    samples: dict[str, list[float]] = {name: [] for name in timers}
     for number in range(repeats):
-        first = number % max(1, len(names))
-        for name in names[first:] + names[:first]:
+        for name in rotated(list(timers), number):
             samples[name].append(timers[name]())
     return samples
+
+
+def rotated(names: Sequence[str], number: int) -> list[str]:
+    """Return the names in the order of a round; each round starts with the next one."""
+    first = number % max(1, len(names))
+    return [*names[first:], *names[:first]]
+
+
+def digits(numbers: Iterable[float], count: int = 5) -> list[float]:
+    """Round to so many significant digits, for a result file."""
+    return [float(f"{number:.{count}g}") for number in numbers]

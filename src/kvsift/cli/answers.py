@@ -1,4 +1,4 @@
-"""What kvsift ask and kvsift demo do: read a document, answer questions under plans, and show the answers."""
+"""The work of kvsift ask and kvsift demo: prefill a document, answer questions under plans, print the answers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvsift.cli import options as o
+from kvsift.cli.comparison import Column, Reading, cut_mark, print_answers, print_bold, print_numbers, print_reading
 from kvsift.cli.escaping import plain
-from kvsift.cli.progress import Progress
+from kvsift.cli.option_groups import PrintOptions, SamplingOptions
+from kvsift.cli.progress import ProgressBar
 from kvsift.cli.questions import lines_to, write_line
-from kvsift.cli.report import Column, Reading, cut_mark, print_answers, print_bold, print_proof, print_reading
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM, Document
@@ -22,30 +23,27 @@ if TYPE_CHECKING:
 
 Item = dict[str, Any]  # a question with the other fields of its line
 
-NO_PROMPT: Mapping[str, str | None] = {}  # of one's own
+NO_PROMPT: Mapping[str, str | None] = {}  # kvsift's own
+GREEDY, ALL_PRINTED = SamplingOptions(), PrintOptions()
 
 
 class Output(NamedTuple):
-    """What is shown of answers, and where.
+    """Where answers go, and in which form.
 
     Attributes:
         file: instead of stdout for JSON; None: nothing is written.
-        by_line: every answer is a line of JSON, at once.
-        quiet: no progress, no numbers.
-        verbose: all numbers.
-        as_json: one JSON document, and nothing for people.
+        by_line: every answer is written at once, as a line of JSON.
+        printed: progress, tables and JSON on stdout.
     """
 
     file: Path | None = None
     by_line: bool = False
-    quiet: bool = False
-    verbose: bool = False
-    as_json: bool = False
+    printed: PrintOptions = ALL_PRINTED
 
     @property
     def lines(self) -> bool:
-        """Whether lines of JSON are written anywhere."""
-        return self.by_line and (self.file is not None or not self.as_json)
+        """Whether lines of JSON are written."""
+        return self.by_line and (self.file is not None or not self.printed.as_json)
 
 
 def answer_all(
@@ -56,53 +54,53 @@ def answer_all(
     *,
     model: Mapping[str, Any],
     prompt: Mapping[str, str | None] = NO_PROMPT,
-    sampling: tuple[float, float, int] = (0.0, 1.0, 0),
+    sampling: SamplingOptions = GREEDY,
     max_new_tokens: int = 64,
     question_phase: Literal["prefill", "decode"] = "prefill",
     strict: bool = False,
     note: str | None = None,
 ) -> None:
-    """Read a text once and answer every question under every plan.
+    """Prefill a text once and answer every question under every plan.
 
     Args:
         text: the document.
-        items: questions, each with the fields that its line of JSON keeps.
-        specs: plans; the first is the one that the others are compared with.
-        output: what is shown.
-        model: options of ``LLM``.
-        prompt: options of ``LLM.read``.
-        sampling: temperature, top_p and seed.
-        max_new_tokens: for each answer.
+        items: questions, each with the other fields of its line of JSON.
+        specs: plans; the others are compared with the first.
+        output: where answers go.
+        model: keywords of ``LLM``.
+        prompt: keywords of ``LLM.read``.
+        sampling: how to choose tokens.
+        max_new_tokens: of each answer.
         question_phase: as in ``Document.ask``.
         strict: fail if a sparse plan skipped nothing.
-        note: a warning, once everything else is in order.
+        note: a warning to print after all checks.
     """
+    quiet = output.printed.quiet
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(output.quiet))
+        progress = stack.enter_context(ProgressBar(quiet))
         from kvsift.engine.llm import LLM
-        from kvsift.engine.sampling import Sampling
-        from kvsift.runtime.spec import parse_plan
+        from kvsift.plan.syntax import parse_plan
 
-        plans, drawn = [parse_plan(spec) for spec in specs], Sampling(*sampling)
+        plans, chosen = [parse_plan(spec) for spec in specs], sampling.sampling()
         progress.clear()  # a download draws bars of its own
         llm = LLM(plan=plans[0], **model)
         document = llm.read(text, progress=progress.reading, **prompt)
         for item, plan in product(items, plans):
             document.check(item["question"], max_new_tokens, plan)
-        if note and not output.quiet:
+        if note and not quiet:
             print(f"kvsift: WARNING: {note}", file=sys.stderr)
         lines = stack.enter_context(lines_to(output.file)) if output.lines else None
         progress.loading("loading the model")
-        shown = Shown(llm, document, progress, output, len(items) * len(plans), streams=len(plans) == 1)
+        printer = AnswerPrinter(llm, document, progress, output, len(items) * len(plans), streams=len(plans) == 1)
         columns = []
         for plan in plans:
             answers = []
             for item in items:
                 answer = document.ask(
-                    item["question"], plan=plan, max_new_tokens=max_new_tokens, sampling=drawn,
-                    on_text=shown.begin(item["question"]), question_phase=question_phase,
+                    item["question"], plan=plan, max_new_tokens=max_new_tokens, sampling=chosen,
+                    on_text=printer.begin(item["question"]), question_phase=question_phase,
                 )  # fmt: skip
-                shown.end(answer)
+                printer.end(answer)
                 answers.append(answer)
                 if lines is not None:
                     write_line(lines, item, answer)
@@ -113,35 +111,35 @@ def answer_all(
         column.check_skipped(strict)
 
 
-class Shown:
-    """Answers as they come: printed where there is one plan and a reader, else in the progress alone.
+class AnswerPrinter:
+    """Prints answers while they are generated if there is one plan, else their progress alone.
 
     Args:
         llm: the model.
-        document: that it reads.
+        document: of the questions.
         progress: shown between answers.
-        output: what is wanted.
-        total: answers to come.
-        streams: whether each is printed as it comes.
+        output: where answers go.
+        total: number of answers.
+        streams: whether to print each answer while it is generated.
     """
 
     def __init__(
-        self, llm: LLM, document: Document, progress: Progress, output: Output, total: int, streams: bool
+        self, llm: LLM, document: Document, progress: ProgressBar, output: Output, total: int, streams: bool
     ) -> None:
-        self._llm, self._document, self._progress, self._quiet = llm, document, progress, output.quiet
-        self._streams = streams and not (output.as_json or output.by_line)
+        self._llm, self._document, self._progress, self._quiet = llm, document, progress, output.printed.quiet
+        self._streams = streams and not (output.printed.as_json or output.by_line)
         self._total, self._done = total, 0
         self._text = self._question = ""
 
     def begin(self, question: str) -> Callable[[str], None] | None:
-        """The next question. Returns what takes the pieces of its answer; None if nobody reads them."""
+        """Begin the next question. Returns the callback for pieces of its answer; None if they are not shown."""
         self._text, self._question = "", question
         if self._streams:
             return self._print
         return self._follow if sys.stderr.isatty() and not self._quiet else None
 
     def end(self, answer: Answer) -> None:
-        """Its answer is complete."""
+        """End the question with its complete answer."""
         if self._streams:
             if not self._text.strip():
                 self._print_head()
@@ -156,7 +154,7 @@ class Shown:
         self._progress.answering(self._done, self._total, self._text)
 
     def _print(self, piece: str) -> None:
-        """What has come, but white space at both ends."""
+        """Print a piece, without white space at both ends of the answer."""
         before, self._text = self._text, self._text + piece
         if not self._text.strip():
             return
@@ -177,28 +175,29 @@ def _finish(
     llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column], output: Output,
     prompt: Mapping[str, str | None],
 ) -> None:  # fmt: skip
-    """What comes after the last answer: JSON, or tables."""
-    if output.as_json or (output.file is not None and not output.by_line):
+    """Print or write JSON or tables after the last answer."""
+    printed = output.printed
+    if printed.as_json or (output.file is not None and not output.by_line):
         text = json.dumps(as_json(llm, document, items, columns, prompt), indent=2)
         if output.file is None or output.by_line:
             print(text)
         else:
             o.write_whole(output.file, text + "\n")
-    if output.as_json:
+    if printed.as_json:
         return
     if len(columns) > 1 and not output.by_line:
-        if not output.quiet:
+        if not printed.quiet:
             print_reading(llm, document)
         print_answers([item["question"] for item in items], columns)
-    if not output.quiet:
-        print_proof([column.summary() for column in columns], output.verbose, to_stderr=output.by_line)
+    if not printed.quiet:
+        print_numbers([column.summary() for column in columns], printed.verbose, to_stderr=output.by_line)
 
 
 def as_json(
     llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column], prompt: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    """Every number of a run: those of the first plan, and those of the others under ``compare``, a list of them if
-    there are several."""
+    """Return all numbers of a run: those of the first plan, and those of the others as ``compare``, a list if there are
+    several."""
     from kvsift.engine.prompt import PromptFormat
 
     form = PromptFormat(llm.tokenizer, prompt.get("template"), prompt.get("system"))

@@ -1,4 +1,4 @@
-"""kvsift ask: questions about a long document, with the proof of how little was read."""
+"""kvsift ask: questions about a long document, and what each answer read."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
+from kvsift.cli.option_groups import EngineOptions, PrintOptions, SamplingOptions, expand
 from kvsift.cli.questions import read_questions
 from kvsift.errors import unknown
 
 
+@expand
 def ask(
     context: Annotated[
         list[str],
@@ -50,23 +52,15 @@ def ask(
         ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No template: the context, a blank line, the question.")] = False,
-    temperature: o.TemperatureOption = 0.0,
-    top_p: o.TopPOption = 1.0,
-    seed: o.SeedOption = 0,
-    device: o.DeviceOption = "auto",
-    dtype: o.DtypeOption = "auto",
-    chunk_size: o.ChunkOption = None,
-    probe_every: o.ProbeOption = 16,
-    dense_below: o.DenseBelowOption = "auto",
-    placement: o.PlacementOption = "device",
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
     threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     out: Annotated[
         Path | None, typer.Option("--out", "--output", help="Write what --json prints, or the lines, to this file.")
     ] = None,
-    quiet: o.QuietOption = False,
-    verbose: o.VerboseOption = False,
-    as_json: o.JsonOption = False,
+    printed: PrintOptions,
 ) -> None:
     """Ask questions about a long document.
 
@@ -84,15 +78,12 @@ def ask(
         o.read_texts(context, "context"),
         items,
         specs,
-        Output(out, questions_file is not None, quiet, verbose, as_json),
-        model={
-            "model": model, "device": device, "dtype": dtype, "chunk_size": chunk_size, "probe_every": probe_every,
-            "dense_below": o.dense_below(dense_below), "placement": placement,
-        },
+        Output(out, questions_file is not None, printed),
+        model={"model": model, **engine.keywords()},
         prompt={"template": template, "system": system, "stop": stop},
-        sampling=(temperature, top_p, seed),
+        sampling=sampling,
         max_new_tokens=max_new_tokens,
         question_phase="decode" if question_phase == "decode" else "prefill",
         strict=strict,
         note=None if model else o.EMBEDDED_NOTE,
-    )  # fmt: skip
+    )

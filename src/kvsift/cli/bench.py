@@ -1,89 +1,110 @@
-"""kvsift bench: how fast, and how near to what the memory allows. One command, one file; here is what they share."""
+"""kvsift bench: speed beside the floor that memory sets. Every bench of the table runs through one loop."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+import json
+from inspect import Parameter, Signature, getdoc
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
+from kvsift.benchmarks import BENCHES, load
+from kvsift.benchmarks.recipe import BenchRecipe
 from kvsift.cli import options as o
+from kvsift.cli.dump import dump
 from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
-bench = typer.Typer(help="Measure speed beside the floor that memory sets.", no_args_is_help=True)
-
-UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-
-ContextsOption = Annotated[str, typer.Option("--contexts", help="Tokens, for instance 8K,32K,128K.")]
-BandwidthOption = Annotated[
-    float | None,
-    typer.Option("--bandwidth", help="Bytes per second for floors; 4.5e12 on an H200, else what a large read reaches."),
-]
 OutputOption = Annotated[
     Path | None,
     typer.Option("--out", "--output", help="Write the result, raw samples in it, here; rewritten at every point."),
 ]
-SecondsOption = Annotated[
-    float | None, typer.Option("--max-seconds", min=0, help="Begin no point after so long; what is left is listed.")
-]
 
 
-def lengths(text: str, option: str) -> tuple[int, ...]:
-    """Whole numbers from "8K,512,1M".
+class BenchCommands(TyperGroup):
+    """The commands of bench: those of the table, and dump and chart. A bench is imported when it is needed."""
 
-    Raises:
-        InputError: for anything else.
-    """
-    found = []
-    for word in _words(text):
-        match = re.fullmatch(r"(\d+)([kmKM]?)", word)
-        if match is None or int(match[1]) == 0:
-            raise InputError(f"{option} {text}: {word!r} is no number of tokens. Write, for instance, 8K,32K,128K.")
-        found.append(int(match[1]) * UNITS[match[2].lower()])
-    return tuple(found)
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted([*BENCHES, *super().list_commands(ctx)])
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return bench_command(cmd_name) if cmd_name in BENCHES else super().get_command(ctx, cmd_name)
 
 
-def counts(text: str, option: str) -> tuple[int, ...]:
-    """Whole numbers from "1,4".
-
-    Raises:
-        InputError: for anything else.
-    """
-    if not all(word.isdecimal() and int(word) for word in _words(text)):
-        raise InputError(f"{option} {text}: give whole numbers, 1 or more, for instance 1,4.")
-    return tuple(map(int, _words(text)))
+bench = typer.Typer(cls=BenchCommands, help="Measure speed beside the floor that memory sets.", no_args_is_help=True)
+bench.command("dump")(dump)
 
 
-def names(text: str) -> tuple[str, ...]:
-    """Words between commas; none of "" and "none"."""
-    return () if text == "none" else tuple(_words(text))
+def bench_command(name: str) -> Any:
+    """Return the command of a bench: its options, then --out and --json."""
+    recipe: type[BenchRecipe] = load(BENCHES[name])
+
+    def command(output: Path | None, as_json: bool, **given: Any) -> None:
+        measure(recipe, given, output, as_json)
+
+    annotations = {
+        name: (Annotated[spec.kind, typer.Option(spec.flag, min=spec.minimum, help=spec.help)], spec.default)
+        for name, spec in recipe.options().items()
+    } | {"output": (OutputOption, None), "as_json": (o.JsonOption, False)}
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+        for name, (annotation, default) in annotations.items()
+    ]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    app = typer.Typer(add_completion=False)
+    app.command(name, help=(getdoc(recipe) or "").partition("\n")[0])(command)
+    return get_command(app)
 
 
-def check_bandwidth(bandwidth: float | None) -> None:
-    """Refuse what is no speed of a memory.
-
-    Raises:
-        InputError: for zero and less.
-    """
-    if bandwidth is not None and not bandwidth > 0:
-        raise InputError(f"--bandwidth {bandwidth:g} must be bytes per second, for instance 4.5e12.")
-
-
-def keep(result: dict[str, Any], output: Path | None) -> None:
-    """Write what is measured so far, if it is to be kept."""
+def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None, as_json: bool) -> None:
+    """Measure point by point: print and keep each, then print and draw what follows from all."""
+    o.require_writable(output, "--out")
+    recipe = kind.from_options(given)
+    chart_path = Path(recipe.chart_path) if recipe.chart_path else None
+    o.require_writable(chart_path, "--chart")
+    o.use_threads(recipe.threads)
+    from kvsift.benchmarks.machine import opening
     from kvsift.benchmarks.numbers import document
 
-    if output is not None:
-        o.write_whole(output, document(result) + "\n")
+    def say(text: str) -> None:
+        if text and not as_json:
+            print(plain(text), flush=True)
+
+    bench = recipe.bench()
+    result: dict[str, Any] = {**bench.head(), "points": []}
+    say(opening(result))
+    for point in bench.run():
+        result["points"].append(point)
+        say(bench.text(point, result))
+        if output is not None:
+            o.write_whole(output, document(result) + "\n")
+    if chart_path is not None:
+        o.write_whole(chart_path, bench.chart(result))
+    say(bench.closing(result))
+    if as_json:
+        print(document(result))
 
 
-def teller(quiet: bool) -> Callable[[str], None]:
-    """What prints at once, or does not where a document is all that may be printed."""
-    return lambda text: None if quiet else print(plain(text), flush=True)
+@bench.command("chart")
+def chart(
+    result: Annotated[Path, typer.Argument(help="What kvsift bench attention --out wrote.")],
+    output: Annotated[Path, typer.Option("--out", "--output", help="Draw here: .svg, or .png.")],
+) -> None:
+    """Draw attention over context length: microseconds with floors, and speed-up."""
+    from kvsift.benchmarks.chart import attention_chart
+    from kvsift.eval.packed import stored, unpacked
 
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    o.require_writable(output, "--out")
+    if output.suffix not in (".svg", ".png"):
+        raise InputError(f"--out {output}: charts are drawn as .svg or .png.")
+    try:
+        path = stored(result)
+        measured = json.loads(unpacked(path) if path.suffix == ".xz" else o.read_text(path, "result"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"the result {result} is not JSON: {error}") from None
+    if not isinstance(measured, dict) or measured.get("kind") != "attention":
+        raise InputError(f"the result {result} is not a result of kvsift bench attention.")
+    o.write_whole(output, attention_chart(measured, output.suffix.removeprefix(".")))

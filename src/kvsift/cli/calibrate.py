@@ -1,4 +1,4 @@
-"""kvsift calibrate: learn what Loki and InfiniGen want to know about a model beforehand."""
+"""kvsift calibrate: the calibration file of a model for Loki and InfiniGen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from kvsift.cli import options as o
 from kvsift.cli.escaping import plain
 
-CHARACTERS_PER_TOKEN = 8  # more than any text has; what is too much is not read
+CHARACTERS_PER_TOKEN = 8  # an upper bound; surplus text is not used
 
 
 def calibrate(
@@ -20,16 +20,16 @@ def calibrate(
     model: o.ModelOption = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="Text file to read, may be repeated; without it, prose that kvsift makes."),
+        typer.Option("--text", help="Text file, may be repeated; by default generated prose."),
     ] = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Read at most so many.")] = 16384,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="The most tokens to read.")] = 16384,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of one context.")] = 4096,
     device: o.DeviceOption = "auto",
     dtype: o.DtypeOption = "auto",
     threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """Read texts with a model and write the directions in which its keys and queries lie, layer by layer."""
+    """Prefill texts with a model and write the principal directions of its keys and queries, layer by layer."""
     from rich.console import Console
     from rich.progress import Progress
     from safetensors import SafetensorError
@@ -43,9 +43,9 @@ def calibrate(
     llm = LLM(model, "dense", device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("tokens", total=None)
-        told = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
         with o.writing(out, SafetensorError):
-            facts = run(llm, texts, out, tokens=tokens, length=length, progress=told)
+            facts = run(llm, texts, out, tokens=tokens, length=length, progress=show)
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -54,15 +54,12 @@ def calibrate(
 
 
 def _prose(tokens: int) -> str:
-    """The beginning of endless prose, the same on one version of Python."""
+    """Return the beginning of endless prose, the same on one version of Python."""
     from random import Random
 
     from kvsift.eval.text import prose
 
-    pieces, written = [], 0
-    for piece in prose(Random(0)):
-        pieces.append(piece)
-        written += len(piece)
-        if written >= CHARACTERS_PER_TOKEN * tokens:
-            break
-    return "".join(pieces)
+    text, pieces = "", prose(Random(0))
+    while len(text) < CHARACTERS_PER_TOKEN * tokens:
+        text += next(pieces)
+    return text

@@ -1,4 +1,4 @@
-"""kvsift demo: the main job on the embedded model, on a document made on the spot."""
+"""kvsift demo: questions about a generated document, answered by the embedded model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
-from kvsift.cli.progress import Progress
+from kvsift.cli.option_groups import PrintOptions
+from kvsift.cli.progress import ProgressBar
 
-# (what is hidden, how deep in the document, what is asked)
+# (fact, depth in the document, question)
 FACTS = (
     ("The access code of the north warehouse is 48213.", 0.07, "What is the access code of the north warehouse?"),
     ("The captain of the ship Aurora is Elena Voss.", 0.24, "Who is the captain of the ship Aurora?"),
@@ -37,7 +38,7 @@ def demo(
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
     o.require_writable(document, "--document")
     spec = o.read_plan(plan)
-    with Progress(quiet, "making a document"):
+    with ProgressBar(quiet, "making a document"):
         text = make_document(tokens)
     if document is not None:
         o.write_whole(document, text)
@@ -54,13 +55,13 @@ def demo(
         text,
         [{"question": question} for _, _, question in FACTS],
         [spec, "dense"],
-        Output(quiet=quiet, verbose=verbose),
+        Output(printed=PrintOptions(quiet, verbose)),
         model={"device": device},
     )
 
 
 def make_document(tokens: int) -> str:
-    """English prose of at least so many tokens with the facts hidden in it."""
+    """Return English prose of at least this many tokens with the facts hidden in it."""
     from kvsift.eval.text import document
     from kvsift.models.transformers_load import ModelDirectory
 

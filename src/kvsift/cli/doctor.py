@@ -1,4 +1,4 @@
-"""kvsift doctor: what is installed, what this machine has, and which path will run."""
+"""kvsift doctor: installed versions, the machine, and the code paths that run on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "num
 
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
-    """Report versions, device, memory and threads, and which path each kind of attention takes here."""
+    """Report versions, device, memory and threads, and the code path of each kind of attention on this machine."""
     facts = {"versions": _versions(), **_machine(device)}
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -79,7 +79,7 @@ def _decode_path(on_gpu: bool) -> str:
     from kvsift.kernels.triton_shim import HAVE_TRITON
 
     if not on_gpu or not HAVE_TRITON:
-        return f"composed: captured ones need {'Triton' if on_gpu else 'an NVIDIA GPU'}"
+        return f"composed: captured steps need {'Triton' if on_gpu else 'an NVIDIA GPU'}"
     if have_nvrtc():
         return "captured; page-sparse attention in one launch"
     return "captured; page-sparse attention in three launches (one needs Hopper or newer, and cuda-bindings)"

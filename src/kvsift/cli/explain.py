@@ -1,4 +1,4 @@
-"""kvsift explain: what was read for one token of an answer, and what other methods would have read."""
+"""kvsift explain: the passages attended for one token of an answer, and those that other methods would select."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.cli.escaping import cell
-from kvsift.cli.progress import Progress
+from kvsift.cli.escaping import cell, plain
+from kvsift.cli.option_groups import DeviceOptions, expand
+from kvsift.cli.progress import ProgressBar
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
-    from kvsift.eval.explanation import Explanation, LayerReading
+    from kvsift.eval.explain.explanation import Explanation, LayerReading
 
 PLAN = "quest:budget=256:dense_layers=none"
 METHODS = "quest,loki,streaming_llm,random"
 TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
 
 
+@expand
 def explain(
     context: Annotated[
         str | None,
@@ -42,7 +44,7 @@ def explain(
     ] = None,
     context_tokens: Annotated[
         int | None,
-        typer.Option("--context-tokens", min=64, help="Use only so many tokens of the text; the demo's: 4096."),
+        typer.Option("--context-tokens", min=64, help="Use only this many tokens of the text; the demo's: 4096."),
     ] = None,
     passage_tokens: Annotated[int, typer.Option("--passage-tokens", min=1, help="Tokens per passage.")] = 64,
     html: Annotated[
@@ -51,9 +53,8 @@ def explain(
     model: o.ModelOption = None,
     plan: o.PlanOption = PLAN,
     max_new_tokens: o.NewTokensOption = 32,
-    device: o.DeviceOption = "auto",
-    dtype: o.DtypeOption = "auto",
-    chunk_size: o.ChunkOption = None,
+    *,
+    engine: DeviceOptions,
     threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
@@ -69,32 +70,35 @@ def explain(
     text = None if context is None else o.read_texts([context], "context")
     spec = o.read_plan(plan)
     o.use_threads(threads)
-    with Progress() as progress:
+    with ProgressBar() as progress:
         from kvsift.engine.llm import LLM
         from kvsift.eval.explain import explain_tokens
-        from kvsift.eval.explain_page import page
+        from kvsift.eval.explain.page import page
 
         progress.clear()  # a download draws bars of its own
-        llm = LLM(model, spec, device=device, dtype=dtype, chunk_size=chunk_size, path="composed", probe_every=0)
+        llm = LLM(model, spec, path="composed", probe_every=0, **engine.keywords())
         text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
-        found = explain_tokens(
+        explanations = explain_tokens(
             llm, text, question or FACTS[2][2], methods=names, budget=budget, tokens=tokens,
             max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress.reading,
         )  # fmt: skip
     if model is None and context is not None:
         print(f"kvsift: WARNING: {o.EMBEDDED_NOTE}", file=sys.stderr)
-    if html is not None:
-        o.write_whole(html, page(*found))
     if as_json:
-        documents = [each.as_dict() for each in found]
+        documents = [explanation.as_dict() for explanation in explanations]
         print(json.dumps(documents[0] if token.strip().isdecimal() else documents, indent=1))
     else:
-        for each in found:
-            _print(each, html if each is found[-1] else None)
+        for explanation in explanations:
+            _print(explanation)
+    if html is None:
+        return
+    o.write_whole(html, page(*explanations))  # last: a page that cannot be written loses no output
+    if not as_json:
+        print(plain(f"heat maps and all passages: {html}"))
 
 
 def _tokens(text: str) -> list[int] | None:
-    """The tokens that are asked for; None for all."""
+    """Return the chosen tokens; None for all."""
     if text.strip() == "all":
         return None
     tokens: list[int] = []
@@ -114,50 +118,49 @@ def _shortened(llm: LLM, text: str, num_tokens: int | None) -> str:
     return shortened
 
 
-def _print(found: Explanation, html: Path | None) -> None:
+def _print(explanation: Explanation) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
-    console.print(cell(f"{found.question}  ({found.model}, {found.plan})"))
-    styles = ["bold reverse" if index == found.token else "" for index in range(len(found.tokens))]
-    console.print(Text.assemble(*map(cell, found.tokens, styles)))
-    got = found.attention()
+    console.print(cell(f"{explanation.question}  ({explanation.model}, {explanation.plan})"))
+    styles = ["bold reverse" if index == explanation.token else "" for index in range(len(explanation.tokens))]
+    console.print(Text.assemble(*map(cell, explanation.tokens, styles)))
+    shares = explanation.attention()
     table = Table("passage", "tokens", "attention", "text", show_lines=True, title="most read but sinks and window")
-    for index in found.most_read(TOP):
-        passage = found.passages[index]
+    for index in explanation.most_read(TOP):
+        passage = explanation.passages[index]
         words = cell(" ".join(passage.text.split()))
-        table.add_row(str(index), f"{passage.start}-{passage.stop - 1}", f"{got[index]:.1%}", words)
+        table.add_row(str(index), f"{passage.start}-{passage.stop - 1}", f"{shares[index]:.1%}", words)
     console.print(table)
     heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
-    for reading in found.readings:
+    for reading in explanation.readings:
         for head in range(len(reading.mass)):
-            heads.add_row(str(reading.layer), str(head), _read_by(found, reading, head))
+            heads.add_row(str(reading.layer), str(head), _read_by(explanation, reading, head))
     console.print(heads)
-    if found.choices:
-        console.print(_choices(found))
-    if html is not None:
-        console.print(cell(f"heat maps and all passages: {html}"))
+    if explanation.choices:
+        console.print(_choices(explanation))
 
 
-def _read_by(found: Explanation, reading: LayerReading, head: int) -> str:
-    """The passages that a head attended to most, by number; sinks and window by name."""
+def _read_by(explanation: Explanation, reading: LayerReading, head: int) -> str:
+    """Return the passages that a head attended most, by number; sinks and window by name."""
     mass = reading.mass[head]
     order = sorted(range(len(mass)), key=lambda index: -mass[index])
-    names = [str(index) if each.kind == "text" else each.kind for index, each in enumerate(found.passages)]
+    passages = list(enumerate(explanation.passages))
+    names = [str(index) if passage.kind == "text" else passage.kind for index, passage in passages]
     most = [f"{names[index]} {mass[index]:.0%}" for index in order[:TOP] if mass[index] >= SHOWN]
-    text = [index for index, each in enumerate(found.passages) if each.kind == "text"]
-    seen = sum(reading.seen[head][index] > 0 for index in text)
-    return f"{', '.join(most)}  ({seen} of {len(text)} visible)"
+    text = [index for index, passage in passages if passage.kind == "text"]
+    num_visible = sum(reading.seen[head][index] > 0 for index in text)
+    return f"{', '.join(most)}  ({num_visible} of {len(text)} visible)"
 
 
-def _choices(found: Explanation) -> object:
+def _choices(explanation: Explanation) -> object:
     from rich.table import Table
 
-    title = f"what methods would have read, with {found.choices[0].plan.partition(':')[2]}"
+    title = f"what methods would have read, with {explanation.choices[0].plan.partition(':')[2]}"
     table = Table("method", "visible tokens", "top-10 recall", "mass recovered", "oracle overlap", title=cell(title))
-    for each in found.choices:
-        shares = (each.recall, each.recovery, each.overlap)
-        table.add_row(cell(each.name), f"{each.visible_tokens:,.0f}", *(f"{share:.1%}" for share in shares))
+    for choice in explanation.choices:
+        shares = (choice.recall, choice.recovery, choice.overlap)
+        table.add_row(cell(choice.name), f"{choice.visible_tokens:,.0f}", *(f"{share:.1%}" for share in shares))
     return table

@@ -10,12 +10,14 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.comparison import Column, Reading, cut_mark, print_numbers
 from kvsift.cli.escaping import plain
-from kvsift.cli.progress import Progress
-from kvsift.cli.report import Column, Reading, cut_mark, print_proof
+from kvsift.cli.option_groups import EngineOptions, PrintOptions, SamplingOptions, expand
+from kvsift.cli.progress import ProgressBar
 from kvsift.errors import InputError
 
 
+@expand
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
     prompt_file: Annotated[
@@ -25,24 +27,16 @@ def generate(
     plan: o.PlanOption = "quest:budget=1024",
     max_new_tokens: o.NewTokensOption = 128,
     stop: o.StopOption = None,
-    temperature: o.TemperatureOption = 0.0,
-    top_p: o.TopPOption = 1.0,
-    seed: o.SeedOption = 0,
-    device: o.DeviceOption = "auto",
-    dtype: o.DtypeOption = "auto",
-    chunk_size: o.ChunkOption = None,
-    probe_every: o.ProbeOption = 16,
-    dense_below: o.DenseBelowOption = "auto",
-    placement: o.PlacementOption = "device",
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
     threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "--output", help="Write the text, or what --json prints, to this file."),
     ] = None,
-    quiet: o.QuietOption = False,
-    verbose: o.VerboseOption = False,
-    as_json: o.JsonOption = False,
+    printed: PrintOptions,
 ) -> None:
     """Continue a text, exactly as given: no template, no instructions added."""
     if (prompt is None) == (prompt_file is None):
@@ -51,17 +45,13 @@ def generate(
     o.require_writable(out, "--out")
     text = o.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
     o.use_threads(threads)
-    with Progress(quiet) as progress:
+    with ProgressBar(printed.quiet) as progress:
         from kvsift.engine.llm import LLM
-        from kvsift.engine.sampling import Sampling
-        from kvsift.runtime.spec import parse_plan
+        from kvsift.plan.syntax import parse_plan
 
-        parsed, sampling = parse_plan(spec), Sampling(temperature, top_p, seed)
+        parsed, chosen = parse_plan(spec), sampling.sampling()
         progress.clear()  # a download draws bars of its own
-        llm = LLM(
-            model, parsed, device=device, dtype=dtype, chunk_size=chunk_size, probe_every=probe_every,
-            dense_below=o.dense_below(dense_below), placement=placement,
-        )  # fmt: skip
+        llm = LLM(model, parsed, **engine.keywords())
 
         def show(piece: str) -> None:
             progress.clear()
@@ -71,29 +61,29 @@ def generate(
         answer = llm.generate(
             text,
             max_new_tokens=max_new_tokens,
-            sampling=sampling,
+            sampling=chosen,
             stop=stop,
             progress=progress.reading,
-            on_text=None if as_json or out is not None else show,
+            on_text=None if printed.as_json or out is not None else show,
         )
     column = Column(parsed, [answer], Reading(density=answer.stats["phases"]["prefill"]["density"]))
-    made = answer.text
-    if as_json:
-        fields = {"text": made, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
-        made = json.dumps({**column.summary(), **fields}, indent=2) + "\n"
+    content = answer.text
+    if printed.as_json:
+        fields = {"text": content, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+        content = json.dumps({**column.summary(), **fields}, indent=2) + "\n"
     if out is not None:
-        o.write_whole(out, made)
+        o.write_whole(out, content)
     else:
-        print(made if as_json else "", end="" if as_json else "\n")
-    if not as_json and not quiet:
+        print(content if printed.as_json else "", end="" if printed.as_json else "\n")
+    if not printed.as_json and not printed.quiet:
         if mark := cut_mark(answer).strip():
             print(mark, file=sys.stderr)
-        print_proof([column.summary()], verbose, to_stderr=True)
-    if model is None and not quiet:
+        print_numbers([column.summary()], printed.verbose, to_stderr=True)
+    if model is None and not printed.quiet:
         print(f"kvsift: WARNING: {o.EMBEDDED_NOTE}", file=sys.stderr)
     column.check_skipped(strict)
 
 
 def to_terminal() -> bool:
-    """Whether the text is seen by a person; a file or another program gets it as it is."""
+    """Whether stdout is a terminal; a file or another program gets the text unescaped."""
     return sys.stdout.isatty()

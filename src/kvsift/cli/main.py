@@ -1,4 +1,4 @@
-"""The command line: one command, one file. Nothing heavy is imported before a command runs."""
+"""The command line: one command, one file. torch and transformers are imported when a command runs."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ import typer
 from typer.core import TyperGroup
 
 from kvsift import __version__
-from kvsift.cli import (  # noqa: F401, each adds itself to bench
-    bench_attention,
-    bench_chart,
-    bench_decode,
-    bench_dump,
-    bench_host,
-    bench_index,
-    bench_prefill,
-    bench_split,
-)
 from kvsift.cli.ask import ask
 from kvsift.cli.bench import bench
 from kvsift.cli.calibrate import calibrate
@@ -29,7 +19,7 @@ from kvsift.cli.eval import evaluate
 from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
-from kvsift.cli.report_page import report
+from kvsift.cli.report import report
 from kvsift.errors import KVSiftError
 
 NOTHING_HALF_WRITTEN = "No file was left half written."
@@ -40,12 +30,12 @@ SAFE = {
 
 
 class Commands(TyperGroup):
-    """The commands; after Ctrl-C they say what is safe."""
+    """The commands; after Ctrl-C, a line on stderr names what is saved."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # here, since typer turns it into an exit code without a word
+        except KeyboardInterrupt:  # before typer turns it into a silent exit code
             safe = SAFE.get(ctx.invoked_subcommand or "", NOTHING_HALF_WRITTEN)
             print(f"\nkvsift: interrupted. {safe}", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -63,8 +53,8 @@ app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(given: bool) -> None:
+    if given:
         print(f"kvsift {__version__}")
         raise typer.Exit
 
@@ -80,7 +70,7 @@ def options(
 
 
 def main() -> None:
-    """Run the command line; errors meant for the user become one message and exit code 2."""
+    """Run the command line; errors for the user become one message and exit code 2."""
     try:
         app()
     except KVSiftError as error:

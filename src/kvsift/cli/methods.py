@@ -1,4 +1,4 @@
-"""kvsift methods: what can be named in a plan."""
+"""kvsift methods: the methods of a plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsift.errors import InputError
 
 if TYPE_CHECKING:
     from kvsift.methods.base import Method
-    from kvsift.runtime.budget import Budget
+    from kvsift.plan.budget import Budget
     from kvsift.types import LayerShape
 
 NAME_WIDTH = 21
@@ -27,12 +27,10 @@ LEAST_TEXT_WIDTH = 30  # of a terminal that is narrower still
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="One method: all about it. Without it, a list of all methods.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help="One method in detail; by default, a list of all methods.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """List every method with its phases and knobs, or say all about one."""
+    """List every method with its phases and knobs, or describe one in detail."""
     if as_json:
         print(json.dumps(method_rows() if name is None else method_row(name), indent=2))
     elif name is None:
@@ -42,8 +40,8 @@ def methods(
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """The catalogue with what each method says about itself, as it is by default. A method of an installed package that
-    cannot be loaded is named on stderr and left out."""
+    """Return the catalogue with the description of each method at its defaults. A method of an installed package that
+    cannot be loaded is skipped with a warning on stderr."""
     from kvsift.methods import catalogue
 
     rows = []
@@ -53,15 +51,15 @@ def method_rows() -> list[dict[str, Any]]:
         except InputError as error:
             if not entry.package:
                 raise
-            print(f"kvsift: WARNING: {plain(str(error))} It is left out.", file=sys.stderr)
+            print(f"kvsift: WARNING: {plain(str(error))} It is skipped.", file=sys.stderr)
     return rows
 
 
 def method_row(name: str) -> dict[str, Any]:
-    """What one method says about itself.
+    """Return the description of one method.
 
     Raises:
-        InputError: if there is no such method, or an installed package brings it and it cannot be used.
+        InputError: for an unknown method, or one of an installed package that cannot be used.
     """
     from kvsift.methods import catalogue, method_class
 
@@ -73,19 +71,19 @@ def method_row(name: str) -> dict[str, Any]:
         if not entry.package:
             raise
         raise InputError(
-            f"the method {name!r} of the installed package {entry.package} cannot say what it is: "
+            f"the method {name!r} of the installed package {entry.package} cannot be described: "
             f"{type(error).__name__}: {error}."
         ) from error
 
 
 def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
     knobs = {f.name: f.default for f in fields(method)}
-    keeps = "all" if method.keeps_all else "hides"
+    keeps = "all" if method.traits.keeps_all else "hides"
     return {
         "name": name,
         "summary": summary,
         "phases": list(method.phases),
-        "granularity": method.granularity,
+        "granularity": method.traits.granularity,
         "keeps": f"{keeps}; evict=true frees" if "evict" in knobs else keeps,
         "state_bytes_per_token": method.state_bytes_per_token(_example_layer()),
         "knobs": knobs,
@@ -96,36 +94,35 @@ def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
 
 
 def _budget_of(method: Method) -> dict[str, Any]:
-    """The budget's keys that a method takes, with its defaults."""
-    from kvsift.runtime.budget import Budget
+    """Return the keys of the budget that a method accepts, with its defaults."""
+    from kvsift.plan.budget import Budget
 
-    if method.unbounded:
+    if method.traits.unbounded:
         return {}
-    refused = {"window": not method.selects, "mass": not method.estimates_mass}
-    refused["head_budgets"] = not method.compares_heads
-    defaults = budget_knobs(Budget(**getattr(method, "budget_defaults", {})))
+    refused = {"window": not method.traits.selects, "mass": not method.traits.estimates_mass}
+    refused["head_budgets"] = not method.traits.compares_heads
+    defaults = budget_knobs(Budget(**method.budget_defaults))
     return {key: value for key, value in defaults.items() if not refused.get(key)}
 
 
 def budget_knobs(budget: Budget | None = None) -> dict[str, Any]:
-    """Keys of every budget with their defaults, as a plan spells them."""
-    from kvsift.runtime.budget import Budget
-    from kvsift.runtime.spec import BUDGET_KEYS
+    """Return the keys of every budget with their defaults, in the syntax of plans."""
+    from kvsift.plan.budget import Budget
+    from kvsift.plan.syntax import BUDGET_KEYS
 
     budget = budget or Budget()
-    found = {key: getattr(budget, name) for key, name in BUDGET_KEYS.items()}
-    return {key: "+".join(map(str, value)) or "none" if isinstance(value, tuple) else value
-            for key, value in found.items()}  # fmt: skip
+    values = {key: getattr(budget, name) for key, name in BUDGET_KEYS.items()}
+    return {k: "+".join(map(str, v)) or "none" if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def own_budget(row: dict[str, Any]) -> list[str]:
-    """Where the budget of a method is by default another than that of most, each as in a plan."""
+    """Return the defaults of a method's budget that differ from the common ones, in the syntax of plans."""
     common = budget_knobs()
     return spelled({key: value for key, value in row["budget"].items() if value not in (None, common[key])})
 
 
 def spelled(knobs: dict[str, Any]) -> list[str]:
-    """Knobs as a plan writes them; one that is off by default without a value."""
+    """Return knobs in the syntax of plans; a knob that is off by default has no value."""
     return [
         key if value is None else f"{key}={str(value).lower() if isinstance(value, bool) else value}"
         for key, value in knobs.items()
@@ -133,22 +130,21 @@ def spelled(knobs: dict[str, Any]) -> list[str]:
 
 
 def state_note() -> str:
-    """What the numbers of ``state_bytes_per_token`` are."""
+    """Return the meaning of ``state_bytes_per_token``."""
     shape = _example_layer()
     kv_bytes = 2 * 2 * shape.num_kv_heads * shape.head_dim
     return (
-        f"State: bytes per token and layer beside keys and values, which take {kv_bytes:,} in a layer of "
+        f"State: bytes per token and layer besides keys and values, which take {kv_bytes:,} in a layer of "
         f"{shape.num_query_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim} numbers in 16 bits."
     )
 
 
 def budget_note(knobs: str) -> str:
-    """What the budget of every method is; ``knobs`` are its keys with their defaults."""
+    """Return a note on the budget of every method; ``knobs`` are its keys with their defaults."""
     return (
-        f"A knob without a value is off unless it is given. Every method but dense also takes {knobs}; a method that "
-        'has other defaults names them after "budget:", and a compat mode may set its own. What makes no sense for a '
-        "method it refuses: a window where it is all that sinks leave, mass and head_budgets=adaptive where no scores "
-        "estimate attention."
+        f"A knob without a value is off by default. Every method except dense also accepts {knobs}; other defaults "
+        'of a method follow "budget:", and a compat mode may set its own. A method refuses keys that do not apply: '
+        "window if it selects nothing, mass and head_budgets=adaptive if its scores do not estimate attention."
     )
 
 
@@ -159,8 +155,8 @@ def _example_layer() -> LayerShape:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """Attribute -> its text in the docstrings of a class and of those that it is derived from."""
-    found: dict[str, str] = {}
+    """Return the texts of attributes in the docstrings of a class and its bases."""
+    texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         _, _, attributes = inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("Attributes:\n")
         names: list[str] = []
@@ -171,32 +167,32 @@ def _meanings(cls: type) -> dict[str, str]:
             if head:
                 names = head[1].split(", ")
             for name in names:
-                found[name] = head[2] if head else f"{found[name]} {line.strip()}".strip()
-    code = re.compile(r" \(``[a-z_.]+``\)")  # where to read on, for those who read the code
-    return {name: code.sub("", text).replace("``tokens``", "budget").replace("``", "") for name, text in found.items()}
+                texts[name] = head[2] if head else f"{texts[name]} {line.strip()}".strip()
+    code = re.compile(r" \(``[a-z_.]+``\)")  # references to code
+    return {name: code.sub("", text).replace("``tokens``", "budget").replace("``", "") for name, text in texts.items()}
 
 
 def _print_list(rows: list[dict[str, Any]]) -> None:
-    """Names and knobs are wrapped between words and never cut, in a pipe as on a terminal."""
+    """Print the list, wrapped between words, on a terminal and in a pipe."""
     for row in rows:
         own = own_budget(row)
         texts = [row["summary"], ", ".join(row["phases"]), " ".join(spelled(row["knobs"]))]
         texts += [f"budget: {' '.join(own)}"] if own else []
         _print_beside(row["name"], texts)
     print()
-    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME says what each means."], 0)
+    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME explains each knob."], 0)
 
 
 def _print_one(row: dict[str, Any]) -> None:
-    from kvsift.runtime.budget import Budget
-    from kvsift.runtime.spec import make_rule
+    from kvsift.plan.budget import Budget
+    from kvsift.plan.syntax import make_rule
 
     facts = {
         row["name"]: row["summary"],
         "plan": str(make_rule(row["name"], {})),
         "phases": ", ".join(row["phases"]),
         "selects": f"{row['granularity']}s",
-        "keeps": row["keeps"].replace("hides", "hides for good what it leaves out"),
+        "keeps": row["keeps"].replace("hides", "hides dropped tokens for good"),
         "state": f"{row['state_bytes_per_token']:,.0f} {state_note().removeprefix('State: ')}",
         "source": row["source"] or "kvsift",
     }
@@ -215,7 +211,7 @@ def _print_knobs(title: str, knobs: dict[str, Any], meanings: dict[str, str]) ->
 
 
 def _print_beside(name: str, texts: list[str], indent: int = NAME_WIDTH) -> None:
-    """A name, and texts beside it, each on lines of its own; below it if the name is long."""
+    """Print a name with texts beside it, each on its own lines, or below a long name."""
     width = max(get_terminal_size().columns, indent + LEAST_TEXT_WIDTH)
     wrapper = TextWrapper(
         width, subsequent_indent=" " * indent, initial_indent=" " * indent, break_long_words=False,

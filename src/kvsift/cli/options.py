@@ -1,4 +1,4 @@
-"""Options that several commands share, and reading what they name."""
+"""Options that several commands share, and the files and plans that they name."""
 
 from __future__ import annotations
 
@@ -78,28 +78,24 @@ EMBEDDED_NOTE = (
 )
 
 
-def read_template(given: str | None, raw: bool) -> str | None:
-    """A prompt template, from a file unless it is one itself.
+def read_template(template: str | None, raw: bool) -> str | None:
+    """Return a prompt template, from a file unless the option is a template itself.
 
     Raises:
-        InputError: if the file cannot be read, or both ways to a prompt are given.
+        InputError: if the file cannot be read, or both options are given.
     """
     from kvsift.engine.prompt import RAW
 
-    if raw and given is not None:
+    if raw and template is not None:
         raise InputError("--raw and --prompt-template are two prompts; give one of them.")
-    if raw or given is None:
+    if raw or template is None:
         return RAW if raw else None
-    return given if "{context}" in given or "{question}" in given else read_text(Path(given), "prompt template")
-
-
-def dense_below(text: str) -> int | str:
-    """A number of tokens, or the word as given."""
-    return int(text) if text.isdecimal() else text
+    is_text = "{context}" in template or "{question}" in template
+    return template if is_text else read_text(Path(template), "prompt template")
 
 
 def read_texts(names: Sequence[str], what: str) -> str:
-    """Text files one after the other, a blank line between them; - is standard input.
+    """Return the text of files in order, with a blank line between them; - is standard input.
 
     Raises:
         InputError: as ``read_text``.
@@ -110,7 +106,7 @@ def read_texts(names: Sequence[str], what: str) -> str:
 
 
 def use_threads(threads: int | None) -> None:
-    """Let torch, and all that follows it, use so many threads from now on; None changes nothing."""
+    """Set the number of threads of torch and of the compiled core; None changes nothing."""
     if threads is not None:
         from kvsift.threads import use
 
@@ -118,7 +114,7 @@ def use_threads(threads: int | None) -> None:
 
 
 def read_text(path: Path, what: str) -> str:
-    """A text file.
+    """Return the text of a file.
 
     Raises:
         InputError: if it is missing, empty, a directory, or not text.
@@ -129,7 +125,7 @@ def read_text(path: Path, what: str) -> str:
         if not path.is_file() and not path.is_fifo():  # a pipe: --context <(pdftotext manual.pdf -)
             raise InputError(f"the {what} {path} is not a file.")
         data = path.read_bytes()
-    except OSError as error:  # no permission, or a text where its file's name belongs
+    except OSError as error:  # no permission, or a text instead of a file's name
         raise InputError(f"the {what} file {_shortened(path)} cannot be read: {error.strerror}.") from None
     return _decoded(data, f"{what} file", str(path))
 
@@ -154,10 +150,10 @@ def _shortened(path: Path) -> str:
 
 
 def require_writable(path: Path | None, option: str) -> None:
-    """Refuse a place where no file can be written, before the work that is to go there.
+    """Refuse a path that cannot be written, before the work whose result it is for.
 
     Raises:
-        InputError: if its directory is missing, it is a directory itself, or writing is not allowed.
+        InputError: if its directory is missing, it is a directory, or writing is not allowed.
     """
     if path is None:
         return
@@ -168,10 +164,10 @@ def require_writable(path: Path | None, option: str) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that is the old one or the new one, never half of either.
+    """Replace a file atomically.
 
     Raises:
-        InputError: if that fails, for instance because the disk is full; the old one stays.
+        InputError: if that fails, for instance because the disk is full; the old file stays.
     """
     partial = path.with_name(path.name + ".partial")
     data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
@@ -182,12 +178,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Turn what writing a file raises, an OSError or one of ``errors``, into a sentence, and leave no half of it.
+    """Turn an OSError, or one of ``errors``, of a block that writes a file into a message, and remove the partial file.
 
     Raises:
-        InputError: if the block raised one of these.
+        InputError: if the block raised such an error.
     """
-    from kvsift.eval.durable import reason
+    from kvsift.eval.atomic_files import reason
 
     caught: tuple[type[Exception], ...] = (OSError, *errors)
     try:
@@ -201,7 +197,7 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
 
 
 def read_plan(text: str) -> str | dict[str, Any]:
-    """A plan as given on the command line: itself, or the [plan] table of a TOML file."""
+    """Return a plan of the command line: its text, or the [plan] table of a TOML file."""
     if not text.endswith(".toml"):
         _check_names(text)
         return text
@@ -210,13 +206,13 @@ def read_plan(text: str) -> str | dict[str, Any]:
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InputError(f"{text} is not TOML: {error}") from None
     if "plan" not in tables:
-        raise InputError(f"{text} holds no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")
+        raise InputError(f"{text} has no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")
     plan: str | dict[str, Any] = tables["plan"]
     return plan
 
 
 def _check_names(plan: str) -> None:
-    """Refuse unknown methods at once; everything else is checked once torch is imported, which takes seconds."""
+    """Refuse unknown methods before torch is imported, which takes seconds; everything else is checked after it."""
     from kvsift.methods import catalogue
 
     for rule in plan.split(","):

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from kvsift.engine.result import Answer
 
 
-def read_questions(given: Sequence[str], file: str | None) -> list[dict[str, Any]]:
-    """Those given, then those of a file with one per line: a string, or an object with "question", kept whole.
+def read_questions(questions: Sequence[str], file: str | None) -> list[dict[str, Any]]:
+    """Return questions of the command line, then those of a file with one per line: a string, or an object with
+    "question", whose other fields are kept.
 
     Raises:
-        InputError: if there is none, or a line holds something else.
+        InputError: if there is none, or a line has another format.
     """
-    items: list[dict[str, Any]] = [{"question": question} for question in given]
+    items: list[dict[str, Any]] = [{"question": question} for question in questions]
     lines = [] if file is None else o.read_texts([file], "questions").split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -34,7 +35,7 @@ def read_questions(given: Sequence[str], file: str | None) -> list[dict[str, Any
         item = {"question": item} if isinstance(item, str) else item
         if not isinstance(item, dict) or not isinstance(item.get("question"), str):
             raise InputError(
-                f'line {number} of {file} is no question; write a JSON string, or an object such as {{"question": '
+                f'line {number} of {file} is not a question; write a JSON string, or an object such as {{"question": '
                 '"Why?"}, on each line.'
             )
         items.append(item)
@@ -45,7 +46,7 @@ def read_questions(given: Sequence[str], file: str | None) -> list[dict[str, Any
 
 @contextmanager
 def lines_to(path: Path | None) -> Iterator[TextIO]:
-    """The file where answers go line by line; stdout without one."""
+    """Open the file that receives answers line by line; stdout if there is none."""
     if path is None:
         yield sys.stdout
         return
@@ -53,12 +54,12 @@ def lines_to(path: Path | None) -> Iterator[TextIO]:
     try:
         yield file
     finally:
-        with suppress(OSError):  # every line was flushed when it was written
+        with suppress(OSError):  # every line is flushed when it is written
             file.close()
 
 
 def write_line(file: TextIO, item: dict[str, Any], answer: Answer) -> None:
-    """Write an answer as a line of its own, at once: the question's fields, then those of the answer.
+    """Write and flush an answer as one line of JSON: the question's fields, then those of the answer.
 
     Raises:
         InputError: if that fails, for instance because the disk is full.

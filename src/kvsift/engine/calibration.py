@@ -1,7 +1,7 @@
-"""What methods want to know about a model beforehand: the directions in which its keys and queries lie.
+"""Calibration of a model for methods: principal directions of its keys and queries.
 
-Texts are read once, densely, while every layer's keys and queries are summed up; ``methods.calibration`` says what the
-file holds.
+Texts are prefilled once, densely, while moments of every layer's keys and queries are accumulated; the file format is
+in ``methods.calibration``.
 """
 
 from __future__ import annotations
@@ -10,29 +10,28 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvsift import __version__
-from kvsift.engine.generation import Progress
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import ProgressCallback
 from kvsift.errors import InputError
 from kvsift.kernels.rerotate import rerotate
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.calibration import write
+from kvsift.methods.traits import Traits
 from kvsift.models.transformers_origin import origin_of
-from kvsift.runtime.plan import Plan, Rule
+from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape, Rope
-
-if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
 
 FEWEST_TOKENS = 512
 
 
 class Moments:
-    """Sums over vectors [num_heads, n, head_dim]: how many, of them, and of their products, in float64."""
+    """Count, sum and sum of outer products of vectors [num_heads, n, head_dim], in float64."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -46,8 +45,8 @@ class Moments:
         self._products = self._products + wide.mT @ wide
 
     def directions(self, centred: bool) -> Tensor:
-        """Orthonormal columns along which most of the vectors lies, or of what sets them apart (``centred``), largest
-        first; float32 [num_heads, head_dim, head_dim]."""
+        """Principal directions of the vectors, or of their deviations from the mean (``centred``), as orthonormal
+        columns, largest first; float32 [num_heads, head_dim, head_dim]."""
         assert isinstance(self._sum, Tensor)
         products = self._products
         if centred:
@@ -56,34 +55,35 @@ class Moments:
 
 
 class LayerMoments:
-    """Of one layer, over all texts."""
+    """Moments of one layer's keys and queries over all texts."""
 
     def __init__(self, shape: LayerShape) -> None:
         self._shape = shape
-        self._of = {kind: Moments() for kind in ("keys_after_rope", "keys_before_rope", "queries")}
+        self._moments = {kind: Moments() for kind in ("keys_after_rope", "keys_before_rope", "queries")}
 
     def observe(self, queries: Tensor, keys: Tensor, start: int) -> None:
-        self._of["keys_after_rope"].add(keys)
+        self._moments["keys_after_rope"].add(keys)
         if self._shape.rope is not None:
-            self._of["keys_before_rope"].add(turned_back(keys, start, self._shape.rope))
-        self._of["queries"].add(queries.unflatten(0, (self._shape.num_kv_heads, -1)).flatten(1, 2))
+            self._moments["keys_before_rope"].add(before_rope(keys, start, self._shape.rope))
+        self._moments["queries"].add(queries.unflatten(0, (self._shape.num_kv_heads, -1)).flatten(1, 2))
 
     def directions(self) -> dict[str, Tensor]:
-        return {kind: of.directions(kind != "queries") for kind, of in self._of.items() if of.count}
+        counted = {kind: moments for kind, moments in self._moments.items() if moments.count}
+        return {kind: moments.directions(kind != "queries") for kind, moments in counted.items()}
 
     def fork(self) -> LayerMoments:
-        raise NotImplementedError("a text is read once, in one row")
+        raise NotImplementedError("a text is prefilled once, in one row")
 
     def crop(self, length: int) -> None:
-        raise NotImplementedError("a text is read once, in one row")
+        raise NotImplementedError("a text is prefilled once, in one row")
 
 
 @dataclass(frozen=True)
-class Reader(Method):
-    """Sees everything, and keeps the moments of what it sees."""
+class MomentsMethod(Method):
+    """A dense prefill method that accumulates moments of every layer."""
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
-    unbounded: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(unbounded=True)
 
     layers: dict[int, LayerMoments] = field(default_factory=dict, compare=False)
 
@@ -98,64 +98,68 @@ class Reader(Method):
 
 
 def calibrate(
-    llm: LLM, texts: Mapping[str, str], out: Path, *, tokens: int = 16384, length: int = 4096,
-    progress: Progress | None = None,
+    runner: ModelRunner, texts: Mapping[str, str], out: Path, *, tokens: int = 16384, length: int = 4096,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Read texts and write what a model's layers make of them.
+    """Prefill texts and write the principal directions of each layer's keys and queries to a file.
 
     Args:
-        llm: the model; its plan does not matter.
+        runner: of the model, for instance an ``LLM``; its plan is not used.
         texts: by name.
         out: file to write.
-        tokens: read at most so many.
-        length: of a context; texts are cut into pieces of so many tokens.
-        progress: called while they are read.
+        tokens: maximum number of tokens to prefill.
+        length: tokens per context; longer texts are cut.
+        progress: called while texts are prefilled.
 
     Returns:
-        What the file says of itself, ready for JSON.
+        A summary of the file, ready for JSON.
 
     Raises:
         InputError: if there is too little text, or the model cannot read so much at once.
     """
-    pieces = list(_pieces(llm, texts, tokens, length))
+    pieces = list(_pieces(runner, texts, tokens, length))
     total = sum(map(len, pieces))
     if total < FEWEST_TOKENS:
         raise InputError(
             f"the texts have {total} tokens; at least {FEWEST_TOKENS} are needed. Give more or longer ones."
         )
-    llm.check(pieces, 1)
-    llm.load()
-    method, done = Reader(), 0
+    method, done = MomentsMethod(), 0
+    plan = Plan(prefill=Rule(method))
+    runner.check_prompts(pieces, 1, plan)
     for piece in pieces:
-        cache = llm.new_cache(Plan(prefill=Rule(method)), len(piece))
-        llm.prefill(cache, piece)
+        cache = runner.new_cache(plan, len(piece))
+        runner.prefill(cache, piece)
         done += len(piece)
         if progress is not None:
             progress(done, total)
-    origin = origin_of(llm.model)
+    origin = origin_of(runner.model)
     if origin is None:
-        raise InputError(f"{type(llm.model).__name__} has no token embedding to know it by; nothing was written.")
+        raise InputError(
+            f"{type(runner.model).__name__} has no token embedding to identify it by; nothing was written."
+        )
     recipe = {
         "texts": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
-        "tokens": total, "length": length, "dtype": str(llm.dtype).removeprefix("torch."), "kvsift": __version__,
+        "tokens": total, "length": length, "dtype": str(runner.dtype).removeprefix("torch."), "kvsift": __version__,
     }  # fmt: skip
-    found = {
-        f"{kind}.{layer}": tensor for layer, of in method.layers.items() for kind, tensor in of.directions().items()
+    directions = {
+        f"{kind}.{layer}": tensor
+        for layer, moments in method.layers.items()
+        for kind, tensor in moments.directions().items()
     }
-    write(out, found, origin, recipe)
-    kinds = sorted({name.partition(".")[0] for name in found})
+    write(out, directions, origin, recipe)
+    kinds = sorted({name.partition(".")[0] for name in directions})
     return {"file": str(out), "model": origin.name, "layers": len(method.layers), "holds": kinds, "recipe": recipe}
 
 
-def turned_back(keys: Tensor, start: int, rope: Rope) -> Tensor:
-    """Keys at positions from ``start`` on, [num_heads, n, d], as they were before RoPE, in float32."""
+def before_rope(keys: Tensor, start: int, rope: Rope) -> Tensor:
+    """Return keys at positions from ``start`` on, [num_heads, n, d], as they were before RoPE, in float32."""
     positions = torch.arange(start, start + keys.shape[1])
     return rerotate(keys.float(), positions, torch.zeros_like(positions), rope)
 
 
-def _pieces(llm: LLM, texts: Mapping[str, str], tokens: int, length: int) -> Iterator[Sequence[int]]:
+def _pieces(runner: ModelRunner, texts: Mapping[str, str], tokens: int, length: int) -> Iterator[Sequence[int]]:
     left = tokens
     for text in texts.values():
-        ids = llm.tokenizer(text, verbose=False)["input_ids"][:left]
+        ids = runner.tokenizer(text, verbose=False)["input_ids"][:left]
         left -= len(ids)
         yield from (ids[first : first + length] for first in range(0, len(ids), length))

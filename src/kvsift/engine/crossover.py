@@ -1,4 +1,4 @@
-"""Below which context length it is faster to show everything: measured on the pools that will be decoded."""
+"""The context length below which dense attention is faster, measured on the pools that will be decoded."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from functools import partial
 import torch
 
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.slots import Seat, Slots, on_device, warm_up
+from kvsift.engine.slots import Assignment, Slots, on_device, warm_up
+from kvsift.layer.paged_decode import StepMode
+from kvsift.plan.plan import Rule
 
 NEVER = 1 << 31  # sparse attention does not catch up
 SHORT, LONG = 16 << 10, 64 << 10  # tokens; where a cache is large enough
 ROUNDS = 5
+MODES: tuple[StepMode, StepMode] = ("dense", "sparse")
 
 
-def measure_crossover(slots: Slots, reserved: int) -> int | None:
-    """The context length from which on lists are faster than everything, from two lengths and straight lines.
+def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
+    """Return the context length from which on sparse attention is faster, from two lengths and straight lines.
 
     Args:
-        slots: nobody is seated yet.
+        slots: idle.
+        rule: of sparse attention.
         reserved: tokens that the rows have pages for.
 
     Returns:
         Tokens; None if the pools are too small to tell, since a list would hold most of them.
     """
-    budget = slots.batch.budget
-    assert budget is not None
+    budget = rule.budget
     short = max(2 * budget.limit(min(reserved, SHORT)), budget.min_context, min(SHORT, reserved // 2))
     long = min(reserved, max(LONG, 2 * short))
     if long < 2 * short or all(layer.summary is None for layer in slots.layers):
@@ -36,21 +39,20 @@ def measure_crossover(slots: Slots, reserved: int) -> int | None:
         slots.num_slots, shape.num_query_heads, shape.head_dim,
         dtype=slots.layers[0].kv.keys.dtype, device=slots.tokens.device,
     )  # fmt: skip
-    slots.seat([], 0)
+    slots.assign([], 0)
     times = {}
     with on_device(queries.device):
-        graphs = [_captured(partial(_attend_all, slots, queries, dense)) for dense in (True, False)]
+        graphs = [_captured(partial(_attend_all, slots, queries, mode)) for mode in MODES]
         for length in (short, long):
-            slots.seat([Seat(row, length - 1, 0, Sampling(), 0) for row in range(slots.num_slots)], 0)
+            slots.assign([Assignment(row, length - 1, 0, Sampling(), 0, rule) for row in range(slots.num_slots)], 0)
             slots.batch.advance()
             times[length] = (_seconds(graphs[0]), _seconds(graphs[1]))
-    slots.seat([], 0)
-    slots.count()
+    slots.assign([], 0)
     return crossover_length(times)
 
 
 def crossover_length(times: dict[int, tuple[float, float]]) -> int:
-    """Where two straight lines meet.
+    """Return the length at which two straight lines meet.
 
     Args:
         times: context length -> seconds of dense and of sparse attention, at two lengths.
@@ -66,11 +68,11 @@ def crossover_length(times: dict[int, tuple[float, float]]) -> int:
     return min(max(0, round(short - gain / slope)), NEVER)
 
 
-def _attend_all(slots: Slots, queries: torch.Tensor, dense: bool) -> None:
+def _attend_all(slots: Slots, queries: torch.Tensor, mode: StepMode) -> None:
     # every layer in turn: one alone would be read from the cache of the GPU
     for layer in slots.layers:
         if layer.summary is not None:
-            layer.attend(queries, dense)
+            layer.attend(queries, mode)
 
 
 @torch.inference_mode()
@@ -83,7 +85,7 @@ def _captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _seconds(graph: torch.cuda.CUDAGraph) -> float:
-    """Of the fastest of some replays."""
+    """Return the time of the fastest of some replays."""
     times = []
     for _ in range(ROUNDS):
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

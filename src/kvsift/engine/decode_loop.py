@@ -1,6 +1,6 @@
-"""Rows that decode together, without waiting for the host: the next step runs while the last one's tokens are read.
+"""The decode loop of a batch: the host reads the tokens of a step while the next one runs.
 
-A row that ends is known to have ended one step late; what that step wrote is taken back when the loop is done.
+The end of a row shows one step late; the tokens written after it are cropped when the loop is done.
 """
 
 from __future__ import annotations
@@ -13,55 +13,54 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kvsift.engine.counting import Row, Shown, add_counts
+from kvsift.engine.accounting import DecodeRow, add_counts
 from kvsift.engine.probing import Probe, probe_rows
-from kvsift.engine.slots import Seat, Slots, StepKind
-from kvsift.runtime.plan import Rule
+from kvsift.engine.slots import Assignment, Slots, StepKind
+from kvsift.layer.paged_decode import ALWAYS
+from kvsift.plan.plan import Rule
 
-IN_FLIGHT = 2  # steps launched ahead of the last token read
+LAUNCHED_AHEAD = 2  # steps launched ahead of the last token read
 MOVE_STEPS = 512  # so many steps must be left before fewer slots are worth capturing: a second for microseconds each
 
 
-class Host(Protocol):
-    """Where a loop finds its slots (``engine.session``)."""
+class SlotSource(Protocol):
+    """The slots of a loop (``engine.session``)."""
 
     def slots(self, num_slots: int) -> Slots:
-        """Of at least so many sequences."""
+        """Return slots for at least so many sequences."""
 
-    def knows(self, num_slots: int, kind: StepKind) -> bool:
-        """Whether a step for so many sequences is captured."""
+    def captured(self, num_slots: int, kind: StepKind) -> bool:
+        """Return whether a step for so many sequences is captured."""
 
-    def dense_below(self, slots: Slots) -> int:
-        """Contexts shorter than this are shown in full."""
+    def dense_below(self, slots: Slots, rule: Rule) -> int:
+        """Return the context length below which dense steps are to be preferred."""
 
 
-class Flight(NamedTuple):
-    """A step whose tokens have not been read."""
+class LaunchedStep(NamedTuple):
+    """A step whose results have not been read."""
 
-    tokens: Tensor  # int64 [slots], on the host once the event has come
+    results: Tensor  # ``Slots.results``, on the host once the event has come
     event: torch.cuda.Event | None
-    seated: Sequence[Row]
+    rows: Sequence[DecodeRow]
     probes: Sequence[Probe]
 
 
 class DecodeLoop:
-    """Tokens for all rows until each is done; iterating yields (index of the row, text that can be shown).
+    """Decoding of all rows until each is done; iterating yields (index of the row, text to print).
 
     Args:
-        host: of the slots.
+        source: of the slots.
         rows: requests whose first token has been chosen.
-        rule: the decode rule; None is dense.
 
     Attributes:
         setup_s: seconds spent capturing graphs and measuring the crossover.
-        dense_below: contexts shorter than this were shown in full.
+        dense_below: contexts shorter than this were dense.
     """
 
-    def __init__(self, host: Host, rows: Sequence[Row], rule: Rule | None) -> None:
-        self._host, self._rows, self._rule = host, rows, rule
+    def __init__(self, source: SlotSource, rows: Sequence[DecodeRow]) -> None:
+        self._source, self._rows = source, rows
         self._paused_s = sum(row.stats.probe_s for row in rows)  # no part of any token's time
-        self._flights: deque[Flight] = deque()
-        self._shown = Shown()
+        self._launched: deque[LaunchedStep] = deque()
         self._buffers: list[Tensor] = []
         self.setup_s = 0.0
         self.dense_below = 0
@@ -69,110 +68,117 @@ class DecodeLoop:
     def __iter__(self) -> Iterator[tuple[int, str]]:
         slots: Slots | None = None
         try:
-            while seated := [row for row in self._rows if row.remaining > 0]:
-                slots = self._seat(seated)
-                yield from self._drive(slots, seated)
-                self._shown.follow(slots, False)
+            while rows := [row for row in self._rows if row.remaining > 0]:
+                slots = self._assign(rows)
+                yield from self._decode(slots, rows)
         finally:
-            self._flights.clear()
+            self._launched.clear()
             if slots is not None:
-                self._shown.follow(slots, False)
-                add_counts(self._rows, slots.layers, self._shown, None if self._rule is None else self._rule.budget)
+                for row in self._rows:
+                    add_counts(row, slots.layers)
 
-    def _seat(self, seated: Sequence[Row]) -> Slots:
+    def _assign(self, rows: Sequence[DecodeRow]) -> Slots:
         started = perf_counter()
-        slots = self._host.slots(len(seated))
-        longest, steps = max(row.written for row in seated), max(row.remaining for row in seated)
-        self.dense_below = self._host.dense_below(slots)
-        for length in (longest + 1, longest + steps):
-            slots.prepare(self._kind(seated, length))
-        slots.seat([_seat_of(row) for row in seated], steps)
-        self._buffers = [_host_buffer(slots.tokens) for _ in range(IN_FLIGHT + 1)]
+        slots = self._source.slots(len(rows))
+        for row in rows:
+            self._prepare(row, slots)
+        steps = max(row.remaining for row in rows)
+        for step in {0} | {row.dense_below - row.written - 1 for row in rows}:  # where rows become sparse
+            if running := [row for row in rows if 0 <= step < row.remaining]:
+                slots.prepare(self._kind(rows, running, step))
+        slots.assign([_assignment(row) for row in rows], steps)
+        self._buffers = [_host_buffer(slots.results) for _ in range(LAUNCHED_AHEAD + 1)]
         seconds = perf_counter() - started
         self.setup_s, self._paused_s = self.setup_s + seconds, self._paused_s + seconds
         return slots
 
-    def _kind(self, rows: Sequence[Row], longest: int) -> StepKind:
-        dense = self._rule is None or longest < self.dense_below
-        return StepKind(dense, any(row.transcript.request.sampling.temperature > 0 for row in rows))
+    def _prepare(self, row: DecodeRow, slots: Slots) -> None:
+        row.visible, row.visible_in_slot = row.visible + row.visible_in_slot, 0
+        row.sparse_mode, row.dense_below = slots.sparse_mode(row.rule), ALWAYS
+        if row.rule is not None:
+            measured = self._source.dense_below(slots, row.rule)
+            self.dense_below = max(self.dense_below, measured)
+            row.dense_below = max(measured, row.rule.budget.min_context)
 
-    def _drive(self, slots: Slots, seated: Sequence[Row]) -> Iterator[tuple[int, str]]:
-        number, leaving = 0, False
+    def _kind(self, rows: Sequence[DecodeRow], running: Sequence[DecodeRow], ahead: int = 0) -> StepKind:
+        modes = {row.mode(ahead) for row in running}
+        sampled = any(row.transcript.request.sampling.temperature > 0 for row in rows)
+        return StepKind(modes.pop() if len(modes) == 1 else "mixed", sampled)
+
+    def _decode(self, slots: Slots, rows: Sequence[DecodeRow]) -> Iterator[tuple[int, str]]:
+        number, moving = 0, False
         while True:
-            while not leaving and len(self._flights) < IN_FLIGHT and any(row.remaining > 0 for row in seated):
-                longest = max(row.written for row in seated if not row.transcript.done)
-                wanted = self._kind(seated, longest + 1)
-                # once the longest row has ended, others may be short again; nothing is captured for that
-                kind = wanted if slots.knows(wanted) else wanted._replace(dense=False)
-                self._flights.append(self._launch(slots, seated, kind, number))
+            while not moving and len(self._launched) < LAUNCHED_AHEAD and any(row.remaining > 0 for row in rows):
+                kind = self._kind(rows, [row for row in rows if not row.transcript.done])
+                if not slots.captured(kind):  # rows have ended, and with them the other mode of a mixed step
+                    kind = kind._replace(mode="mixed")
+                self._launched.append(self._launch(slots, rows, kind, number))
                 number += 1
-            if not self._flights:
+            if not self._launched:
                 return
-            yield from self._land(slots, self._flights.popleft())
-            leaving = leaving or self._should_move(slots, seated)
+            yield from self._read(slots, self._launched.popleft())
+            moving = moving or self._should_move(slots, rows)
 
-    def _launch(self, slots: Slots, seated: Sequence[Row], kind: StepKind, number: int) -> Flight:
-        self._shown.follow(slots, not kind.dense)
-        self._follow_summaries(slots, seated, kind)
-        recorded, probes = slots.run(kind, number), list[Probe]()
+    def _launch(self, slots: Slots, rows: Sequence[DecodeRow], kind: StepKind, number: int) -> LaunchedStep:
+        running = [row for row in rows if not row.transcript.done]
+        for row in running:
+            _follow_summaries(slots, row, kind)
+            row.dense.append(row.mode() == "dense")
+        step = slots.run(kind, number)
         buffer, event = self._buffers[number % len(self._buffers)], None
-        buffer.copy_(slots.tokens, non_blocking=True)
+        buffer.copy_(slots.results, non_blocking=True)
         if buffer.is_pinned():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(slots.tokens.device))
-        for row in seated:
-            if not row.transcript.done:
-                row.dense.append(kind.dense)
-        if self._rule is not None and not kind.dense:
-            lengths = [1 if row.transcript.done else row.written for row in seated]
-            self._shown.lengths += lengths + [1] * (slots.num_slots - len(seated))
-            probes, seconds = probe_rows(slots, recorded, seated, self._rule)
-            self._paused_s += seconds
-        return Flight(buffer, event, seated, probes)
+        probes, seconds = probe_rows(slots, step, rows)
+        self._paused_s += seconds
+        return LaunchedStep(buffer, event, rows, probes)
 
-    def _follow_summaries(self, slots: Slots, seated: Sequence[Row], kind: StepKind) -> None:
-        if self._rule is None:
-            return
-        for row in seated:
-            if row.transcript.done:
-                continue
-            if kind.dense and row.stale_from is None:
-                row.stale_from = row.written
-            elif not kind.dense and row.stale_from is not None:
-                slots.catch_up(row.row, row.written, row.stale_from)
-                row.stale_from = None
-
-    def _land(self, slots: Slots, flight: Flight) -> Iterator[tuple[int, str]]:
-        if flight.event is not None:
-            flight.event.synchronize()
+    def _read(self, slots: Slots, step: LaunchedStep) -> Iterator[tuple[int, str]]:
+        if step.event is not None:
+            step.event.synchronize()
         time = perf_counter() - self._paused_s
-        for probe in flight.probes:
+        for probe in step.probes:
             if not probe.row.transcript.done:
                 probe.add()
-        for slot, (row, token) in enumerate(zip(flight.seated, flight.tokens.tolist())):
+        tokens, visible, pieces = step.results[0].tolist(), step.results[1:].clone(), []
+        for slot, row in enumerate(step.rows):
             if row.transcript.done:
                 continue
-            piece = row.transcript.take(token, time)
+            pieces.append((row.row, row.transcript.take(tokens[slot], time)))
+            row.visible_in_slot = visible[:, slot]
             if row.transcript.done:
-                slots.park(slot)
-            if piece:
-                yield row.row, piece
+                slots.release(slot)
+        yield from ((number, piece) for number, piece in pieces if piece)
 
-    def _should_move(self, slots: Slots, seated: Sequence[Row]) -> bool:
-        """Whether what is left goes on in fewer slots."""
-        left = [row for row in seated if not row.transcript.done]
-        if not left or 2 * len(left) > slots.num_slots:
+    def _should_move(self, slots: Slots, rows: Sequence[DecodeRow]) -> bool:
+        """Return whether the rows that are left move to fewer slots."""
+        running = [row for row in rows if not row.transcript.done]
+        if not running or 2 * len(running) > slots.num_slots:
             return False
-        steps, kind = max(row.remaining for row in left), self._kind(left, max(row.written for row in left) + 1)
-        return steps > 0 and (steps >= MOVE_STEPS or self._host.knows(len(left), kind))
+        steps, kind = max(row.remaining for row in running), self._kind(running, running)
+        return steps > 0 and (steps >= MOVE_STEPS or self._source.captured(len(running), kind))
 
 
-def _seat_of(row: Row) -> Seat:
-    transcript = row.transcript
-    return Seat(
-        row.row, row.written, transcript.new_ids[-1], transcript.request.sampling, drawn=len(transcript.new_ids)
-    )
+def _follow_summaries(slots: Slots, row: DecodeRow, kind: StepKind) -> None:
+    """Note where summaries begin to be missing; write them before the first sparse step.
+
+    Mixed steps write the summaries of all rows, and so leave no gap behind a row that is dense in them.
+    """
+    if row.rule is None:
+        return
+    if kind.mode == "dense" and row.stale_from is None:
+        row.stale_from = row.written
+    elif row.mode() != "dense" and row.stale_from is not None:
+        slots.catch_up(row.row, row.written, row.stale_from)
+        row.stale_from = None
 
 
-def _host_buffer(tokens: Tensor) -> Tensor:
-    return torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda)
+def _assignment(row: DecodeRow) -> Assignment:
+    transcript, sampling = row.transcript, row.transcript.request.sampling
+    drawn = len(transcript.new_ids)
+    return Assignment(row.row, row.written, transcript.new_ids[-1], sampling, drawn, row.rule, row.dense_below)
+
+
+def _host_buffer(results: Tensor) -> Tensor:
+    return torch.empty(results.shape, dtype=results.dtype, pin_memory=results.is_cuda)

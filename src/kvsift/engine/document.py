@@ -4,63 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from threading import Lock, get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
-from kvsift.engine.decode_loop import DecodeLoop
-from kvsift.engine.generation import (
-    Progress,
-    answer_of,
-    decode_captured,
-    decode_composed,
-    first_token,
-)
+from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.generation import CapturedDecode, answer_of, decode_composed
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
+from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.prompt import require_text
 from kvsift.engine.result import Answer
-from kvsift.engine.sampling import Sampling
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache
-from kvsift.runtime.plan import PHASES, Plan
-from kvsift.runtime.sequence import DEFAULT_PAGE_SIZE
-from kvsift.runtime.spec import parse_plan
-
-if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+from kvsift.plan.plan import PHASES, Plan
+from kvsift.plan.syntax import parse_plan
 
 
 class Document:
-    """A prefilled context. Every question starts from the same cache and leaves it as it was.
+    """A prefilled context. Every question starts from the same cache and leaves it unchanged.
 
     Threads may share it; their questions are answered one after the other.
 
     Args:
-        llm: the model that reads it.
+        runner: of the model, for instance an ``LLM``.
         ids: the tokens that all questions share.
-        encode: the whole prompt of a question, which begins with ``ids``.
-        plan: unless a question brings its own.
-        progress: called while the document is prefilled, which happens with the first question.
+        encode: returns the whole prompt of a question, which begins with ``ids``.
+        plan: of questions without a plan of their own.
+        progress: called while the document is prefilled, with the first question.
         stop: text that ends an answer to ``ask``.
+
+    Attributes:
+        read_s: seconds spent on prefilling the document.
+        read_stats: counters of that prefill.
     """
 
     def __init__(
         self,
-        llm: LLM,
+        runner: ModelRunner,
         ids: list[int],
         encode: Callable[[str], list[int]],
         plan: Plan,
-        progress: Progress | None = None,
+        progress: ProgressCallback | None = None,
         stop: str | None = None,
     ) -> None:
-        self._llm, self._ids, self._encode, self._plan, self._progress = llm, ids, encode, plan, progress
+        self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
         self._stop = stop
         self._cache: SparseCache | None = None
         self._session: Session | None = None  # captured steps over the cache
-        self._lock, self._asked_by = Lock(), 0
-        self.read_s = self._build_s = 0.0  # reading; what the last call of ``prefill`` built for decode
+        self._lock, self._thread = Lock(), 0  # the thread whose question is being answered
+        self.read_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
     @property
@@ -80,10 +79,10 @@ class Document:
         if not question.strip():
             raise InputError("the question is empty.")
         require_text(question, "question")
-        asked = len(self._llm.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
-        if asked > self.num_tokens:
+        length = len(self._runner.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+        if length > self.num_tokens:
             raise InputError(
-                f"the question has {asked} tokens and the context only {self.num_tokens}. Were they swapped? The long "
+                f"the question has {length} tokens and the context only {self.num_tokens}. Were they swapped? The long "
                 "text is the context."
             )
         ids = self._encode(question)
@@ -92,22 +91,28 @@ class Document:
                 f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
                 "with a word."
             )
-        self._llm.check([ids], max_new_tokens, self._plan if plan is None else plan)
+        self._runner.check_prompts([ids], max_new_tokens, self._resolved(plan))
         return ids
 
+    def _resolved(self, plan: PlanSpec) -> Plan:
+        return self._plan if plan is None else parse_plan(plan)
+
     def prefill(self, plan: Plan, more: int | None = None) -> SparseCache:
-        """The cache of the document under a plan, for ``more`` tokens after it; read again only if the plan prefills
-        differently, if the last answer has dropped a part of it for good (evict=true), or if RoPE rotates a sequence of
-        this length otherwise. None: nothing will be fed, so any rotation will do."""
-        self._llm.load()
-        fast = self._llm.fast_path.reason_against(plan, self._llm.model) is None
-        plan = plan if fast else self._llm.composed_plan(plan)
+        """The cache of the document under a plan, with room for ``more`` tokens after it. None: no token will follow,
+        so any rotation is right.
+
+        The document is prefilled again only if the plan prefills differently, if the last answer has evicted a part of
+        it (evict=true), or if RoPE rotates a sequence of this length differently.
+        """
+        runner = self._runner
+        captured = runner.composed_reason(plan) is None
+        plan = plan if captured else runner.composed_plan(plan)
         length = self.num_tokens + (more or 0)
         if (
             self._cache is not None
             and self._cache.can_rewind
-            and _read_alike(self._cache.run.plan, plan)
-            and (more is None or self._cache.rotation == self._llm.rotation(length))
+            and can_share_prefill(self._cache.run.plan, plan)
+            and (more is None or self._cache.rotation == runner.rotation(length))
         ):
             self._cache.rewind()
             started, is_new = perf_counter(), self._cache.run.plan != plan
@@ -116,42 +121,41 @@ class Document:
                 self._cache.prepare()  # now, and not in the first decode step
             self._build_s = perf_counter() - started
             return self._cache
-        self._cache = self._session = None  # the memory of the old one is free before the new one grows
-        self._llm.fast_path.release()
+        self._cache = self._session = None  # the memory of the old cache is free before the new one grows
+        runner.fast_path.release()
         started = perf_counter()
         total = self.num_tokens + max(more or 0, 256)
-        rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if fast else ()
-        cache = self._llm.new_cache(plan, total, rows, length)
-        self._llm.prefill(cache, self._ids, self._progress)
-        read = perf_counter()
+        rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if captured else ()
+        cache = runner.new_cache(plan, total, rows, length)
+        runner.prefill(cache, self._ids, self._progress)
+        prefilled = perf_counter()
         cache.prepare()
-        self.read_s, self._build_s = read - started, perf_counter() - read
+        self.read_s, self._build_s = prefilled - started, perf_counter() - prefilled
         self.read_stats = cache.stats.report()
         cache.stats.clear()
         cache.mark()
-        self._cache = cache  # only now: a reading that was interrupted leaves nothing behind
+        self._cache = cache  # only now: an interrupted prefill leaves no cache
         return cache
 
     def ask(
         self,
         question: str,
         *,
-        plan: PlanSpec = None,
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
         on_text: Callable[[str], None] | None = None,
         question_phase: Phase = "prefill",
+        **options: Unpack[Options],
     ) -> Answer:
         """Answer a question about the document.
 
         Args:
             question: in plain words.
-            plan: instead of the document's.
-            max_new_tokens: at most so many tokens are generated.
-            sampling: how to choose tokens; greedy by default.
             on_text: called with every new piece of text.
             question_phase: "decode" answers the question's own tokens under the decode rule too, one by one: the
                 harder protocol of Quest's evaluation.
+            plan: instead of the document's.
+            max_new_tokens: maximum number of tokens to generate, 64 by default.
+            sampling: how to choose tokens; greedy by default.
+            stop: text, or several texts, that end the answer, instead of the document's.
 
         Returns:
             The answer. Its ``ttft_s`` counts from the cached document and includes ``build_s``, in which
@@ -159,11 +163,9 @@ class Document:
         """
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
-        ids = self.check(question, max_new_tokens, plan)
-        answer = self.go_on(
-            ids, plan=plan, max_new_tokens=max_new_tokens, sampling=sampling, stop=self._stop, on_text=on_text,
-            question_phase=question_phase,
-        )  # fmt: skip
+        chosen: Options = {"stop": self._stop, **options}
+        ids = self.check(question, GenerateOptions(**chosen).max_new_tokens, chosen.get("plan"))
+        answer = self.go_on(ids, on_text=on_text, question_phase=question_phase, **chosen)
         answer.text = answer.text.strip()
         return answer
 
@@ -171,66 +173,61 @@ class Document:
         self,
         ids: list[int],
         *,
-        plan: PlanSpec = None,
-        max_new_tokens: int = 64,
-        sampling: Sampling | None = None,
-        stop: str | None = None,
         on_text: Callable[[str], None] | None = None,
         question_phase: Phase = "prefill",
+        **options: Unpack[Options],
     ) -> Answer:
-        """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is left as it is."""
-        plan = self._plan if plan is None else parse_plan(plan)
-        request = self._llm.request(ids, max_new_tokens, sampling, stop, on_text is not None)
-        with self._llm.fast_path.turn, self._alone():
-            cache = self.prefill(plan, request.length - self.num_tokens)
-            return self._answer(cache, Transcript(request, self._llm.tokenizer), question_phase, on_text)
+        """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is not stripped."""
+        [chosen] = GenerateOptions(**options).split(1)
+        runner = self._runner
+        request = runner.request(ids, chosen, streamed=on_text is not None)
+        with runner.fast_path.turn, self._exclusive():
+            cache = self.prefill(self._resolved(chosen.plan), request.length - self.num_tokens)
+            return self._answer(cache, Transcript(request, runner.tokenizer), question_phase, on_text)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One question at a time, as all of them use the same cache.
+    def _exclusive(self) -> Iterator[None]:
+        """One question at a time, since all questions use the same cache.
 
         Raises:
-            InputError: if this thread is in the middle of another.
+            InputError: if this thread is answering another one.
         """
-        if self._asked_by == get_ident():
-            raise InputError("this document is being asked; ask it again when the answer is there, not from on_text.")
+        if self._thread == get_ident():
+            raise InputError("this document is answering a question; ask the next one after it, not from on_text.")
         with self._lock:
-            self._asked_by = get_ident()
+            self._thread = get_ident()
             try:
                 yield
             finally:
-                self._asked_by = 0
+                self._thread = 0
 
     def _answer(
         self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
     ) -> Answer:
-        llm, started, cached = self._llm, perf_counter() - self._build_s, cache.get_seq_length()
-        loops: list[DecodeLoop] = []
-        reason = llm.fast_path.reason_against(cache.run.plan, llm.model)
-        for piece in (
-            self._captured(cache, transcript, phase, loops)
-            if reason is None
-            else decode_composed(llm, cache, transcript, phase)
-        ):
+        runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
+        reason, captured = runner.composed_reason(cache.run.plan), None
+        if reason is None:
+            rule, length = rule_of(cache.run.plan), len(transcript.request.ids)
+            row = DecodeRow(0, transcript, cache.stats, length, rule)
+            captured = CapturedDecode(runner, cache, [row], partial(self._steps, cache, row), phase)
+            pieces: Iterator[str] = (piece for _, piece in captured)
+        else:
+            pieces = decode_composed(runner, cache, transcript, phase)
+        for piece in pieces:
             if on_text is not None:
                 on_text(piece)
-        total = len(transcript.request.ids)
         return answer_of(
-            llm, cache, transcript, started, total, new_prompt_tokens=total - cached,
-            loop=next(iter(loops), None), path=reason or "", build_s=self._build_s,
+            runner, cache, transcript, started, num_cached=num_cached, captured=captured, path=reason or "",
+            build_s=self._build_s,
         )  # fmt: skip
 
-    def _captured(
-        self, cache: SparseCache, transcript: Transcript, phase: Phase, loops: list[DecodeLoop]
-    ) -> Iterator[str]:
-        llm, request = self._llm, transcript.request
-        yield from first_token(llm, cache, transcript, phase)
+    @contextmanager
+    def _steps(self, cache: SparseCache, row: DecodeRow) -> Iterator[Session]:
+        """Captured steps over the cache, which are kept for the next question; tokens beyond the answer are removed."""
+        runner, request = self._runner, row.transcript.request
         total = len(request.ids) + request.max_new_tokens
-        self._session = llm.fast_path.extend(llm.model, cache, total, self._session)
-        yield from decode_captured(cache, self._session, transcript, loops)
-
-
-def _read_alike(plan: Plan, other: Plan) -> bool:
-    """Whether a document read under a plan can be asked under the other without reading it again."""
-    learns = other.decode is not None and other.decode.method.wants_queries
-    return plan.prefill == other.prefill and (not learns or plan.decode == other.decode)
+        self._session = runner.fast_path.extend(runner.model, cache, total, self._session)
+        try:
+            yield self._session
+        finally:
+            cache.advance(0, row.written, row.start + row.steps, row.stale_from)

@@ -1,40 +1,42 @@
-"""Whether an LLM decodes by captured steps, and what it keeps for them from one call to the next."""
+"""The fast path of one model: whether decode steps are captured, the fused prefill, and sessions kept between calls.
+
+Ownership: a ``Session`` owns the graphs over one cache, and belongs to the owner of that cache: a ``Document``, or this
+``FastPath`` between two calls of ``LLM.generate``.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from kvsift.engine.crossover import measure_crossover
-from kvsift.engine.session import Session, Step, row_lengths
+from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.slots import Slots, StepKind
-from kvsift.engine.transcript import Request
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep, placement_reason
+from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_step import TransformersStep
-from kvsift.runtime.paged_decode import reason_against, rule_of
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.sequence import DEFAULT_PAGE_SIZE, Placement
-
-if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan, Rule
 
 log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
 T = TypeVar("T")
-SPARE_TOKENS = 4  # steps that run before the host knows that a row has ended need a place to write to
+SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
 
 
 def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Iterator[T]:
-    """The steps, each of them in a turn of its own, the closing too."""
+    """Run each step of a generator, and its closing, in a turn of its own."""
     try:
         while True:
             with turn:
@@ -49,122 +51,115 @@ def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Itera
 
 
 class FastPath:
-    """Captured steps of one model.
+    """Captured decode steps and fused prefill of one model.
 
     Args:
-        path: see ``LLM``.
         device: of the model.
-        dense_below: see ``LLM``.
-        placement: see ``LLM``.
+        path, dense_below, placement: see ``LLM``.
 
     Attributes:
-        turn: held by the thread that uses the GPU. Capturing a graph and waiting for the device do not go together, so
-            threads take turns there; on a CPU they do not.
+        turn: lock of the thread that uses the GPU: no thread may synchronise while another captures a graph. On a CPU
+            it does nothing.
     """
 
-    def __init__(
-        self, path: str, device: torch.device, dense_below: int | str, placement: Placement = "device"
-    ) -> None:
+    def __init__(self, path: str, device: torch.device, dense_below: int | str, placement: str = "device") -> None:
         if path not in PATHS:
             raise unknown("path", str(path), PATHS)
         self._path, self._device, self._dense_below, self._placement = path, device, dense_below, placement
         self.turn: AbstractContextManager[object] = RLock() if device.type == "cuda" else nullcontext()
-        self._making = RLock()  # of what all threads share: the step, and the trial
+        self._making = RLock()  # of what threads share: the step, the trial and the kept session
         self._step: DecoderStep | None = None
         self._prefill: DecoderPrefill | None = None
-        self._model_reason: str | None = None  # against any step of the model; "" if there is none
-        self._kept: Session | None = None  # of the last call that brought its own prompts
+        self._model_reason: str | None = None  # why no step of the model is captured; "" if none
+        self._kept: Session | None = None  # of the last call of ``LLM.generate``
         self._crossovers: dict[object, int] = {}
         self._logged: set[str] = set()
 
     @property
     def name(self) -> str:
-        """What an answer calls this path."""
+        """Name of the path in answers."""
         return "eager" if self._path == "eager" else "captured"
 
     @property
-    def wanted(self) -> bool:
-        """Whether steps are captured if plan and model allow it."""
+    def enabled(self) -> bool:
+        """Whether steps are captured where plan and model allow it."""
         if self._placement != "device":
-            return self._path == "captured"  # which refuses
+            return self._path == "captured"  # which is refused
         return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
 
-    def reason_against(self, plan: Plan, model: Any) -> str | None:
-        """Why decoding goes the composed path; None if it does not.
+    def composed_reason(self, plan: Plan, model: Any) -> str | None:
+        """Why decode steps are composed; None: they are captured.
 
         Raises:
-            InputError: if it must not.
+            InputError: if captured steps are required.
         """
         if self._path == "composed":
-            return "asked for"
+            return "requested"
         if self._placement != "device":
-            reason: str | None = "its keys and values are in host memory"
+            in_host_memory = Placement.of(self._placement).in_host_memory
+            reason: str | None = (
+                "its keys and values are in host memory"
+                if in_host_memory
+                else f"placement={self._placement} has no pools for captured steps"
+            )
         elif self._device.type != "cuda" and self._path != "eager":
             reason = "no NVIDIA GPU"
         elif self._device.type == "cuda" and not HAVE_TRITON:
             reason = "Triton is not installed"
         else:
-            reason = reason_against(plan) or self._reason_against(plan, model)
+            reason = reason_against(plan) or self._reason_of_model(plan, model)
         if reason is not None and self._path == "captured":
             raise InputError(f"decoding cannot be captured: {reason}. Leave out path='captured', or change the plan.")
-        if reason is not None and self.wanted and reason not in self._logged:
+        if reason is not None and self.enabled and reason not in self._logged:
             self._logged.add(reason)
-            log.warning("decoding goes the composed path: %s", reason)
+            log.warning("decode steps are composed, not captured: %s", reason)
         return reason
 
     def fused(self, model: Any) -> DecoderPrefill | None:
-        """The fused forward pass, for prompt chunks, and on a CPU for generated tokens; None where they go through
-        transformers."""
-        uncaptured = self._path == "auto"
-        if not (self.wanted or uncaptured) or (self._device.type == "cuda" and not HAVE_TRITON):
+        """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""
+        if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
             if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
                 self._prefill = DecoderPrefill(self._fused_step(model))
             return self._prefill
 
-    def take(self, llm: LLM, plan: Plan, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
-        """An empty cache for requests that RoPE rotates alike, to be fed one by one, and captured steps over it if
-        there are any: those of the last call, if they will do. They are the caller's until it gives them to ``keep``.
-        """
-        page_size, length = plan.page_size or DEFAULT_PAGE_SIZE, max(request.length for request in requests)
-        totals = [len(request.ids) + request.max_new_tokens for request in requests]
-        rows = row_lengths([total + SPARE_TOKENS for total in totals], page_size)
+    def take(self, plan: Plan, rotation: int | None, rows: Sequence[int]) -> Session | None:
+        """The session of the last call over its emptied cache, if it fits rows of these lengths; else None, and its
+        memory is free. It belongs to the caller until the caller closes ``session``."""
         with self._making:  # no two threads take the same
             kept = self._kept
             self.release()
-        if (
-            kept is not None
-            and kept.cache.run.plan == plan
-            and kept.cache.rotation == llm.rotation(length)
-            and kept.has_room(rows)
-        ):
-            kept.cache.clear(rows)
-            return kept.cache, kept
-        del kept  # its memory is free before the new cache grows
-        return llm.new_cache(plan, 0, rows, length), None
+        fits = kept is not None and kept.cache.run.plan == plan and kept.cache.rotation == rotation
+        if kept is None or not fits or not kept.has_room(rows):
+            return None
+        kept.cache.clear(rows)
+        return kept
 
     def release(self) -> None:
-        """Give back the pools and graphs of the last call."""
+        """Free the pools and graphs of the last call."""
         self._kept = None
 
-    def keep(self, session: Session) -> None:
-        """For the next call."""
-        self._kept = session
+    @contextmanager
+    def session(self, model: Any, cache: SparseCache, kept: Session | None) -> Iterator[Session]:
+        """Captured steps over the cache of one call, which are kept for the next one."""
+        session = self._session(model, cache, kept)
+        try:
+            yield session
+        finally:
+            self._kept = session
 
-    def session(self, model: Any, cache: SparseCache, kept: Session | None) -> Session:
-        """Captured steps over a cache: those at hand if they still hold."""
+    def extend(self, model: Any, cache: SparseCache, length: int, kept: Session | None) -> Session:
+        """Captured steps over a document's cache, which will grow to a length; ``kept`` if it still fits."""
+        if kept is not None and not (kept.has_room([length + SPARE_TOKENS]) and kept.holds):
+            kept.forget()  # old pools are free before new ones grow
+        cache.reserve_rows([length + SPARE_TOKENS])
+        return self._session(model, cache, kept)
+
+    def _session(self, model: Any, cache: SparseCache, kept: Session | None) -> Session:
         if kept is not None and kept.cache is cache and kept.holds:
             return kept
         return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
-
-    def extend(self, model: Any, cache: SparseCache, length: int, kept: Session | None) -> Session:
-        """Captured steps over a cache of one row, which will grow to a length: those at hand if they still hold."""
-        if kept is not None and not (kept.has_room([length + SPARE_TOKENS]) and kept.holds):
-            kept.forget()  # old pools are free before new ones grow
-        for attention in cache.attentions:
-            attention.store.reserve_rows([length + SPARE_TOKENS])
-        return self.session(model, cache, kept)
 
     def _step_of(self, model: Any, cache: SparseCache) -> Step:
         if DecoderStep.reason_against(model) is not None:
@@ -177,7 +172,7 @@ class FastPath:
                 self._step = DecoderStep(model)
             return self._step
 
-    def _reason_against(self, plan: Plan, model: Any) -> str | None:
+    def _reason_of_model(self, plan: Plan, model: Any) -> str | None:
         with self.turn, self._making:
             if self._model_reason is None:
                 reason = placement_reason(model)
@@ -189,30 +184,30 @@ class FastPath:
             return self._model_reason or None
 
     def _trial(self, plan: Plan, model: Any) -> str | None:
-        """Capture a step on a cache of its own: whether a model's code or a quantisation allows it shows only then."""
+        """Capture a step on a cache of its own, to learn whether the model's code and quantisation allow it."""
         page_size = plan.page_size or DEFAULT_PAGE_SIZE
         cache = make_cache(model, plan, rows=row_lengths([4 * page_size], page_size))
         with torch.inference_mode(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
-        slots = Session(self._step_of(model, cache), cache, lambda cache, slots: 0).slots(1)
+        slots = Session(self._step_of(model, cache), cache, lambda cache, slots, rule: 0).slots(1)
         try:
-            slots.prepare(StepKind(dense=rule_of(plan) is None, sampled=False))
-        except Exception as error:  # of the model's code, of a compiler, of a quantisation: whatever it is, it is said
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            return f"a step of {type(model).__name__} cannot be captured ({first})"
+            slots.prepare(StepKind("dense" if rule_of(plan) is None else "sparse", sampled=False))
+        except Exception as error:  # anything that the model's code, a compiler or a quantisation raises is reported
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return f"a step of {type(model).__name__} cannot be captured ({line})"
         return None
 
-    def _crossover(self, cache: SparseCache, slots: Slots) -> int:
+    def _crossover(self, cache: SparseCache, slots: Slots, rule: Rule) -> int:
         if isinstance(self._dense_below, int):
             return self._dense_below
         if self._path == "eager":
             return 0
-        store, key = cache.attentions[0].store, (slots.num_slots, str(rule_of(cache.run.plan)))
-        reserved = max(len(store.table.planned(row)) for row in range(store.num_rows)) * store.page_size
+        key = (slots.num_slots, str(rule))
+        reserved = cache.table.longest * cache.page_size
         if key not in self._crossovers:
-            measured = measure_crossover(slots, reserved)
-            if measured is None:  # this cache is too small to tell
+            measured = measure_crossover(slots, rule, reserved)
+            if measured is None:  # this cache is too small to measure
                 return reserved + 1
-            log.info("lists pay from %d tokens on, for %d rows", measured, slots.num_slots)
+            log.info("sparse decode is faster from %d tokens on, for %d rows", measured, slots.num_slots)
             self._crossovers[key] = measured
         return min(self._crossovers[key], reserved + 1)

@@ -1,193 +1,174 @@
-"""Answers to prompts, piece by piece, on either path: through transformers, or by captured steps."""
+"""Generation after prompts, and the answer that it ends with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from time import perf_counter
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from kvsift import native
-from kvsift.engine.counting import Row
-from kvsift.engine.decode_loop import DecodeLoop
-from kvsift.engine.fast_path import in_turns
+from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.decode_paths import CapturedDecode, decode_composed
+from kvsift.engine.fast_path import SPARE_TOKENS, in_turns
 from kvsift.engine.memory import peak_bytes
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import ProgressCallback
 from kvsift.engine.result import Answer
-from kvsift.engine.session import Session
+from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.transcript import Request, Transcript
-from kvsift.methods.base import Phase
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.paged_decode import rule_of
 from kvsift.models.transformers import SparseCache
-from kvsift.native.takes import takes
-from kvsift.runtime.paged_decode import rule_of
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.stats import RunStats
-
-if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
-
-Progress = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
+from kvsift.native.shapes import supports
+from kvsift.plan.plan import Plan
 
 
 class Generation:
-    """Answers to requests. Iterating generates, and yields (index of the request, text that can be shown).
+    """Answers to requests. Iterating generates, and yields (index of the request, new piece of its text).
 
     Args:
-        llm: the model, loaded.
+        runner: of the model, whose weights are loaded.
         plan: how to sift.
-        requests: together where the steps are captured, else one after the other.
-        started: when the user asked.
+        requests: decoded together where steps are captured, else one after the other.
+        started: time of submission.
         progress: called while prompts are prefilled.
     """
 
     def __init__(
-        self, llm: LLM, plan: Plan, requests: Sequence[Request], started: float, progress: Progress | None = None
-    ) -> None:
-        self._llm, self._plan, self._requests, self._started = llm, plan, requests, started
+        self, runner: ModelRunner, plan: Plan, requests: Sequence[Request], started: float,
+        progress: ProgressCallback | None = None,
+    ) -> None:  # fmt: skip
+        self._runner, self._plan, self._requests, self._started = runner, plan, requests, started
         self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
         self._answers: dict[int, Answer] = {}
 
     @property
     def answers(self) -> list[Answer]:
-        """Those of finished requests, in their order."""
+        """Answers of finished requests, in their order."""
         return [answer for _, answer in sorted(self._answers.items())]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        return in_turns(self._llm.fast_path.turn, self._pieces())
+        return in_turns(self._runner.fast_path.turn, self._pieces())
 
     def _pieces(self) -> Generator[tuple[int, str], None, None]:
-        reason = self._llm.fast_path.reason_against(self._plan, self._llm.model)
+        reason = self._runner.composed_reason(self._plan)
         if reason is None:
-            for indices in self._alike():
+            for indices in self._groups():
                 yield from self._captured(indices)
             return
         for index, request in enumerate(self._requests):
             yield from ((index, piece) for piece in self._composed(index, request, reason))
 
-    def _alike(self) -> Iterable[list[int]]:
-        """Requests that can share a cache, since RoPE rotates them alike; nearly always that is all."""
+    def _groups(self) -> Iterable[list[int]]:
+        """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all."""
         groups: dict[int | None, list[int]] = {}
         for index, request in enumerate(self._requests):
-            groups.setdefault(self._llm.rotation(request.length), []).append(index)
+            groups.setdefault(self._runner.rotation(request.length), []).append(index)
         return groups.values()
 
     def _composed(self, index: int, request: Request, reason: str) -> Iterator[str]:
-        llm = self._llm
+        runner = self._runner
         reserve = len(request.ids) + request.max_new_tokens
-        cache = llm.new_cache(llm.composed_plan(self._plan), reserve, length=request.length)
-        transcript = Transcript(request, llm.tokenizer)
-        llm.prefill(cache, request.ids[:-1], self._told)
+        cache = runner.new_cache(runner.composed_plan(self._plan), reserve, length=request.length)
+        transcript = Transcript(request, runner.tokenizer)
+        runner.prefill(cache, request.ids[:-1], self._report)
         cache.prepare()
-        self._done += len(request.ids) - 1
-        yield from decode_composed(llm, cache, transcript)
-        self._answers[index] = answer_of(llm, cache, transcript, self._started, len(request.ids), path=reason)
+        yield from decode_composed(runner, cache, transcript)
+        self._answers[index] = answer_of(runner, cache, transcript, self._started, path=reason)
 
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
-        llm, requests = self._llm, [self._requests[index] for index in indices]
-        fast = llm.fast_path
-        cache, kept = fast.take(llm, self._plan, requests)
-        rows = []
-        for row, request in enumerate(requests):
-            stats, transcript = RunStats(llm.probe_every), Transcript(request, llm.tokenizer)
-            cache.turn_to(row, stats)
-            yield from ((indices[row], piece) for piece in first_token(llm, cache, transcript, progress=self._told))
-            self._done += len(request.ids) - 1
-            rows.append(Row(row, transcript, stats, len(request.ids)))
-        session = fast.session(llm.model, cache, kept)
-        loop = DecodeLoop(session, rows, rule_of(self._plan))
-        try:
-            yield from ((indices[row], piece) for row, piece in loop)
-        finally:
-            fast.keep(session)
+        runner, requests = self._runner, [self._requests[index] for index in indices]
+        cache, kept = self._pooled_cache(requests)
+        rule, every = rule_of(self._plan), runner.probe_every
+        rows = [
+            DecodeRow(number, Transcript(request, runner.tokenizer), RunStats(every), len(request.ids), rule)
+            for number, request in enumerate(requests)
+        ]
+        session = partial(runner.fast_path.session, runner.model, cache, kept)
+        decode = CapturedDecode(runner, cache, rows, session, progress=self._report)
+        yield from ((indices[row], piece) for row, piece in decode)
         self._answers |= {
-            index: answer_of(llm, cache, row.transcript, self._started, row.start, stats=row.stats, loop=loop)
+            index: answer_of(runner, cache, row.transcript, self._started, stats=row.stats, captured=decode)
             for index, row in zip(indices, rows)
         }
 
-    def _told(self, done: int, total: int) -> None:
+    def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
+        """An empty cache whose rows are fed one by one, and captured steps over it; both of the last call if they fit,
+        else a new cache and None."""
+        runner, page_size = self._runner, self._plan.page_size or DEFAULT_PAGE_SIZE
+        length = max(request.length for request in requests)
+        totals = [len(request.ids) + request.max_new_tokens + SPARE_TOKENS for request in requests]
+        rows = row_lengths(totals, page_size)
+        kept = runner.fast_path.take(self._plan, runner.rotation(length), rows)
+        return (runner.new_cache(self._plan, 0, rows, length), None) if kept is None else (kept.cache, kept)
+
+    def _report(self, done: int, total: int) -> None:
+        """Report the progress over all prompts after ``done`` of the ``total`` tokens of one."""
         if self._progress is not None:
             self._progress(min(self._done + done, self._total), self._total)
+        self._done += total if done == total else 0
 
 
-@torch.inference_mode()
-def first_token(
-    llm: LLM, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill", progress: Progress | None = None
-) -> Iterator[str]:
-    """Feed what the cache lacks of a prompt and choose the token that follows."""
-    request = transcript.request
-    logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], progress, phase)
-    token = request.sampling.chooser(llm.device)(logits[0, -1])
-    piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
-    if piece:
-        yield piece
+class TextStream:
+    """Pieces of a text as they are generated.
 
+    Attributes:
+        answer: the whole text with its numbers, after the last piece; None until then.
+    """
 
-@torch.inference_mode()
-def decode_composed(llm: LLM, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill") -> Iterator[str]:
-    """Feed what the cache lacks of a prompt, then generate, a forward pass for each token."""
-    request = transcript.request
-    choose = request.sampling.chooser(llm.device)
-    logits = llm.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
-    cache.prepare()  # what these tokens have outdated is no part of the first step's time
-    while True:
-        token = choose(logits[0, -1])
-        piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
-        if piece:
-            yield piece
-        if transcript.done:
-            return
-        logits = llm.prefill(cache, [token], phase="decode")
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._pieces = iter(generation)
+        self.answer: Answer | None = None
 
+    def __iter__(self) -> Iterator[str]:
+        return self
 
-def decode_captured(
-    cache: SparseCache, session: Session, transcript: Transcript, loops: list[DecodeLoop]
-) -> Iterator[str]:
-    """Generate after a first token, by captured steps over the only row of a cache; what was fed stays cached."""
-    layers = [tally.sparse_queries for (_, phase), tally in cache.stats.tallies.items() if phase == "decode"]
-    row = Row(0, transcript, cache.stats, cache.get_seq_length(), sparse_steps=max(layers, default=0))
-    loop = DecodeLoop(session, [row], rule_of(cache.run.plan))
-    loops.append(loop)
-    try:
-        yield from (piece for _, piece in loop)
-    finally:
-        cache.advance(0, row.written, row.start + row.steps, row.stale_from)
+    def __next__(self) -> str:
+        try:
+            return next(self._pieces)[1]
+        except StopIteration:
+            self.answer = self._generation.answers[0]
+            raise
 
 
 def answer_of(
-    llm: LLM, cache: SparseCache, transcript: Transcript, started: float, prompt_tokens: int, *,
-    new_prompt_tokens: int | None = None, stats: RunStats | None = None, loop: DecodeLoop | None = None,
-    path: str = "", build_s: float = 0.0,
+    runner: ModelRunner, cache: SparseCache, transcript: Transcript, started: float, *, num_cached: int = 0,
+    stats: RunStats | None = None, captured: CapturedDecode | None = None, path: str = "", build_s: float = 0.0,
 ) -> Answer:  # fmt: skip
-    """A finished transcript with its numbers."""
+    """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
+    prompt_tokens = len(transcript.request.ids)
     return Answer(
         text=transcript.text,
         token_ids=transcript.new_ids,
         prompt_tokens=prompt_tokens,
-        new_prompt_tokens=prompt_tokens if new_prompt_tokens is None else new_prompt_tokens,
+        new_prompt_tokens=prompt_tokens - num_cached,
         ttft_s=transcript.times[0] - started,
         itl_s=transcript.itl_s,
         plan=str(cache.run.plan),
         kv_bytes=cache.num_bytes,
-        peak_memory_bytes=peak_bytes(llm.device),
+        peak_memory_bytes=peak_bytes(runner.device),
         stats=(cache.stats if stats is None else stats).report(),
-        path=llm.fast_path.name if loop is not None else f"composed: {path}",
-        host="" if loop is not None else _host(llm),
+        path=runner.fast_path.name if captured is not None else f"composed: {path}",
+        host="" if captured is not None else _host(runner),
         index=cache.describe(),
-        dense_below=0 if loop is None else loop.dense_below,
-        setup_s=0.0 if loop is None else loop.setup_s,
+        dense_below=0 if captured is None else captured.dense_below,
+        setup_s=0.0 if captured is None else captured.setup_s,
         build_s=build_s,
         finish_reason=transcript.finish_reason,
     )
 
 
-def _host(llm: LLM) -> str:
-    if llm.device.type == "cuda" and llm.placement == "device":
+def _host(runner: ModelRunner) -> str:
+    if runner.device.type == "cuda" and runner.placement == "device":
         return ""
     if not native.available():
         return f"plain torch: {native.why_missing()}"
-    config = llm.directory.config
+    config = runner.directory.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sample = torch.empty(1, head_dim, dtype=llm.dtype)
-    if not takes(sample, sample[None]):
-        return f"plain torch: the compiled core does not take {llm.dtype} with head_dim {head_dim}"
+    sample = torch.empty(1, head_dim, dtype=runner.dtype)
+    if not supports(sample, sample[None]):
+        return f"plain torch: the compiled core does not take {runner.dtype} with head_dim {head_dim}"
     return f"compiled core, {native.level()}, {torch.get_num_threads()} threads"

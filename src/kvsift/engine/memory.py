@@ -1,4 +1,4 @@
-"""How much memory a run will need, before anything is loaded."""
+"""Prediction of the memory of a run, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 
 from kvsift.errors import InputError
 from kvsift.models.transformers_load import ModelDirectory
-from kvsift.placement.offload import DEVICE_CACHE
-from kvsift.runtime.places import Place
-from kvsift.runtime.plan import Plan
+from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan
 
 GIB = 1 << 30
 SUMMARY_SHARE = 1 / 16  # page summaries beside the keys and values they describe, at page size 16
-ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and have a table of all rotary angles
+ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and a table of all rotary angles
 RUNTIME_BYTES = GIB // 2  # torch, transformers and the interpreter
-DEVICE, DENSE = Place(), Plan()
+DEVICE, DENSE = Placement(), Plan()
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Memory that can still be had on a device; None if nobody knows."""
+    """Return the free memory of a device; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     limits = [_meminfo(), _cgroup()]
@@ -30,10 +29,10 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory used so far: the process on a CPU, torch's allocations on a GPU."""
+    """Return the peak memory so far: of the process on a CPU, of torch's allocations on a GPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    try:  # of this program alone: what getrusage says may be the peak of the shell or test runner that started it
+    try:  # of this process alone: getrusage may include the process that started it
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration, ValueError):
@@ -44,7 +43,7 @@ def peak_bytes(device: torch.device) -> int:
 def predict_bytes(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int
 ) -> int:
-    """What a run over ``num_tokens`` will hold at its peak: weights, KV, summaries, one chunk's activations."""
+    """Return the peak memory of a run over ``num_tokens``: weights, KV, summaries, activations of one chunk."""
     config = directory.config
     stored = getattr(config, "dtype", None)
     weights = directory.num_weight_bytes
@@ -60,57 +59,59 @@ def predict_bytes(
 
 def require_memory(
     directory: ModelDirectory, device: torch.device, dtype: torch.dtype, num_tokens: int, chunk_size: int,
-    place: Place = DEVICE, plan: Plan = DENSE,
+    place: Placement = DEVICE, plan: Plan = DENSE,
 ) -> None:  # fmt: skip
-    """Refuse a run that cannot fit; ``place`` may put all but a little of the KV in host memory, and ``plan`` may free
-    most of it while it reads.
+    """Refuse a run that does not fit; ``place`` may put most of the KV in host memory, and ``plan`` may evict most of
+    it during prefill.
 
     Raises:
-        InputError: with what it would take, what there is, and what would help.
+        InputError: with the memory needed, the memory free, and what would help.
     """
-    apart = place.apart and device.type != "cpu"
-    held = held_tokens(plan, directory.config.num_hidden_layers, num_tokens, chunk_size)
-    on_device = min(num_tokens, chunk_size) if apart else held
-    if apart and place.name == "offload":
-        on_device += int(SUMMARY_SHARE * num_tokens) + (place.device_cache or DEVICE_CACHE)
-    need, have = predict_bytes(directory, device, dtype, on_device, chunk_size), available_bytes(device)
-    if apart:
-        there, room = host_kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
-        if room is not None and there > room:
-            packed = "" if place.host_values == "int8" else f", or pack values: --placement {place}:host_values=int8"
+    on_host = place.in_host_memory and device.type != "cpu"
+    num_stored = stored_tokens(plan, directory.config.num_hidden_layers, num_tokens, chunk_size)
+    on_device = min(num_tokens, chunk_size) if on_host else num_stored
+    if on_host:
+        on_device += place.store.device_tokens(num_tokens, SUMMARY_SHARE, **dict(place.knobs))
+    need, free = predict_bytes(directory, device, dtype, on_device, chunk_size), available_bytes(device)
+    if on_host:
+        host_need, host_free = host_kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
+        if host_free is not None and host_need > host_free:
+            is_packed = place.knob("host_values") == "int8"
+            packed = "" if is_packed else f", or pack values: --placement {place}:host_values=int8"
             raise InputError(
-                f"the KV of {num_tokens} tokens takes {there / GIB:.1f} GiB of host memory, and {room / GIB:.1f} GiB "
-                f"can be had. Shorten the context{packed}."
+                f"the KV of {num_tokens} tokens takes {host_need / GIB:.1f} GiB of host memory, and "
+                f"{host_free / GIB:.1f} GiB is free. Shorten the context{packed}."
             )
-    if have is None or need <= have:
+    if free is None or need <= free:
         return
-    kv = directory.kv_bytes_per_token(dtype) * held
+    kv = directory.kv_bytes_per_token(dtype) * num_stored
     raise InputError(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
-        f"on disk, {kv / GIB:.1f} GiB of KV for {held} tokens in {str(dtype).removeprefix('torch.')}), and "
-        f"{have / GIB:.1f} GiB can be had. Shorten the context, take a smaller model"
+        f"on disk, {kv / GIB:.1f} GiB of KV for {num_stored} tokens in {str(dtype).removeprefix('torch.')}), and "
+        f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
-        + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not apart else ".")
+        + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not on_host else ".")
     )
 
 
-def held_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int) -> int:
-    """Tokens whose KV is held at the peak, in the mean of all layers, and what a method remembers of the others."""
+def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int) -> int:
+    """Return the mean number of stored tokens per layer at the peak, including the method's state of other tokens."""
     rule = plan.decode
     if rule is None or not plan.evicts_prompt:
         return num_tokens
     dense = sum(layer < num_layers for layer in rule.budget.dense_layers)
-    left = max(rule.budget.limit(num_tokens), rule.budget.min_context)
-    # a chunk comes in as a whole, and what is left of it and of the tokens before is copied
-    each = min(num_tokens, 2 * (left + chunk_size) + int(SUMMARY_SHARE * num_tokens))
-    return (dense * num_tokens + (num_layers - dense) * each) // num_layers
+    kept = max(rule.budget.limit(num_tokens), rule.budget.min_context)
+    # a whole chunk is stored before eviction, which copies the tokens that are kept
+    sparse_tokens = min(num_tokens, 2 * (kept + chunk_size) + int(SUMMARY_SHARE * num_tokens))
+    return (dense * num_tokens + (num_layers - dense) * sparse_tokens) // num_layers
 
 
-def host_kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Place) -> int:
-    """Keys and values of so many tokens in host memory."""
+def host_kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:
+    """Return the size of keys and values of ``num_tokens`` in host memory."""
     config = directory.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(directory.kv_bytes_per_token(dtype) * num_tokens * (1 + place.value_share(head_dim, dtype)) / 2)
+    share = place.store.bytes_per_token(head_dim, dtype, **dict(place.knobs)) / (2 * head_dim * dtype.itemsize)
+    return int(directory.kv_bytes_per_token(dtype) * num_tokens * share)
 
 
 def _meminfo() -> int | None:

@@ -1,4 +1,4 @@
-"""What the lists of a captured step missed, by exact attention: the probes of ``runtime.probe``, from outside."""
+"""Probes of captured steps: their lists beside exact attention, as ``layer.probe`` measures it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.engine.counting import Row
-from kvsift.engine.slots import Recorded, Slots
-from kvsift.runtime.paged_decode import DecodeLayer
-from kvsift.runtime.plan import Rule
-from kvsift.runtime.probe import probe
+from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.slots import CapturedStep, Slots
+from kvsift.layer.paged_decode import DecodeLayer
+from kvsift.layer.probe import probe
 from kvsift.types import Selection
 
 
 class Probe(NamedTuple):
-    """What one layer's list kept for one row. It counts once the row turns out to have wanted the step."""
+    """Recall and recovery of one layer's list for one row. It counts if the step's token is in the transcript."""
 
-    row: Row
+    row: DecodeRow
     layer: int
     recall: float
     recovery: float
@@ -32,42 +31,46 @@ class Probe(NamedTuple):
 
 
 @torch.inference_mode()
-def probe_rows(slots: Slots, recorded: Recorded, seated: Sequence[Row], rule: Rule) -> tuple[list[Probe], float]:
-    """Compare the step that was just run with exact attention, for the rows whose turn it is.
+def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> tuple[list[Probe], float]:
+    """Compare the step that was just launched with exact attention, for the rows whose turn it is.
 
     Returns:
         The probes, and the seconds they took.
     """
     spent, probes = 0.0, []
-    sparse = [index for index, layer in enumerate(slots.layers) if layer.summary is not None]
-    for slot, row in enumerate(seated):
-        length, every = row.written, row.stats.probe_every
-        if not sparse or every == 0 or row.transcript.done:
+    for slot, row in enumerate(rows):
+        layers = [] if row.transcript.done else _sparse_layers(slots, row)
+        if not layers:
             continue
-        if rule.is_dense(slots.layers[sparse[0]].shape.layer, length - 1, length):
-            continue
-        due = row.sparse_steps % every == 0
+        due = row.sparse_steps % row.stats.probe_every == 0
         row.sparse_steps += 1
         if not due:
             continue
         if slots.tokens.is_cuda:
             torch.cuda.synchronize(slots.tokens.device)  # the step itself is no part of the probe
         started = perf_counter()
-        for index in sparse:
-            layer, (pages, counts) = slots.layers[index], recorded.lists[index]
-            assert pages is not None
-            assert counts is not None
-            kept = _probe(layer, slot, length, recorded.queries[index][slot], pages[slot], counts[slot])
-            probes.append(Probe(row, layer.shape.layer, *kept))
+        for index in layers:
+            layer = slots.layers[index]
+            probes.append(Probe(row, layer.shape.layer, *_probe(layer, slot, row.written, step.queries[index][slot])))
         spent += perf_counter() - started
     return probes, spent
 
 
-def _probe(
-    layer: DecodeLayer, slot: int, length: int, queries: Tensor, pages: Tensor, counts: Tensor
-) -> tuple[float, float]:
-    """queries [num_query_heads, head_dim]; pages int32 [num_rows, capacity]; counts int32 [num_rows]."""
-    page_size = layer.kv.page_size
+def _sparse_layers(slots: Slots, row: DecodeRow) -> list[int]:
+    """Return the layers whose lists left something out in the last step of a row, by index."""
+    rule, length = row.rule, row.written
+    if rule is None or row.stats.probe_every == 0 or row.dense[-1]:
+        return []
+    numbers = [layer.shape.layer for layer in slots.layers]
+    sparse = [index for index, number in enumerate(numbers) if number not in rule.budget.dense_layers]
+    return [] if sparse and rule.is_dense(numbers[sparse[0]], length - 1, length) else sparse
+
+
+def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple[float, float]:
+    """Return recall and recovery; queries [num_query_heads, head_dim]."""
+    assert layer.pages is not None
+    assert layer.counts is not None
+    page_size, pages, counts = layer.kv.page_size, layer.pages[slot], layer.counts[slot]
     physical = layer.kv.table[slot, : -(-length // page_size)].long()
     keys = layer.kv.keys[:, physical].flatten(1, 2)[:, :length]
     listed = torch.arange(pages.shape[1], device=pages.device) < counts.unsqueeze(1)

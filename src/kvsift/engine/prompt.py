@@ -1,7 +1,7 @@
-"""How a document and a question become a prompt.
+"""Prompt formats: the prompt of a document and a question.
 
 Models with a chat template get one user turn, the document first, after a system message if there is one. Others get
-this format, an answer per line; a template of one's own replaces both:
+this format, an answer per line; the user's own template replaces both:
 
     {context}
 
@@ -22,7 +22,7 @@ RAW = "{context}\n\n{question}"  # a template that adds nothing
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a context and a question become the prompt of a model.
+    """The prompt format of a model.
 
     Args:
         tokenizer: of the model.
@@ -54,11 +54,11 @@ class PromptFormat:
 
     @property
     def stop(self) -> str | None:
-        """What ends an answer, besides the model's own end-of-text tokens."""
+        """Text that ends an answer, besides the model's own end-of-text tokens."""
         return None if self.template is not None or self.tokenizer.chat_template else STOP
 
     def text(self, context: str, question: str) -> str:
-        """The prompt; a bos token that is not in a template is the tokenizer's business."""
+        """Return the prompt; unless a template has a bos token, the tokenizer adds it."""
         context, question = context.rstrip(), question.strip()
         if self.template is not None:
             before, _, rest = self.template.partition("{context}")
@@ -70,12 +70,12 @@ class PromptFormat:
         turns.append({"role": "user", "content": f"{context}\n\n{question}"})
         try:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates raise any exception
             raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
         return text
 
     def encode(self, context: str, question: str) -> list[int]:
-        """The prompt as tokens, with one bos token if the model has one."""
+        """Return the prompt as tokens, with one bos token if the model has one."""
         text = self.text(context, question)
         bos = self.tokenizer.bos_token
         chat = self.template is None and self.tokenizer.chat_template
@@ -85,7 +85,7 @@ class PromptFormat:
 
 
 def require_text(text: str, what: str) -> None:
-    """Refuse what no tokenizer takes.
+    """Refuse text that no tokenizer accepts.
 
     Raises:
         InputError: for surrogates, which stand for bytes that are not UTF-8.
@@ -99,27 +99,27 @@ def require_text(text: str, what: str) -> None:
 
 
 def question_text(question: str) -> str:
-    """What follows a context to ask a question."""
+    """Return the text that follows a context to ask a question."""
     return f"\n\nQuestion: {question.strip()}\nAnswer:"
 
 
 def answer_text(answer: str) -> str:
-    """What a model should produce after ``question_text``, the stop included."""
+    """Return the text that a model should generate after ``question_text``, the stop included."""
     return f" {answer}{STOP}"
 
 
 def prompt(context: str, question: str) -> str:
-    """One question about a document, as plain text; a bos token is the tokenizer's business."""
+    """Return the prompt of a question about a document, as plain text; the tokenizer adds the bos token."""
     return context.rstrip() + question_text(question)
 
 
 def parse_answer(generated: str) -> str:
-    """The answer in freshly generated text: its first non-empty line, without surrounding space."""
+    """Return the answer in generated text: its first non-empty line, without surrounding space."""
     return generated.strip().split(STOP, 1)[0].strip()
 
 
 def exact_match(generated: str, answer: str) -> bool:
-    """Whether the generated answer equals the expected one; case, inner spacing and one final stop do not count."""
+    """Whether the generated answer equals the expected one, apart from case, inner spacing and one final full stop."""
     return _plain(parse_answer(generated)) == _plain(answer)
 
 

@@ -1,4 +1,4 @@
-"""Where and with what numbers were made."""
+"""Machine and versions recorded with each result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_REPOSITORY = "src/kvsift/engine/provenance.py"  # this file, in kvsift's own 
 
 
 def versions_and_machine(device: torch.device) -> dict[str, Any]:
-    """Commit, versions and machine, ready for a result file."""
+    """Return commit, versions and machine, ready for a result file."""
     return {
         "commit": _commit(),
         "versions": {
@@ -31,8 +31,8 @@ def versions_and_machine(device: torch.device) -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """Return the commit of the code that runs; KVSIFT_COMMIT names it where the code was copied without its
-    repository. A package installed inside another project's repository is not that project's commit."""
+    """Return the commit of the running code; KVSIFT_COMMIT names it where the code was copied without its repository.
+    The commit of another project's repository, inside which the package is installed, does not count."""
     if "KVSIFT_COMMIT" in os.environ:
         return os.environ["KVSIFT_COMMIT"]
     try:

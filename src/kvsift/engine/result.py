@@ -1,13 +1,9 @@
-"""What a run gives back: the text, and the proof of how it was made."""
+"""The answer to a request: its text, its times and its counters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvsift.engine.generation import Generation
+from typing import Any
 
 
 @dataclass
@@ -15,23 +11,23 @@ class Answer:
     """Generated text with its times and counters.
 
     Attributes:
-        text: what was generated, stop excluded.
+        text: the generated text, stop excluded.
         token_ids: the generated tokens.
-        prompt_tokens: tokens before them, document included.
-        new_prompt_tokens: those that were not cached yet.
-        ttft_s: seconds from submitting to the first token.
-        itl_s: seconds between output tokens after the first; probing is not in them.
+        prompt_tokens: tokens of the prompt, document included.
+        new_prompt_tokens: prompt tokens that were not cached yet.
+        ttft_s: seconds from submission to the first token.
+        itl_s: seconds between output tokens after the first, probes excluded.
         stats: counters by phase and layer (``RunStats.report``).
         plan: the plan as it was resolved.
-        kv_bytes: held by keys, values and summaries at the end, of all prompts that were decoded together.
-        peak_memory_bytes: the most memory so far.
-        path: how tokens were decoded: "captured", or "composed: " and why.
-        dense_below: in contexts shorter than this a captured step showed everything.
-        host: what attended on the host: the compiled core with its instruction set and threads, or torch and why; empty
-            where nothing did.
-        index: layer -> what the method's index is, for every row; empty for methods that have none.
-        setup_s: seconds spent capturing steps and measuring the crossover; in no other time.
-        build_s: seconds of ``ttft_s`` in which the plan's index, codes or summaries of a cached document were built.
+        kv_bytes: size of keys, values and summaries at the end, of all prompts that were decoded together.
+        peak_memory_bytes: peak memory so far.
+        path: the decode path: "captured", or "composed: " and the reason.
+        dense_below: captured steps were dense in contexts shorter than this.
+        host: attention on the host: the compiled core with its instruction set and threads, or torch and the reason;
+            empty if the host attended nothing.
+        index: layer -> index of the plan's method, for every row; empty for methods without an index.
+        setup_s: seconds spent on capturing steps and measuring the crossover; not included in any other time.
+        build_s: seconds of ``ttft_s`` spent on building the plan's index, codes or summaries of a cached document.
         finish_reason: "stop" (an end-of-text token, or a stop) or "length" (``max_new_tokens`` reached).
     """
 
@@ -59,11 +55,11 @@ class Answer:
         return sum(self.itl_s) / len(self.itl_s) if self.itl_s else None
 
     def decode(self, key: str) -> Any:
-        """One of the decode counters: density, visible_tokens, kv_bytes_read, recovery, ..."""
+        """Return one of the decode counters: density, visible_tokens, kv_bytes_read, recovery, ..."""
         return self.stats["phases"]["decode"][key]
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the answer ready for JSON."""
         keys = ("visible_tokens", "density", "kv_bytes_read", "kv_bytes_dense", "recall", "recovery", "select_s")
         return {
             "text": self.text,
@@ -82,26 +78,3 @@ class Answer:
             "index": self.index,
             "dense_below": self.dense_below,
         }
-
-
-class TextStream:
-    """Pieces of a text as they are generated.
-
-    Attributes:
-        answer: the whole of it with its numbers, once the last piece has come; None until then.
-    """
-
-    def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._pieces = iter(generation)
-        self.answer: Answer | None = None
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        try:
-            return next(self._pieces)[1]
-        except StopIteration:
-            self.answer = self._generation.answers[0]
-            raise

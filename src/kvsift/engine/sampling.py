@@ -1,4 +1,4 @@
-"""Choosing the next token from its logits."""
+"""Sampling: the choice of the next token from its logits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BLOCK = 256  # random numbers drawn at once
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen.
+    """How to choose tokens.
 
     Attributes:
         temperature: 0 is greedy; higher is more random.
-        top_p: only the most likely tokens that together reach this probability are drawn from.
-        seed: of the draw, on its own generator.
+        top_p: draw from the most likely tokens that together reach this probability.
+        seed: of the random numbers, which come from a generator of their own.
     """
 
     temperature: float = 0.0
@@ -38,13 +38,13 @@ class Sampling:
             raise InputError(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
 
     def noise(self, stop: int, start: int = 0) -> Tensor:
-        """Numbers in [0, 1) for the tokens start to stop: float64 on the CPU, the same on every device and path."""
+        """Return a number in [0, 1) for each of the tokens start to stop, float64; the same on every device."""
         generator = torch.Generator().manual_seed(self.seed)
         blocks = [torch.rand(BLOCK, dtype=torch.float64, generator=generator) for _ in range(-(-stop // BLOCK))]
         return torch.cat([torch.empty(0, dtype=torch.float64), *blocks])[start:stop]
 
     def chooser(self, device: torch.device) -> Callable[[Tensor], int]:
-        """A function from logits [vocabulary] to a token id, to be called once per token."""
+        """Return a function from logits [vocabulary] to a token id, to be called once per token."""
         temperature, top_p = torch.tensor([[self.temperature], [self.top_p]], dtype=torch.float64, device=device)
         tokens, drawn = count(), self.noise(0)
 
@@ -61,11 +61,11 @@ class Sampling:
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
-    """A token for every row: the one where the cumulative probability passes the row's random number.
+    """Draw a token for every row: the one where the cumulative probability passes the row's random number.
 
     Args:
         logits: float32 [rows, vocabulary].
-        temperature, top_p: float64 [rows]; temperature 0 takes the likeliest.
+        temperature, top_p: float64 [rows]; temperature 0 chooses the likeliest.
         noise: float64 [rows], in [0, 1).
 
     Returns:
@@ -73,22 +73,22 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -> T
     """
     order = logits.sort(dim=-1, descending=True, stable=True)
     wide = order.values.double()
-    # at most 0, so that no temperature is too low to divide by
-    heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    shares = ((wide - wide[:, :1]) / heat).softmax(-1)
-    kept = shares.masked_fill(shares.cumsum(-1) - shares >= top_p.unsqueeze(1), 0.0)
-    reached = kept.cumsum(-1)
-    place = (reached <= noise.unsqueeze(1) * reached[:, -1:]).sum(-1).minimum((kept > 0).sum(-1) - 1)
-    return order.indices.gather(1, torch.where(temperature > 0, place, 0).unsqueeze(1)).squeeze(1)
+    # differences are at most 0, so division by any positive temperature is safe
+    divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
+    probability = ((wide - wide[:, :1]) / divisor).softmax(-1)
+    nucleus = probability.masked_fill(probability.cumsum(-1) - probability >= top_p.unsqueeze(1), 0.0)
+    cumulative = nucleus.cumsum(-1)
+    rank = (cumulative <= noise.unsqueeze(1) * cumulative[:, -1:]).sum(-1).minimum((nucleus > 0).sum(-1) - 1)
+    return order.indices.gather(1, torch.where(temperature > 0, rank, 0).unsqueeze(1)).squeeze(1)
 
 
 def likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest logits; float [batch, vocabulary] -> int64 [batch].
+    """Return the first of the largest logits; float [batch, vocabulary] -> int64 [batch].
 
-    In two steps, since a GPU gives each row of a reduction to one of its multiprocessors.
+    In two steps, since a GPU reduces each row on a single multiprocessor.
     """
     vocabulary = logits.shape[-1]
     parts = next(number for number in (256, 128, 64, 1) if vocabulary % number == 0)
-    values, places = logits.unflatten(-1, (parts, -1)).max(-1)
+    values, indices = logits.unflatten(-1, (parts, -1)).max(-1)
     part = values.argmax(-1, keepdim=True)
-    return (part * (vocabulary // parts) + places.gather(-1, part)).squeeze(-1)
+    return (part * (vocabulary // parts) + indices.gather(-1, part)).squeeze(-1)

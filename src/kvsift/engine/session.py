@@ -1,4 +1,4 @@
-"""A cache whose rows are decoded by captured steps, and everything that can be used again for the next rows."""
+"""Captured steps over the rows of a cache, and what later rows can use again."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvsift.engine.slots import Slots, Step, StepKind
+from kvsift.engine.slots import Slots, StepKind
+from kvsift.layer.paged_decode import rule_of
+from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
-from kvsift.runtime.paged_decode import rule_of
+from kvsift.plan.plan import Rule
 
-Crossover = Callable[[SparseCache, Slots], int]
+Crossover = Callable[[SparseCache, Slots, Rule], int]
 
 
 class Session:
@@ -18,78 +20,75 @@ class Session:
 
     Args:
         step: of the model.
-        cache: every layer has seen a token, and has pages reserved for all that is to come.
-        crossover: contexts below which slots decode faster in full.
-        capture: False runs steps as they are, for tests on a CPU.
+        cache: every layer has a token, and pages reserved for all tokens to come.
+        crossover: returns the context length below which dense steps are faster.
+        capture: False runs steps without graphs, for tests on a CPU.
+        rules: decode rules that rows may have (``Slots``); the cache's own by default.
     """
 
-    def __init__(self, step: Step, cache: SparseCache, crossover: Crossover, capture: bool = True) -> None:
+    def __init__(
+        self, step: Step, cache: SparseCache, crossover: Crossover, capture: bool = True,
+        rules: Sequence[Rule | None] | None = None,
+    ) -> None:  # fmt: skip
         self.cache = cache
         self._step, self._crossover = step, crossover
+        self._rules = [rule_of(cache.run.plan)] if rules is None else rules
         self._made_for = self._fingerprint()
-        tables = [attention.store.table for attention in cache.attentions]
-        self._max_pages = round_up(max(len(tables[0].planned(row)) for row in range(self._num_rows)))
-        self._angles = step.angles(self._max_pages * cache.attentions[0].store.page_size)
+        self._max_pages = round_up(cache.table.longest)
+        self._angles = step.angles(self._max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._slots: dict[int, Slots] = {}
+        self._held = cache.table.pool
+        self._held.hold(self)
 
     def forget(self) -> None:
-        """Let go of graphs and pools; this session holds nothing any more."""
+        """Release graphs and pools; this session is of no use afterwards."""
         self._slots.clear()
         self._made_for = ()
+        self._held.let_go(self)
 
     @property
     def holds(self) -> bool:
-        """Whether the cache is still what the steps were captured over: plan, pools, and rows that fit."""
-        store = self.cache.attentions[0].store
-        longest = max(len(store.table.planned(row)) for row in range(self._num_rows))
-        return longest <= self._max_pages and self._fingerprint() == self._made_for
+        """Whether the steps are valid for the cache as it is: plan, pools, and rows that fit."""
+        return self.cache.table.longest <= self._max_pages and self._fingerprint() == self._made_for
 
     def has_room(self, rows: Sequence[int]) -> bool:
-        """Whether rows of these lengths fit into what is allocated."""
-        store = self.cache.attentions[0].store
-        pages = [-(-length // store.page_size) for length in rows]
-        return (
-            len(rows) <= self._num_rows and max(pages) <= self._max_pages and sum(pages) < store.keys.shape[1]
-        )  # one page is the scratch page
+        """Return whether rows of these lengths fit into what is allocated."""
+        table, pages = self.cache.table, [-(-length // self.cache.page_size) for length in rows]
+        fits = len(rows) <= table.num_rows and max(pages) <= self._max_pages
+        return fits and sum(pages) <= table.num_reserved + table.pool.num_free
 
     def slots(self, num_slots: int) -> Slots:
-        """Of at least so many sequences: one, two, four, eight, ..."""
+        """Return slots for at least so many sequences: one, two, four, eight, ..."""
         num_slots = _bucket(num_slots)
         if num_slots not in self._slots:
             self._slots[num_slots] = Slots(
-                self._step, self._angles, self.cache.attentions, self.cache.run.plan, num_slots, self._max_pages,
-                self._pool,
-            )  # fmt: skip
+                self._step, self._angles, self.cache, self._rules, num_slots, self._max_pages, self._pool
+            )
         return self._slots[num_slots]
 
-    def knows(self, num_slots: int, kind: StepKind) -> bool:
-        """Whether a step for so many sequences is captured."""
-        return _bucket(num_slots) in self._slots and self._slots[_bucket(num_slots)].knows(kind)
+    def captured(self, num_slots: int, kind: StepKind) -> bool:
+        """Return whether a step for so many sequences is captured."""
+        return _bucket(num_slots) in self._slots and self._slots[_bucket(num_slots)].captured(kind)
 
-    def dense_below(self, slots: Slots) -> int:
-        """Contexts shorter than this are shown in full."""
-        return 0 if rule_of(self.cache.run.plan) is None else self._crossover(self.cache, slots)
-
-    @property
-    def _num_rows(self) -> int:
-        return self.cache.attentions[0].store.num_rows
+    def dense_below(self, slots: Slots, rule: Rule) -> int:
+        """Return the context length below which dense steps are to be preferred."""
+        return self._crossover(self.cache, slots, rule)
 
     def _fingerprint(self) -> tuple[object, ...]:
-        stores = [attention.store for attention in self.cache.attentions]
-        pools = [pool for store in stores for pool in (store.keys, store.values, *store.summaries.values())]
+        layers = [attention.store.pools() for attention in self.cache.attentions]
+        pools = [pool for keys, values, summaries in layers for pool in (keys, values, *summaries.values())]
         return str(self.cache.run.plan.decode), *(pool.data_ptr() for pool in pools)
 
 
 def row_lengths(lengths: Sequence[int], page_size: int) -> list[int]:
-    """What to reserve for rows of these lengths: a little more, so that the next call can use it again, and rows for
-    a whole bucket of slots."""
+    """Return what to reserve for rows of these lengths: a little more, for the next call, and rows for all slots."""
     roomy = [round_up(-(-length // page_size)) * page_size for length in lengths]
     return roomy + [0] * (_bucket(len(lengths)) - len(lengths))
 
 
 def round_up(pages: int) -> int:
-    """To a multiple of a 32nd of the power of two above: few different numbers, and at most a sixteenth too many."""
+    """Round up to a multiple of a 32nd of the power of two above: few numbers, and at most a sixteenth too many."""
     step = max((1 << max(pages - 1, 0).bit_length()) // 32, 8)
     return -(-pages // step) * step
 

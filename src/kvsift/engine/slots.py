@@ -1,7 +1,7 @@
-"""Sequences that decode side by side: static buffers, the step over them, and the step captured as a CUDA graph.
+"""Slots of sequences that decode together: static buffers, the step over them, and its CUDA graphs.
 
-A slot belongs to a row of a cache, or is parked: it then decodes nonsense on a scratch page, over and over at
-position 0, so that a batch of three can run as one of four.
+A slot is assigned to a row of a cache or idle. An idle slot decodes a token of no meaning at position 0 of a scratch
+page in every step, so that a batch of three can run as one of four.
 """
 
 from __future__ import annotations
@@ -14,31 +14,28 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.sampling import Sampling, draw, likeliest
-from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.transformers_step import TransformersStep
-from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer, rule_of
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.sequence import SparseAttention
-
-Step = DecoderStep | TransformersStep
+from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, list_capacity
+from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.models.step import Step
+from kvsift.models.transformers import SparseCache
+from kvsift.plan.plan import Rule
 
 
 class StepKind(NamedTuple):
-    """What a graph is captured for."""
+    """The properties that a graph is captured for."""
 
-    dense: bool  # everything is shown
+    mode: StepMode
     sampled: bool  # tokens are drawn; else the likeliest is taken
 
 
-class Recorded(NamedTuple):
-    """A captured step, and what the last replay of it left behind in each layer."""
+class CapturedStep(NamedTuple):
+    """A step, and the queries of its last replay in each layer."""
 
-    graph: torch.cuda.CUDAGraph | None  # None: the step is run as it is, for tests on a CPU
+    graph: torch.cuda.CUDAGraph | None  # None: the step runs without a graph, for tests on a CPU
     queries: list[Tensor]  # [slots, num_query_heads, head_dim]
-    lists: list[tuple[Tensor | None, Tensor | None]]  # pages [slots, num_rows, capacity], counts [slots, num_rows]
 
 
-class Seat(NamedTuple):
+class Assignment(NamedTuple):
     """A row that takes a slot."""
 
     row: int  # of the cache
@@ -46,18 +43,23 @@ class Seat(NamedTuple):
     token: int  # the next to feed
     sampling: Sampling
     drawn: int  # tokens chosen so far, the one to feed included
+    rule: Rule | None  # of decode; None is dense
+    dense_below: int = 0  # context length below which the row is dense in every layer
+
+    def dense_below_in(self, layer: int) -> int:
+        """Return the context length below which the row is dense in a layer."""
+        return ALWAYS if self.rule is None or layer in self.rule.budget.dense_layers else self.dense_below
 
 
 class SlotBatch(DecodeBatch):
-    """A batch in which parked slots stand still."""
+    """A batch in which idle slots keep their length."""
 
-    def __init__(self, table: Tensor, page_size: int, plan: Plan) -> None:
-        rule = rule_of(plan)
-        super().__init__(table, [1] * len(table), page_size, None if rule is None else rule.budget)
-        self.parked = torch.ones_like(self.lengths)
+    def __init__(self, table: Tensor, page_size: int, capacity: int) -> None:
+        super().__init__(table, [1] * len(table), page_size, [None] * len(table), capacity)
+        self.idle = torch.ones_like(self.lengths)
 
     def advance(self) -> None:
-        self.lengths.sub_(self.parked)
+        self.lengths.sub_(self.idle)
         super().advance()
 
 
@@ -67,44 +69,56 @@ class Slots:
     Args:
         step: of the model.
         angles: rotary angles of all positions.
-        attentions: of every layer; their pools must not move while this lives.
-        plan: its decode rule chooses the pages.
+        cache: of all rows; its pools must not move while this object is in use.
+        rules: decode rules that rows may have, all of one method; None is dense.
         num_slots: sequences side by side.
         max_pages: of a sequence.
-        pool: of memory that graphs share; None runs steps as they are.
+        pool: of memory that graphs share; None runs steps without graphs.
+
+    Attributes:
+        tokens: int64 [slots], the next to feed.
+        results: int64 [1 + layers, slots], the tokens, then the visible tokens of each layer's lists since ``assign``.
     """
 
     def __init__(
-        self, step: Step, angles: Tensor, attentions: Sequence[SparseAttention], plan: Plan, num_slots: int,
+        self, step: Step, angles: Tensor, cache: SparseCache, rules: Sequence[Rule | None], num_slots: int,
         max_pages: int, pool: Any,
     ) -> None:  # fmt: skip
         device = angles.device
+        attentions, page_size = cache.attentions, cache.page_size
         self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
-        first = attentions[0].store
-        assert first.scratch is not None
-        self._scratch = first.scratch
-        self._table = torch.full((num_slots, max_pages), first.scratch, dtype=torch.int32, device=device)
-        self.batch = SlotBatch(self._table, first.page_size, plan)
-        self.layers = [_layer(attention, self.batch, plan) for attention in attentions]
-        self._summaries = [attention.store.summaries for attention in attentions]
-        self.tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._pages, self._scratch = cache.table, cache.table.reserve_scratch()
+        self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
+        needs = [list_capacity(rule.budget, max_pages, page_size) for rule in rules if rule is not None]
+        self.batch = SlotBatch(self._table, page_size, max(needs, default=0))
+        self.results = torch.zeros(1 + len(attentions), num_slots, dtype=torch.int64, device=device)
+        self.tokens = self.results[0]
+        self._dense_below = torch.full((len(attentions), num_slots), ALWAYS, dtype=torch.int32, device=device)
+        per_layer = zip(attentions, self._dense_below, self.results[1:])
+        self.layers = [_layer(attention, self.batch, rules, *views) for attention, *views in per_layer]
+        self._summaries = [attention.store.pools().summaries for attention in attentions]
         self._knobs = torch.zeros(3, num_slots, dtype=torch.float64, device=device)  # temperature, top_p, noise
         self._noise = torch.zeros(0, num_slots, dtype=torch.float64, device=device)  # of the steps to come
-        self._recorded: dict[StepKind, Recorded] = {}
+        self._captured: dict[StepKind, CapturedStep] = {}
 
     @property
     def num_slots(self) -> int:
         return len(self.tokens)
 
-    def knows(self, kind: StepKind) -> bool:
-        """Whether a step of this kind is captured."""
-        return kind in self._recorded
+    def captured(self, kind: StepKind) -> bool:
+        """Return whether a step of this kind is captured."""
+        return kind in self._captured
+
+    def sparse_mode(self, rule: Rule | None) -> StepMode:
+        """Return the mode of a step whose rows have this rule and are not dense."""
+        dense = () if rule is None else rule.budget.dense_layers
+        return "mixed" if any(layer.method and layer.shape.layer in dense for layer in self.layers) else "sparse"
 
     def prepare(self, kind: StepKind) -> None:
-        """Capture a step of this kind, if that has not happened yet. Nothing may be seated: the step is run."""
-        if kind in self._recorded:
+        """Capture a step of this kind unless it is captured. The step is run, so no slot stays assigned."""
+        if kind in self._captured:
             return
-        self.seat([], 0)
+        self.assign([], 0)
         queries: list[Tensor] = []
         graph = None
         if self._pool is not None:
@@ -113,80 +127,85 @@ class Slots:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
                     self._run(kind, queries)
-        self._recorded[kind] = Recorded(graph, queries, [(layer.pages, layer.counts) for layer in self.layers])
-        self.count()
+        self._captured[kind] = CapturedStep(graph, queries)
 
     @torch.inference_mode()
-    def seat(self, seats: Sequence[Seat], steps: int) -> None:
-        """Slot i is ``seats[i]`` from now on, for at most so many steps; the others are parked."""
-        free = self.num_slots - len(seats)
+    def assign(self, rows: Sequence[Assignment], steps: int) -> None:
+        """Assign slot i to ``rows[i]`` for at most so many steps; the other slots are idle."""
+        free = self.num_slots - len(rows)
         self._table.fill_(self._scratch)
-        for slot, seat in enumerate(seats):
-            pages = [attention.store.table.planned(seat.row) for attention in self._attentions]
-            assert all(each == pages[0] for each in pages), "layers grew apart"
-            self._table[slot, : len(pages[0])] = torch.tensor(pages[0][: self._table.shape[1]], dtype=torch.int32)
-        self.batch.lengths.copy_(torch.tensor([seat.length for seat in seats] + [1] * free))
-        self.batch.parked.copy_(torch.tensor([0] * len(seats) + [1] * free))
-        self.tokens.copy_(torch.tensor([seat.token for seat in seats] + [0] * free))
-        knobs = [(seat.sampling.temperature, seat.sampling.top_p, 0.0) for seat in seats] + [(0.0, 1.0, 0.0)] * free
+        for slot, row in enumerate(rows):
+            pages = self._pages.planned(row.row)[: self._table.shape[1]]
+            self._table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._assign_rules(rows, free)
+        self.batch.lengths.copy_(torch.tensor([row.length for row in rows] + [1] * free))
+        self.batch.idle.copy_(torch.tensor([0] * len(rows) + [1] * free))
+        self.results.zero_()
+        self.tokens.copy_(torch.tensor([row.token for row in rows] + [0] * free))
+        knobs = [(row.sampling.temperature, row.sampling.top_p, 0.0) for row in rows] + [(0.0, 1.0, 0.0)] * free
         self._knobs.copy_(torch.tensor(knobs, dtype=torch.float64).T)
         noise = [
             torch.zeros(steps, dtype=torch.float64)
-            if seat.sampling.temperature == 0
-            else seat.sampling.noise(seat.drawn + steps, seat.drawn)
-            for seat in seats
+            if row.sampling.temperature == 0
+            else row.sampling.noise(row.drawn + steps, row.drawn)
+            for row in rows
         ] + [torch.zeros(steps, dtype=torch.float64)] * free
         self._noise = torch.stack(noise, 1).to(self.tokens.device)
 
-    @torch.inference_mode()
-    def park(self, slot: int) -> None:
-        """This slot is done; steps already under way still run it."""
-        self._table[slot].fill_(self._scratch)
-        self.batch.lengths[slot].fill_(1)
-        self.batch.parked[slot].fill_(1)
+    def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
+        budgets = [None if row.rule is None else row.rule.budget for row in rows]
+        for budget in filter(None, budgets):
+            need = list_capacity(budget, self._table.shape[1], self.batch.page_size)
+            assert need <= self.batch.capacity, "lists are too short for this budget: pass its rule to Slots"
+        self.batch.set_budgets(budgets + [None] * free)
+        below = [
+            [min(ALWAYS, row.dense_below_in(layer.shape.layer)) for row in rows] + [ALWAYS] * free
+            for layer in self.layers
+        ]
+        self._dense_below.copy_(torch.tensor(below, dtype=torch.int32))
 
     @torch.inference_mode()
-    def run(self, kind: StepKind, number: int) -> Recorded:
-        """One step, the ``number``-th since rows were seated; ``tokens`` are then the next ones."""
-        recorded = self._recorded[kind]
+    def release(self, slot: int) -> None:
+        """Make a slot idle; steps already launched still run it."""
+        self._table[slot].fill_(self._scratch)
+        self.batch.lengths[slot].fill_(1)
+        self.batch.idle[slot].fill_(1)
+
+    @torch.inference_mode()
+    def run(self, kind: StepKind, number: int) -> CapturedStep:
+        """Launch a step, the ``number``-th since rows were assigned; ``tokens`` are then the next ones."""
+        captured = self._captured[kind]
         if kind.sampled:
             self._knobs[2].copy_(self._noise[number])
         queries: list[Tensor] = []
         with on_device(self.tokens.device):
-            if recorded.graph is not None:
-                recorded.graph.replay()
-                return recorded
+            if captured.graph is not None:
+                captured.graph.replay()
+                return captured
             self._run(kind, queries)
-        return Recorded(None, queries, [(layer.pages, layer.counts) for layer in self.layers])
+        return CapturedStep(None, queries)
 
     def catch_up(self, row: int, written: int, stale_from: int) -> None:
-        """Write the summaries that steps which showed everything have left out."""
+        """Write the summaries that dense steps have left out."""
         for attention in self._attentions:
             attention.store.advance(row, written, stale_from)
-
-    def count(self) -> list[int]:
-        """Tokens shown in each layer since the last call, summed over the rows of lists; waits for the device."""
-        counted = torch.stack([layer.visible[0] for layer in self.layers]).tolist()
-        for layer in self.layers:
-            layer.visible.zero_()
-        return [int(each) for each in counted]
 
     @torch.inference_mode()
     def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
         self.batch.advance()
-        # what nobody asks for until the context is long is not kept up token by token (``catch_up``)
-        summaries = [{}] * len(self.layers) if kind.dense else self._summaries
-        logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.dense, watched=queries)
+        # summaries are read once contexts are long, and written then (``catch_up``), not token by token
+        summaries = [{}] * len(self.layers) if kind.mode == "dense" else self._summaries
+        logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.mode, watched=queries)
         self.tokens.copy_(draw(logits, *self._knobs) if kind.sampled else likeliest(logits))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels and graphs are launched on the current device, which need not be the model's."""
+    """Make a device current: kernels and graphs are launched on the current device, which need not be the model's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def warm_up(run: Callable[[], None]) -> None:
-    """Run something twice beside the main stream, as capturing wants it: kernels are compiled, libraries set up.
+    """Run a function twice beside the main stream, as capturing needs it: kernels are compiled, libraries set up.
 
     Raises:
         RuntimeError: if the second run makes the host wait, which cannot be captured.
@@ -204,9 +223,13 @@ def warm_up(run: Callable[[], None]) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def _layer(attention: SparseAttention, batch: DecodeBatch, plan: Plan) -> DecodeLayer:
-    shape, store, rule = attention.shape, attention.store, rule_of(plan)
-    if rule is None or shape.layer in rule.budget.dense_layers:
-        return DecodeLayer(shape, batch, store.keys, store.values)
-    summary = store.summaries[rule.method.summaries[0]]
-    return DecodeLayer(shape, batch, store.keys, store.values, summary, rule.method)
+def _layer(
+    attention: SparseAttention, batch: DecodeBatch, rules: Sequence[Rule | None], below: Tensor, visible: Tensor
+) -> DecodeLayer:
+    shape, (keys, values, summaries) = attention.shape, attention.store.pools()
+    methods = [rule.method for rule in rules if rule is not None and shape.layer not in rule.budget.dense_layers]
+    assert all(method == methods[0] for method in methods), "rows of one batch rank pages by one method"
+    if not methods:
+        return DecodeLayer(shape, batch, keys, values)
+    summary = summaries[methods[0].summaries[0]]
+    return DecodeLayer(shape, batch, keys, values, summary, methods[0], dense_below=below, visible=visible)

@@ -1,4 +1,4 @@
-"""One request as its tokens come: text, streamed pieces, stops, times."""
+"""A request and its transcript: tokens, text, streamed pieces, stops and times."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 from kvsift.engine.sampling import Sampling
 
-FOLD_TOKENS = 64  # text older than this is not decoded again with every token
-CONTEXT_TOKENS = 8  # but so many of its last tokens are, since some tokenizers join words
+FOLD_TOKENS = 64  # text before the last of these tokens is not decoded again with every token
+CONTEXT_TOKENS = 8  # tokens of that text that are decoded again, since some tokenizers join words
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to generate after a prompt.
+    """A prompt with its resolved options.
 
     Attributes:
-        ids: the prompt.
-        max_new_tokens: at most so many tokens.
+        ids: tokens of the prompt.
+        max_new_tokens: maximum number of tokens to generate.
         sampling: how to choose them.
-        ends: tokens that end the text and are no part of it.
-        stops: texts that do.
-        streamed: whether pieces of text are wanted as they come.
+        ends: tokens that end the text and are not part of it.
+        stops: texts that end it likewise.
+        streamed: whether pieces of text are returned as they are generated.
     """
 
     ids: Sequence[int]
@@ -35,27 +35,27 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Tokens cached in the end; the last one generated is not fed."""
+        """Final number of cached tokens; the last generated token is not fed."""
         return len(self.ids) + self.max_new_tokens - 1
 
 
 class Transcript:
-    """What a request has been answered so far."""
+    """The answer to a request so far."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self.request = request
         self.new_ids: list[int] = []
         self.times: list[float] = []
         self.done = False
-        self.finish_reason = "stop"  # or "length", once max_new_tokens have come without one
+        self.finish_reason = "stop"  # or "length", if max_new_tokens were generated without a stop
         self._tokenizer = tokenizer
-        self._folded, self._context, self._open = "", 0, 0  # text of the first ``_open`` tokens; where to decode from
+        self._folded, self._context, self._open = "", 0, 0  # text of the first ``_open`` tokens; first token to decode
         self._text: str | None = None
-        self._shown = 0
+        self._num_returned = 0  # characters
 
     @property
     def text(self) -> str:
-        """All of it, stop excluded."""
+        """All text so far, stop excluded."""
         return self._decode(self.new_ids) if self._text is None else self._text
 
     @property
@@ -64,7 +64,7 @@ class Transcript:
         return [after - before for before, after in pairwise(self.times)]
 
     def take(self, token: int, time: float) -> str:
-        """One more token, chosen at ``time``. Returns the text that can be shown now."""
+        """Add a token that was chosen at ``time``. Returns the new text that is certain."""
         request = self.request
         self.times.append(time)
         if token in request.ends:
@@ -75,22 +75,22 @@ class Transcript:
         self.finish_reason = "length" if self.done else "stop"
         if not request.stops and not request.streamed:
             return ""
-        text = self._grown()
-        # A stop counts only after something was said: formats differ in the white space an answer begins with.
+        text = self._extended_text()
+        # A stop before any other text does not count: formats differ in the white space that an answer begins with.
         begin = len(text) - len(text.lstrip())
-        found = [place for stop in request.stops if text.strip() and (place := text.find(stop, begin)) >= 0]
-        if found:
-            text, self.done, self.finish_reason = text[: min(found)], True, "stop"
+        positions = [position for stop in request.stops if text.strip() and (position := text.find(stop, begin)) >= 0]
+        if positions:
+            text, self.done, self.finish_reason = text[: min(positions)], True, "stop"
         if self.done:
             self._text = text
         return self._piece(text if self.done else text[: len(text) - undecided(text, request.stops)])
 
     def _piece(self, ready: str) -> str:
-        piece, self._shown = ready[self._shown :], max(self._shown, len(ready))
+        piece, self._num_returned = ready[self._num_returned :], max(self._num_returned, len(ready))
         return piece
 
-    def _grown(self) -> str:
-        """The whole text, most of it remembered."""
+    def _extended_text(self) -> str:
+        """Return the whole text; only its last tokens are decoded again."""
         context = self._decode(self.new_ids[self._context : self._open])
         tail = self._decode(self.new_ids[self._context :])
         if not tail.startswith(context):
@@ -107,7 +107,7 @@ class Transcript:
 
 
 def undecided(text: str, stops: Sequence[str] = ()) -> int:
-    """How many characters at the end of a text may still change or turn out to begin a stop."""
-    broken = len(text) - len(text.rstrip("\ufffd"))  # a character whose bytes have not all come
-    begun = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
-    return max([broken, *begun])
+    """Return how many characters at the end of a text may still change or begin a stop."""
+    incomplete = len(text) - len(text.rstrip("\ufffd"))  # characters with missing bytes
+    starts = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
+    return max([incomplete, *starts])

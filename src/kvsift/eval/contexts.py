@@ -1,4 +1,4 @@
-"""The contexts of a recipe, made or read from files, for one tokenizer."""
+"""Contexts of a recipe, generated or from files, for one tokenizer."""
 
 from __future__ import annotations
 
@@ -8,42 +8,44 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift.eval.loaders import load_file
-from kvsift.eval.recipe import Job, Recipe
+from kvsift.eval.recipe import EvalRecipe, Job
 from kvsift.eval.task_files import TaskFile
 from kvsift.eval.tasks import Sample, framed, make_sample
 
 
 class Contexts:
-    """Samples by their job."""
+    """Samples of a recipe by job."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
+    def __init__(self, recipe: EvalRecipe, tokenizer: Any) -> None:
         self._recipe, self._tokenizer = recipe, tokenizer
-        self._of_file = lru_cache(maxsize=1)(self._load)
+        self._file_samples = lru_cache(maxsize=1)(self._load)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a piece of text, special tokens not added."""
+        """Return the token ids of a piece of text without special tokens."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     def jobs(self) -> list[Job]:
-        """Every context of the recipe, those of files included."""
-        read = [Job(file.name, None, index) for file in self._recipe.files for index in range(len(self._of_file(file)))]
-        return [*self._recipe.jobs, *read]
+        """Return the jobs of all contexts, those of files included."""
+        files = [
+            Job(file.name, None, index) for file in self._recipe.files for index in range(len(self._file_samples(file)))
+        ]
+        return [*self._recipe.jobs, *files]
 
     def sample(self, job: Job) -> Sample:
-        """The context of a job with its questions.
+        """Return the context of a job with its questions.
 
         Raises:
             InputError: if it cannot be made.
         """
-        sample = self._read(job) if job.length is None else self._made(job)
+        sample = self._from_file(job) if job.length is None else self._generated(job)
         return framed(sample) if self._recipe.framed else sample
 
-    def _read(self, job: Job) -> Sample:
+    def _from_file(self, job: Job) -> Sample:
         file = next(file for file in self._recipe.files if file.name == job.task)
-        return self._of_file(file)[job.seed]
+        return self._file_samples(file)[job.seed]
 
-    def _made(self, job: Job) -> Sample:
+    def _generated(self, job: Job) -> Sample:
         assert job.length is not None
         try:
             return make_sample(

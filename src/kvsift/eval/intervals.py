@@ -1,7 +1,6 @@
-"""95 % intervals of mean scores: Wilson's for shares, resampling for anything else.
+"""95 % intervals of mean scores: Wilson's for shares, the bootstrap for other scores.
 
-Questions of one context stand or fall together: a context that hides its facts well hides all of them. So they count as
-fewer than they are, by Kish's design effect.
+Scores of questions about one context are correlated. They therefore count as fewer questions, by Kish's design effect.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ SEED = 20_240_614
 
 
 def interval(scores: Sequence[float], effect: float = 1.0) -> tuple[float, float]:
-    """Around the mean of scores from 0 to 1: Wilson's if each is 0 or 1, else from resampling with a fixed seed.
+    """Return the interval of the mean of scores from 0 to 1: Wilson's if each is 0 or 1, else a seeded bootstrap.
 
-    ``effect`` of them count as one (``design_effect``).
+    ``effect`` scores count as one (``design_effect``).
     """
     if all(score in (0, 1) for score in scores):
         return wilson(sum(scores) / effect, len(scores) / effect)
@@ -27,34 +26,31 @@ def interval(scores: Sequence[float], effect: float = 1.0) -> tuple[float, float
 
 
 def design_effect(cells: Iterable[Sequence[Sequence[float]]]) -> float | None:
-    """How many questions of the contexts at hand say as much as one of a context of its own, at least 1.
+    """Return how many questions in shared contexts count as one independent question, at least 1.
 
-    That is the variance of a mean by what contexts differ over what it were if all questions were independent, pooled
-    over cells, whose plans all ask in the same contexts. None if no cell has two contexts: then nobody knows.
+    The variance of a mean given the differences between contexts, over its variance if all questions were independent,
+    pooled over cells. None if no cell has two contexts.
 
     Args:
-        cells: the scores of each, by context.
+        cells: the scores of each cell, by context.
     """
+    cells = [contexts for contexts in cells if len(contexts) > 1]
+    if not cells:
+        return None
     by_context = by_question = 0.0
-    known = False
     for contexts in cells:
         scores = [score for context in contexts for score in context]
         count, num_contexts, mean = len(scores), len(contexts), fmean(scores)
-        if num_contexts < 2:
-            continue
-        known = True
         sums = [sum(score - mean for score in context) for context in contexts]
-        of_mean = sum(each * each for each in sums) / count**2 * num_contexts / (num_contexts - 1)
-        by_context += of_mean
-        # scores scatter around their own mean by less than they vary: by the variance of that mean
-        by_question += (sum((score - mean) ** 2 for score in scores) / count + of_mean) / count
-    if not known:
-        return None
+        variance = sum(total * total for total in sums) / count**2 * num_contexts / (num_contexts - 1)  # of the mean
+        by_context += variance
+        # the spread around the sample mean is smaller than the variance of a score, by the variance of that mean
+        by_question += (sum((score - mean) ** 2 for score in scores) / count + variance) / count
     return max(1.0, by_context / by_question) if by_question else 1.0
 
 
 def wilson(successes: float, trials: float, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's interval of a share."""
+    """Return Wilson's interval of a share."""
     share = successes / trials
     centre = share + z * z / (2 * trials)
     spread = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
@@ -63,7 +59,7 @@ def wilson(successes: float, trials: float, z: float = 1.96) -> tuple[float, flo
 
 
 def bootstrap(scores: Sequence[float]) -> tuple[float, float]:
-    """The middle 95 % of the means of samples drawn with replacement; the same for the same scores."""
+    """Return the middle 95 % of bootstrap means; the same for the same scores."""
     import torch
 
     values = torch.tensor(scores, dtype=torch.float64)

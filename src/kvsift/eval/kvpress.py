@@ -1,12 +1,12 @@
-"""Results in kvpress's folder layout, so that its plots and leaderboard read them.
+"""Results in kvpress's folder layout, for its plots and leaderboard.
 
     <dataset>__<data_dir>__<model>__<press>__<compression ratio>[__query_aware]/
-        predictions.csv   a line per question: all but the context
+        predictions.csv   one line per question, without the context
         metrics.json      task -> metric -> score, as RULER's: 0 to 100
         config.yaml       the keys of its evaluation
 
-The dataset is the family of the tasks, ``data_dir`` their length, the press a plan's row. The compression ratio is the
-share of the context that a query was *not* shown: most plans evict nothing, so it is counted, not configured.
+The dataset is the family of the tasks, ``data_dir`` their length, the press the row of a plan. The compression ratio is
+the counted share of the context that is *not* visible to a query, since most plans evict nothing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from statistics import fmean
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift.eval.durable import reason, write_atomically
+from kvsift.eval.atomic_files import reason, write_atomically
 from kvsift.eval.tasks import TASKS
 
 COLUMNS = "task", "question", "answer", "predicted_answer", "length", "depth", "compression_ratio"
-SETUPS_THAT_KNOW_THE_QUESTION = "whole_prompt", "sparse_prefill"
+QUERY_AWARE_SETUPS = "whole_prompt", "sparse_prefill"
 
 
 def write_folders(results: Iterable[tuple[str, dict[str, Any]]], out: Path) -> list[Path]:
-    """A folder per data set, length, model and row; older ones of the same name are replaced, file by file.
+    """Write a folder per data set, length, model and row; files of the same name are replaced.
 
     Raises:
-        InputError: if nothing can be written there.
+        InputError: if writing fails.
     """
     groups = [(result, group) for _, result in results for group in _groups(result).values()]
     folders = [out / name for name in _folder_names(groups)]
@@ -49,20 +49,20 @@ def write_folders(results: Iterable[tuple[str, dict[str, Any]]], out: Path) -> l
 
 
 def _folder_names(groups: Sequence[tuple[dict[str, Any], list[dict[str, Any]]]]) -> list[str]:
-    """A name for each, side by side: ratios that two decimals do not tell apart have four, and the same ratio of the
-    same press is numbered."""
-    short = [_folder_name(*each, decimals=2) for each in groups]
+    """Return a unique name for each group: ratios that are equal at two decimals have four, and names that are still
+    equal are numbered."""
+    short = [_folder_name(*group, decimals=2) for group in groups]
     counts = Counter(short)
-    names = [name if counts[name] == 1 else _folder_name(*each, decimals=4) for name, each in zip(short, groups)]
-    seen: Counter[str] = Counter()
-    for place, name in enumerate(names):
-        seen[name] += 1
-        names[place] = name if seen[name] == 1 else f"{name}__{seen[name]}"
+    names = [name if counts[name] == 1 else _folder_name(*group, decimals=4) for name, group in zip(short, groups)]
+    used: Counter[str] = Counter()
+    for index, name in enumerate(names):
+        used[name] += 1
+        names[index] = name if used[name] == 1 else f"{name}__{used[name]}"
     return names
 
 
 def _groups(result: dict[str, Any]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Samples by data set, length and plan."""
+    """Group samples by data set, length and plan."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         if "answer" in sample:
@@ -87,8 +87,8 @@ def _ratio(samples: Sequence[dict[str, Any]]) -> float:
     return round(1 - fmean(sample["density"] or 1.0 for sample in samples), 4)
 
 
-def _knows_question(result: dict[str, Any]) -> bool:
-    return result["recipe"]["setup"] in SETUPS_THAT_KNOW_THE_QUESTION
+def _is_query_aware(result: dict[str, Any]) -> bool:
+    return result["recipe"]["setup"] in QUERY_AWARE_SETUPS
 
 
 def _model(result: dict[str, Any]) -> str:
@@ -99,12 +99,12 @@ def _folder_name(result: dict[str, Any], group: Sequence[dict[str, Any]], decima
     first = group[0]
     parts = [_dataset(first["task"]), str(first["length"] or ""), _model(result).replace("/", "--")]
     parts += [_name(first["plan"], result), f"{_ratio(group):.{decimals}f}"]
-    parts += ["query_aware"] if _knows_question(result) else []
+    parts += ["query_aware"] if _is_query_aware(result) else []
     return _one_folder("__".join(filter(None, parts)))
 
 
 def _one_folder(name: str) -> str:
-    """The name of one folder directly below another, whatever a result says: tasks, models and plans are text."""
+    """Return a name without separators of paths, whatever the names of tasks, models and plans."""
     return re.sub(r"[^\w.+-]", "-", name)
 
 
@@ -115,8 +115,15 @@ def _predictions(group: Sequence[dict[str, Any]]) -> str:
     ratio = _ratio(group)
     for sample in group:
         references = sample.get("references") or [sample["expected"]]
-        asked = sample.get("asked", "")
-        row = [sample["task"], asked, references, sample["answer"], sample["length"], sample["depth"], ratio]
+        row = [
+            sample["task"],
+            sample.get("asked", ""),
+            references,
+            sample["answer"],
+            sample["length"],
+            sample["depth"],
+            ratio,
+        ]
         writer.writerow(row)
     return text.getvalue()
 
@@ -126,11 +133,11 @@ def _metrics(group: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for sample in group:
         scorer = sample.get("scorer", "exact")
         scores[sample["task"]]["string_match" if scorer.startswith("string_match") else scorer].append(sample["score"])
-    return {task: {name: round(100 * fmean(each), 2) for name, each in own.items()} for task, own in scores.items()}
+    return {task: {name: round(100 * fmean(values), 2) for name, values in own.items()} for task, own in scores.items()}
 
 
 def _config(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
-    """YAML of one level, whose values are JSON, which is YAML too."""
+    """Return YAML of one level with values in JSON, which is a subset of YAML."""
     first, recipe = group[0], result["recipe"]
     config = {
         "dataset": _dataset(first["task"]),
@@ -142,7 +149,7 @@ def _config(result: dict[str, Any], group: Sequence[dict[str, Any]]) -> str:
         "fraction": 1.0,
         "max_new_tokens": None,
         "max_context_length": None,
-        "query_aware": _knows_question(result),
+        "query_aware": _is_query_aware(result),
         "model_kwargs": {},
         "press_init_command": f"kvsift {first['plan']}",
         "seed": recipe.get("seed", 0),

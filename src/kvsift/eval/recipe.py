@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvsift.errors import InputError, unknown
-from kvsift.eval.rows import Row, rows_of
+from kvsift.eval.plan_rows import PlanRow, plan_rows
 from kvsift.eval.task_files import TaskFile, task_file, whole_number
 from kvsift.eval.tasks import find_task, task_names
 from kvsift.methods.base import Phase
-from kvsift.runtime.places import reason_against
-from kvsift.runtime.spec import parse_plan
+from kvsift.plan.refusals import check_placement
+from kvsift.plan.syntax import parse_plan
 
 SETUPS: dict[str, Phase] = {"question_decoded": "decode", "whole_prompt": "prefill", "sparse_prefill": "prefill"}
-"""How a question reaches the model -> the phase its tokens belong to."""
+"""Set-up of a question -> the phase of its tokens."""
 
 LISTS = {"tasks": str, "plans": str, "budgets": int, "lengths": int}
 LEAST = {"questions_per_task": 1, "questions_per_context": 1, "seed": 0}
@@ -33,22 +33,21 @@ class Job(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Everything a result depends on.
+class EvalRecipe:
+    """Recipe of an evaluation.
 
     Attributes:
-        tasks: names in ``eval.tasks.TASKS``, or of a family of tasks; none if there are files.
+        tasks: names in ``eval.tasks.TASKS`` or of families; may be empty if there are files.
         lengths: tokens of each context; ``length`` in a file for a single one.
-        questions_per_task, questions_per_context: how many are asked; contexts are made until there are enough.
-        plans: rows of the tables, ``{budget}`` in them is replaced.
+        questions_per_task, questions_per_context: numbers of questions; they give the number of contexts.
+        plans: rows of the tables; ``{budget}`` is replaced.
         budgets: columns of the tables.
-        settings: appended to every plan that has a budget, for instance ":sinks=4:window=16", as far as the plan does
-            not say otherwise.
+        settings: appended to every plan with a budget, such as ":sinks=4:window=16", unless the plan has the key.
         setup: "question_decoded": the question's tokens are decoded under the plan, after the context; "whole_prompt":
             context and question are prefilled densely, the answer is decoded under the plan; "sparse_prefill": context
             and question are prefilled under the plan.
-        framed: put questions of published formats into the package's own, for models that know no other.
-        references: add dense, oracle, StreamingLLM and random rows where they are lacking.
+        framed: rewrite questions of published formats in the package's own, for models trained on no other.
+        references: add the rows of dense, oracle, StreamingLLM and random that are missing.
         files: tasks from local files.
         model: directory; None is the embedded model.
         device, dtype, placement, seed: as in ``LLM`` and ``make_sample``.
@@ -72,36 +71,34 @@ class Recipe:
     seed: int = 0
 
     @classmethod
-    def load(cls, path: Path) -> Recipe:
-        """A recipe from a TOML file.
+    def load(cls, path: Path) -> EvalRecipe:
+        """Load a TOML file.
 
         Raises:
-            InputError: if it is missing, not TOML, not complete, or has a key or a value that makes no sense.
+            InputError: if it is missing, not TOML, incomplete, or has an unknown key or a wrong value.
         """
         try:
-            return cls.of(tomllib.loads(path.read_text()), path.name)
+            return cls.from_table(tomllib.loads(path.read_text()), path.name)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise InputError(f"the recipe {path} cannot be read: {error}") from None
 
     @classmethod
-    def of(cls, table: Mapping[str, Any], name: str = "recipe") -> Recipe:
-        """A recipe from its keys."""
-        known = [f.name for f in fields(cls)]
+    def from_table(cls, table: Mapping[str, Any], name: str = "recipe") -> EvalRecipe:
+        """Return a recipe from its keys."""
+        keys = [f.name for f in fields(cls)]
         for key in table:
-            if key not in (*known, "length"):
-                raise unknown(f"key of the recipe {name}", key, [*known, "length"])
-        values: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
-        }
+            if key not in (*keys, "length"):
+                raise unknown(f"key of the recipe {name}", key, [*keys, "length"])
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
         if "length" in values:
             if "lengths" in values:
                 raise InputError(f"the recipe {name} has length and lengths; give one of them.")
             values["lengths"] = (values.pop("length"),)
-        values["files"] = tuple(task_file(each, name) for each in values.get("files", ()))
-        lacking = [f.name for f in fields(cls) if f.default is MISSING and f.name not in values]
-        lacking += [] if values["files"] else [key for key in ("tasks", "lengths") if key not in values]
-        if lacking:
-            raise InputError(f"the recipe {name} is not complete; it lacks {', '.join(lacking)}.")
+        values["files"] = tuple(task_file(file, name) for file in values.get("files", ()))
+        required = [f.name for f in fields(cls) if f.default is MISSING]
+        required += [] if values["files"] else ["tasks", "lengths"]
+        if missing := [key for key in required if key not in values]:
+            raise InputError(f"the recipe {name} is not complete; it lacks {', '.join(missing)}.")
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -125,24 +122,23 @@ class Recipe:
             raise InputError("a recipe with tasks needs lengths, and one with lengths needs tasks.")
         for row in self.rows:
             _check_setup(self.setup, row)
-            if (reason := reason_against(self.placement, parse_plan(row.plan))) is not None:
-                raise InputError(reason)
+            check_placement(parse_plan(row.plan), self.placement)
 
     @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        """Every plan at every budget, references included."""
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Rows of the tables: every plan at every budget, references included."""
         about: Phase = "prefill" if self.setup == "sparse_prefill" else "decode"
-        return rows_of(self.plans, self.budgets, self.settings, self.references, about)
+        return plan_rows(self.plans, self.budgets, self.settings, self.references, about)
 
     @property
     def question_phase(self) -> Phase:
-        """The phase that the question's tokens belong to."""
+        """The phase of the question's tokens."""
         return SETUPS[self.setup]
 
     @cached_property
     def jobs(self) -> tuple[Job, ...]:
-        """Every context that is made: the first of each task and length before the second of any, so that half a run
-        is half of every table."""
+        """Jobs of all tasks: the first context of each task and length before the second of any, so that half a run
+        fills half of every table."""
         counts = {(task, length): self._contexts(task, length) for length in self.lengths for task in self.tasks}
         return tuple(
             Job(task, length, self.seed + index)
@@ -152,28 +148,27 @@ class Recipe:
         )
 
     def _contexts(self, task: str, length: int) -> int:
-        found = find_task(task)
-        fitting = max(1, length // (2 * found.tokens_per_question))  # as ``make_sample`` counts
-        return -(-self.questions_per_task // min(self.questions_per_context, found.max_questions, fitting))
+        questions = find_task(task).num_questions(length, self.questions_per_context)
+        return -(-self.questions_per_task // questions)
 
 
-def _check_setup(setup: str, row: Row) -> None:
+def _check_setup(setup: str, row: PlanRow) -> None:
     plan = parse_plan(row.plan)
     rule = plan.prefill
-    prefill = rule is not None and not rule.method.unbounded
+    prefill = rule is not None and not rule.method.traits.unbounded
     if setup == "whole_prompt" and prefill:
         raise InputError(
-            f'the plan {row.plan} selects in prefill, but setup = "whole_prompt" prefills densely. Leave its prefill '
-            'rule out, or choose setup = "sparse_prefill".'
+            f'the plan {row.plan} selects in prefill, but setup = "whole_prompt" prefills densely. Leave out its '
+            'prefill rule, or choose setup = "sparse_prefill".'
         )
     if setup == "sparse_prefill" and row.phase is not None and not prefill:
         raise InputError(
-            f'the plan {row.plan} has no rule for prefill, and setup = "sparse_prefill" is about nothing else. Write '
+            f'the plan {row.plan} has no rule for prefill, which setup = "sparse_prefill" evaluates. Write '
             f'prefill={plan.decode}, or choose setup = "whole_prompt".'
         )
 
 
 def _list_of(key: str, value: object, kind: type) -> None:
-    if isinstance(value, tuple) and value and all(type(each) is kind for each in value):
+    if isinstance(value, tuple) and value and all(type(item) is kind for item in value):
         return
     raise InputError(f"{key}={value!r} of a recipe must be a list of {'names' if kind is str else 'whole numbers'}.")

@@ -1,4 +1,4 @@
-"""Run a recipe into a results directory, from wherever it was left."""
+"""Resumable run of a recipe into a results directory."""
 
 from __future__ import annotations
 
@@ -13,77 +13,77 @@ from typing import Any, NamedTuple
 
 from kvsift.eval.contexts import Contexts
 from kvsift.eval.fingerprint import document_of
-from kvsift.eval.recipe import Job, Recipe
+from kvsift.eval.recipe import EvalRecipe, Job
 from kvsift.eval.results import Done, Result, ResultsDirectory, job_of
 from kvsift.eval.summary import left_out, tables_of
 from kvsift.eval.workers import run_jobs
 from kvsift.threads import per_process
 
 
-class Progress(NamedTuple):
-    """How far a run is.
+class RunProgress(NamedTuple):
+    """Progress of a run.
 
     Attributes:
-        contexts: that have been asked everything.
-        of: contexts in all.
-        share: of the work, from 0 to 1. A context counts by its length, and in part once some plans have been asked.
+        contexts: finished contexts.
+        total: contexts in all.
+        share: finished share of the work, from 0 to 1; contexts count by length and by finished plans.
     """
 
     contexts: int
-    of: int
+    total: int
     share: float
 
 
-Told = Callable[[Progress], None]
+ProgressCallback = Callable[[RunProgress], None]
 
 
 class Meter:
-    """Progress from samples."""
+    """Counter of the progress of a run from its samples."""
 
     def __init__(self, jobs: Sequence[Job], num_rows: int) -> None:
         self._num_rows = num_rows
-        known = [job.length for job in jobs if job.length is not None]
-        usual = fmean(known) if known else 1.0  # contexts of files have a length only when they are made
-        self._weights = {job: job.length or usual for job in jobs}
+        lengths = [job.length for job in jobs if job.length is not None]
+        mean = fmean(lengths) if lengths else 1.0  # the length of contexts of files is not known in advance
+        self._weights = {job: job.length or mean for job in jobs}
         self._counts: dict[Job, int] = defaultdict(int)
         self._contexts, self._work = 0, 0.0
 
-    def add(self, sample: Result) -> Progress:
-        """One more sample."""
-        job, wanted = job_of(sample), sample["questions"] * self._num_rows
+    def add(self, sample: Result) -> RunProgress:
+        """Count a sample."""
+        job, num_samples = job_of(sample), sample["questions"] * self._num_rows
         self._counts[job] += 1
-        self._contexts += self._counts[job] == wanted
-        self._work += self._weights.get(job, 0.0) / wanted
+        self._contexts += self._counts[job] == num_samples
+        self._work += self._weights.get(job, 0.0) / num_samples
         return self.progress
 
     @property
-    def progress(self) -> Progress:
-        """Where the run stands."""
+    def progress(self) -> RunProgress:
+        """The progress so far."""
         total = sum(self._weights.values())
-        return Progress(self._contexts, len(self._weights), min(self._work / total, 1.0) if total else 1.0)
+        return RunProgress(self._contexts, len(self._weights), min(self._work / total, 1.0) if total else 1.0)
 
 
 def run(
-    recipe: Recipe, text: str, out: Path, workers: int = 1, stop_at: float | None = None, told: Told | None = None,
-    threads: int | None = None,
+    recipe: EvalRecipe, text: str, out: Path, workers: int = 1, stop_at: float | None = None,
+    on_progress: ProgressCallback = lambda progress: None, threads: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Make the samples that a directory lacks, and its summary.
+    """Make the missing samples of a results directory, and its summary.
 
     Args:
-        recipe: what to run.
-        text: of its file.
-        out: the results directory, made if it is not there.
-        workers: contexts in parallel, a process each; on a host with several GPUs they take them in turns.
-        stop_at: ``time.monotonic`` after which nothing more is made.
-        told: called at the start and with every sample.
+        recipe: the recipe.
+        text: of the recipe's file.
+        out: the results directory, created if missing.
+        workers: processes, each with one context at a time; they share the GPUs of the host in turns.
+        stop_at: ``time.monotonic`` at which the run stops.
+        on_progress: called at the start and after every sample.
         threads: of each process; by default OMP_NUM_THREADS, or a share of the processors.
 
     Returns:
         The tables of the summary.
 
     Raises:
-        InputError: before anything is written, for a model or device that cannot be used or a directory with other
-            results; later for a context that cannot be made, a full disk or a worker that dies. What was made is kept.
+        InputError: before anything is written, for an unusable model or device or a directory with other results; later
+            for a context that cannot be made, a full disk or a dead worker. The samples so far are kept.
     """
     from kvsift.engine.llm import LLM
 
@@ -92,21 +92,21 @@ def run(
     results = ResultsDirectory(out, recipe, text)
     try:
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
-        session, told = _session(llm.device, workers), told or (lambda progress: None)
-        return _fill(recipe, results, jobs, session, threads or per_process(workers), stop_at, told, gpus)
+        session, threads = _session(llm.device, workers), threads or per_process(workers)
+        return _fill(recipe, results, jobs, session, threads, stop_at, on_progress, gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: Recipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], threads: int,
-    stop_at: float | None, told: Told, gpus: Sequence[str],
+    recipe: EvalRecipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], threads: int,
+    stop_at: float | None, on_progress: ProgressCallback, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     started, meter, before = monotonic(), Meter(jobs, len(recipe.rows)), len(results.samples)
     document, workers = document_of(recipe), session["workers"]
     for sample in results.samples:
         meter.add(sample)
-    told(meter.progress)
+    on_progress(meter.progress)
 
     def summarise() -> dict[str, Any]:
         session.update(seconds=round(monotonic() - started, 1), samples=len(results.samples) - before)
@@ -114,34 +114,34 @@ def _fill(
         results.write_summary(tables)
         return tables
 
-    unfinished = {Job(*(each[key] for key in Job._fields)) for each in left_out(document, results.samples, jobs)}
+    unfinished = {job_of(context) for context in left_out(document, results.samples, jobs)}
     missing = [(job, results.done(job)) for job in jobs if job in unfinished]
     if not missing:
-        return summarise()  # without this session, in which nothing was done
+        return summarise()  # without this session, which made no sample
     results.sessions.append(session)
-    tables = summarise()  # names the recipe before the first sample is there
+    tables = summarise()  # names the recipe before the first sample exists
     try:
-        for sample in run_jobs(asker, (recipe, threads), missing, workers, stop_at, gpus):
+        for sample in run_jobs(evaluator, (recipe, threads), missing, workers, stop_at, gpus):
             results.append({**sample, "session": len(results.sessions) - 1})
-            told(meter.add(sample))
+            on_progress(meter.add(sample))
     finally:
         tables = summarise()
     return tables
 
 
 def _gpus() -> list[str]:
-    """Names of the GPUs that this process sees, as CUDA_VISIBLE_DEVICES has them."""
+    """Return the names of the visible GPUs, as in CUDA_VISIBLE_DEVICES."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def asker(recipe: Recipe, threads: int) -> Callable[[Job, Done], Iterator[Result]]:
-    """What every worker does with the contexts that it is given."""
-    from kvsift.eval.answering import Asker
+def evaluator(recipe: EvalRecipe, threads: int) -> Callable[[Job, Done], Iterator[Result]]:
+    """Return the function of a worker: from a job to its results."""
+    from kvsift.eval.evaluator import Evaluator
 
-    return Asker(recipe, threads).results
+    return Evaluator(recipe, threads).results
 
 
 def _session(device: Any, workers: int) -> dict[str, Any]:

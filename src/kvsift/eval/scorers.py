@@ -1,7 +1,7 @@
-"""The official scorers: 0 to 1 for one prediction against its references, by name.
+"""The official scorers by name: 0 to 1 for one prediction against its references.
 
-A prediction is the text as it was generated: each scorer cuts and cleans it as the benchmark it comes from does. A data
-set's score is 100 times the mean over its questions, see ``dataset_score``.
+A prediction is the generated text: each scorer cuts and cleans it as its benchmark does. The score of a data set is 100
+times the mean over its questions, see ``dataset_score``.
 
 RULER's are those of its ``scripts/eval/evaluate.py`` and ``scripts/eval/synthetic/constants.py`` (NVIDIA/RULER).
 """
@@ -22,30 +22,30 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 def exact(prediction: str, references: Sequence[str]) -> float:
-    """1 if the first line of the prediction is one of the references; case, spacing and a final stop do not count."""
+    """Return 1 if the first line is one of the references, ignoring case, spacing and a final stop."""
     return float(any(exact_match(prediction, reference) for reference in references))
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
-    """RULER, all tasks but question answering: the share of references found in the prediction, case ignored."""
-    found = _found(prediction, references)
-    return sum(found) / len(found)
+    """RULER without question answering: return the share of references in the prediction, ignoring case."""
+    hits = _hits(prediction, references)
+    return sum(hits) / len(hits)
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """RULER, question answering: 1 if any reference is found in the prediction, case ignored."""
-    return float(any(_found(prediction, references)))
+    """RULER, question answering: return 1 if any reference is in the prediction, ignoring case."""
+    return float(any(_hits(prediction, references)))
 
 
 def cleaned(prediction: str) -> str:
-    """RULER's post-processing: control characters, tabs among them, become newlines; outer space goes.
+    """RULER's post-processing: replace control characters, tabs included, by newlines, and strip outer space.
 
-    A control character inside a word or a name so breaks it in two; it is not dropped.
+    A control character inside a word therefore splits it.
     """
     return _CONTROL.sub("\n", prediction.strip()).strip()
 
 
-def _found(prediction: str, references: Sequence[str]) -> list[bool]:
+def _hits(prediction: str, references: Sequence[str]) -> list[bool]:
     text = cleaned(prediction).lower()
     return [reference.lower() in text for reference in references]
 
@@ -60,10 +60,10 @@ SCORERS: dict[str, Scorer] = {
 
 
 def score(name: str, prediction: str, references: Sequence[str]) -> float:
-    """The score of one prediction, 0 to 1.
+    """Return the score of one prediction, 0 to 1.
 
     Raises:
-        InputError: for a scorer that does not exist, or without references.
+        InputError: for an unknown scorer, or without references.
     """
     if name not in SCORERS:
         raise unknown("scorer", name, SCORERS)
@@ -73,7 +73,7 @@ def score(name: str, prediction: str, references: Sequence[str]) -> float:
 
 
 def dataset_score(scores: Sequence[float]) -> float:
-    """100 times the mean, to two places: how RULER and LongBench publish a data set."""
+    """Return 100 times the mean, to two places, as RULER and LongBench publish it."""
     if not scores:
         raise InputError("no scores: a data set's score is a mean over at least one question.")
     return round(100 * sum(scores) / len(scores), 2)

@@ -17,35 +17,35 @@ _CHOICE_CUES = ("answer is:", "answer:", "answer is", "option is")
 
 def first_number(prediction: str, references: Sequence[str]) -> float:
     """passkey, number_string: the first run of digits is the (first) reference, as text."""
-    found = _FIRST_DIGITS.search(prediction)
-    return float((found.group() if found else "") == references[0])
+    match = _FIRST_DIGITS.search(prediction)
+    return float((match.group() if match else "") == references[0])
 
 
 def word_match(prediction: str, references: Sequence[str]) -> float:
-    """kv_retrieval: a reference is one of the words, after quotes, braces and sentence marks became spaces."""
+    """kv_retrieval: a reference is one of the words; quotes, braces and sentence marks are spaces."""
     words = prediction.translate(_MARKS).split()
     return float(any(reference in words for reference in references))
 
 
 def math_find(prediction: str, references: Sequence[str]) -> float:
-    """math_find: the first number equals the reference; a sign is not read, neither there nor here.
+    """math_find: the first number equals the reference; signs are ignored, as published.
 
-    The published code stops with an error when the reference is whole and the number is not; that is 0 here.
+    The published code fails if the reference is whole and the number is not; the score is 0 here.
     """
-    found, wanted = _FIRST_NUMBER.search(prediction), references[0]
-    if found is None or ("." in found.group() and "." not in wanted):
+    match, reference = _FIRST_NUMBER.search(prediction), references[0]
+    if match is None or ("." in match.group() and "." not in reference):
         return 0.0
-    return float(float(found.group()) == float(wanted))
+    return float(float(match.group()) == float(reference))
 
 
 def math_calc(prediction: str, references: Sequence[str]) -> float:
-    """math_calc: the share of the references, in order, that the numbers of the prediction repeat before they differ.
+    """math_calc: the share of references that the numbers of the prediction repeat before the first difference.
 
-    Runs of digits, of any length, are numbers; a sign is not read, so a negative reference is never met.
+    Numbers are runs of digits of any length; signs are ignored, so a negative reference never matches.
     """
     right = 0
-    for found, wanted in zip(_FIRST_DIGITS.finditer(prediction), references):
-        if found.group().lstrip("0") != wanted.lstrip("0"):
+    for match, reference in zip(_FIRST_DIGITS.finditer(prediction), references):
+        if match.group().lstrip("0") != reference.lstrip("0"):
             break
         right += 1
     return right / len(references)
@@ -59,8 +59,8 @@ def summary(prediction: str, references: Sequence[str]) -> float:
 def code_debug(prediction: str, references: Sequence[str]) -> float:
     """code_debug: ``references`` are the function's name and its letter.
 
-    Right if the prediction begins with the letter and "." or ":"; else the first cue that is found decides, and the
-    letter or the name must follow it after one character.
+    Right if the prediction begins with the letter and "." or ":"; otherwise the letter or the name must follow the
+    first cue in the text after one character.
     """
     name, letter = references
     text = prediction.strip()
@@ -71,7 +71,7 @@ def code_debug(prediction: str, references: Sequence[str]) -> float:
 
 
 def code_run(prediction: str, references: Sequence[str]) -> float:
-    """code_run: the last word, back-ticks, quotes, stops and colons taken for space, is the whole number wanted."""
+    """code_run: the last word is the reference, a whole number; back-ticks, quotes, stops and colons are spaces."""
     words = re.sub("[\n.`'\":]", " ", prediction.strip()).split()
     try:
         return float(bool(words) and int(words[-1]) == int(references[0]))
@@ -106,11 +106,10 @@ def qa_f1_characters(prediction: str, references: Sequence[str]) -> float:
 
 
 def _after_cue(text: str, cues: Sequence[str]) -> str:
-    """What follows the first cue of the list that occurs, and one character more; empty if none or nothing does."""
+    """Return the text from one character after the first cue of the list that occurs; empty without a cue."""
     for cue in cues:
-        _, found, after = text.partition(cue)
-        if found:
-            return after[1:]
+        if cue in text:
+            return text.partition(cue)[2][1:]
     return ""
 
 

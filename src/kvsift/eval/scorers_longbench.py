@@ -1,7 +1,7 @@
 """LongBench's scorers (THUDM/LongBench, ``LongBench/metrics.py`` and ``eval.py``): the best over the references.
 
 Four of its data sets keep only the first line of a prediction: trec, triviaqa, samsum, lsht. Chinese text is cut into
-words by jieba, which the extra ``eval`` installs.
+words by jieba, from the extra ``eval``.
 """
 
 from __future__ import annotations
@@ -22,60 +22,60 @@ _NUMBER = re.compile(r"\d+")
 # What LongBench counts as Chinese punctuation, as ranges of code points: general, CJK and full-width marks.
 _CHINESE_RANGES = """2013-2014 2018-2019 201b-201f 2026-2027 3001-3003 300b-3011 3014-301f 3030-3030 303e-303f fe4f-fe4f
 ff01-ff0d ff0f-ff0f ff1a-ff20 ff3b-ff40 ff5b-ff64"""
-_BOUNDS = [tuple(int(bound, 16) for bound in each.split("-")) for each in _CHINESE_RANGES.split()]
+_BOUNDS = [tuple(int(bound, 16) for bound in bounds.split("-")) for bounds in _CHINESE_RANGES.split()]
 _CHINESE_MARKS = "".join(chr(point) for first, last in _BOUNDS for point in range(first, last + 1))
 _NO_MARKS = str.maketrans("", "", string.punctuation)
 _NO_CHINESE_MARKS = str.maketrans("", "", string.punctuation + _CHINESE_MARKS)
 
 
 def first_line(prediction: str) -> str:
-    """What few-shot data sets judge: up to the first newline after leading newlines (a space is not skipped)."""
+    """Return the first line after leading newlines (a space is not skipped), which few-shot data sets score."""
     return prediction.lstrip("\n").split("\n", 1)[0]
 
 
-def f1(predicted: Sequence[str], wanted: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of two bags of tokens."""
-    same = sum((Counter(predicted) & Counter(wanted)).values())
+def f1(predicted: Sequence[str], reference: Sequence[str]) -> float:
+    """Return the harmonic mean of precision and recall of two bags of tokens."""
+    same = sum((Counter(predicted) & Counter(reference)).values())
     if not same:
         return 0.0
-    precision, recall = same / len(predicted), same / len(wanted)
+    precision, recall = same / len(predicted), same / len(reference)
     return 2 * precision * recall / (precision + recall)
 
 
 def plain_words(text: str) -> list[str]:
-    """SQuAD's normal form: lower case, ASCII punctuation removed, then the articles a, an, the; split at space."""
+    """Return SQuAD's normal form: words in lower case without ASCII punctuation and the articles a, an, the."""
     return _ARTICLES.sub(" ", text.lower().translate(_NO_MARKS)).split()
 
 
 def plain_characters(text: str) -> str:
-    """The Chinese normal form: lower case, ASCII and Chinese punctuation and all space removed."""
+    """Return the Chinese normal form: lower case, ASCII and Chinese punctuation and all space removed."""
     return "".join(text.lower().translate(_NO_CHINESE_MARKS).split())
 
 
 def qa_f1(prediction: str, reference: str) -> float:
-    """F1 of the words in common."""
+    """Return the F1 of words."""
     return f1(plain_words(prediction), plain_words(reference))
 
 
 def qa_f1_zh(prediction: str, reference: str) -> float:
-    """F1 of jieba's words in common, those that are only punctuation left out."""
+    """Return the F1 of jieba's words without punctuation."""
     words = [[word for word in map(plain_characters, _segmented(text)) if word] for text in (prediction, reference)]
     return f1(*words)
 
 
 def rouge_l_zh(prediction: str, reference: str) -> float:
-    """ROUGE-L over jieba's words."""
+    """Return ROUGE-L over jieba's words."""
     return rouge_l(" ".join(_segmented(prediction)), " ".join(_segmented(reference)))
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """The share of whole numbers in the prediction that are the wanted one, compared as text (07 is not 7)."""
+    """Return the share of whole numbers in the prediction that equal ``number``, compared as text (07 is not 7)."""
     numbers = _NUMBER.findall(prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str) -> float:
-    """``share_of_numbers`` with the number of a reference such as "Paragraph 7"."""
+    """Return ``share_of_numbers`` for the number of a reference such as "Paragraph 7"."""
     return share_of_numbers(prediction, _paragraph(reference, r"Paragraph (\d+)"))
 
 
@@ -84,23 +84,23 @@ def retrieval_zh(prediction: str, reference: str) -> float:
 
 
 def code_sim(prediction: str, reference: str) -> float:
-    """Edit similarity of the first line that has no back-tick, ``#`` or ``//``, in whole hundredths.
+    """Return the edit similarity of the first line without back-tick, ``#`` and ``//``, in whole hundredths.
 
     fuzzywuzzy's ``ratio`` without python-Levenshtein, as LongBench's requirements install it: difflib's ratio, rounded
     to a per cent; equal texts score 1, one empty text 0.
     """
     lines = prediction.lstrip("\n").split("\n")
-    line = next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
+    line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     if line == reference:
         return 1.0
     return round(100 * SequenceMatcher(None, line, reference).ratio()) / 100 if line and reference else 0.0
 
 
 def classification(prediction: str, references: Sequence[str]) -> float:
-    """1 over the number of class names found in the first line if the right one is among them.
+    """Return 1 over the number of class names in the first line if the right one is among them.
 
-    ``references`` are the answer and then all classes. Names that are part of the answer are not counted against it,
-    except that the published loop removes from the list it walks over, which skips the entry after each removed one.
+    ``references`` are the answer and then all classes. Names that are part of the answer do not count. As in the
+    published loop, which removes from the list that it iterates, the entry after each removed one is skipped.
     """
     answer, *classes = references
     line = first_line(prediction)
@@ -115,26 +115,24 @@ def classification(prediction: str, references: Sequence[str]) -> float:
 
 def _best(single: Single, first_line_only: bool = False) -> Callable[[str, Sequence[str]], float]:
     def best(prediction: str, references: Sequence[str]) -> float:
-        judged = first_line(prediction) if first_line_only else prediction
-        return max(single(judged, reference) for reference in references)
+        text = first_line(prediction) if first_line_only else prediction
+        return max(single(text, reference) for reference in references)
 
     return best
 
 
 def _paragraph(reference: str, pattern: str) -> str:
-    found = re.search(pattern, reference)
-    if found is None:
+    match = re.search(pattern, reference)
+    if match is None:
         raise InputError(f"the reference {reference!r} names no paragraph; one like {pattern!r} is expected.")
-    return found.group(1)
+    return match.group(1)
 
 
 def _segmented(text: str) -> list[str]:
     try:
         import jieba
     except ImportError:
-        raise InputError(
-            "Chinese data sets are scored by words that jieba cuts, which is not installed: pip install jieba."
-        ) from None
+        raise InputError("scorers of Chinese text need jieba, which is not installed: pip install jieba.") from None
     return list(jieba.cut(text, cut_all=False))
 
 

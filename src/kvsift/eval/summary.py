@@ -1,4 +1,4 @@
-"""From samples to cells: mean scores with intervals, counted tokens, and what makes a comparison unfair."""
+"""Cells of samples: mean scores with intervals, counted tokens, and warnings about unfair comparisons."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from kvsift.eval.recipe import Job
 from kvsift.eval.results import Result, job_of
 from kvsift.eval.scorers import score
 
-UNEQUAL = 0.05  # counted tokens of one column that differ by more are warned about
-GUESSES = 32  # answers of other questions that chance is taken from
+UNEQUAL = 0.05  # the largest difference of counted tokens in a column without a warning
+GUESSES = 32  # answers of other questions per question, for the score of chance
 MEANS = "density", "recall", "recovery"
 MEDIANS = "read_s", "ttft_s", "tpot_s", "kv_bytes"
 
 
 def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[Job]) -> dict[str, Any]:
-    """What ``summary.json`` says beside the recipe, computed from nothing but the samples.
+    """Return the tables of ``summary.json``, computed from the samples alone.
 
     Returns:
         cells: one per task, length, plan and budget.
-        chance: per task and length, the score of answers to other questions of it.
-        design_effects: per task, how many questions that share contexts count as one; None where each cell has only
-            one context, whose intervals speak of that context alone.
-        warnings: in plain words.
-        left_out: contexts that are not finished, with how many of their samples are there.
-        contexts: all that were wanted.
+        chance: per task and length, the score of answers to its other questions.
+        design_effects: per task, the number of questions in shared contexts that count as one; None if each cell has
+            one context, whose intervals hold for that context alone.
+        warnings: sentences; stored results have them, so their wording is part of the format.
+        left_out: unfinished contexts with their numbers of samples.
+        contexts: all contexts of the recipe.
 
     Raises:
-        InputError: if a sample is of a task or a plan that the recipe does not have.
+        InputError: if a sample has a task or a plan that is not in the recipe.
     """
     groups: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
     for sample in samples:
@@ -45,7 +45,7 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
         "cells": cells,
         "chance": chance(samples),
         "design_effects": effects,
-        "warnings": [*unequal(cells), *alone(effects)],
+        "warnings": [*unequal(cells), *shared_context(effects)],
         "left_out": left_out(recipe, samples, jobs),
         "contexts": [list(job) for job in jobs],
     }
@@ -54,32 +54,34 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
 def _order(recipe: dict[str, Any], sample: Result) -> tuple[Any, ...]:
     names = [*recipe["tasks"], *(file["name"] for file in recipe["files"])]
     plans = [row["plan"] for row in recipe["rows"]]
-    return _place("task", sample["task"], names), sample["length"] or 0, _place("plan", sample["plan"], plans)
+    return _index("task", sample["task"], names), sample["length"] or 0, _index("plan", sample["plan"], plans)
 
 
-def _place(what: str, name: str, known: Sequence[str]) -> int:
-    if name not in known:
+def _index(what: str, name: str, names: Sequence[str]) -> int:
+    if name not in names:
         raise InputError(
-            f"a sample is of the {what} {name!r}, which the recipe of these results does not have; it has "
-            f"{', '.join(known)}. Samples and recipe are of different runs: give the directory that kvsift eval wrote."
+            f"a sample has the {what} {name!r}, which is not in the recipe of these results; it has "
+            f"{', '.join(names)}. Give a directory that kvsift eval wrote."
         )
-    return known.index(name)
+    return names.index(name)
 
 
 def design_effects(groups: Iterable[Sequence[Result]]) -> dict[str, float | None]:
-    """Per task, over all lengths and plans; each group is one cell's samples."""
+    """Return the design effect of each task over all lengths and plans; a group is the samples of a cell."""
     cells: dict[str, list[list[list[float]]]] = defaultdict(list)
     for samples in groups:
         contexts: dict[int, list[float]] = defaultdict(list)
         for sample in samples:
             contexts[sample["seed"]].append(sample["score"])
         cells[samples[0]["task"]].append(list(contexts.values()))
-    single = {task for task, of in cells.items() if all(len(context) == 1 for each in of for context in each)}
-    return {task: 1.0 if task in single else design_effect(of) for task, of in cells.items()}
+    return {
+        task: 1.0 if all(len(context) == 1 for cell in own for context in cell) else design_effect(own)
+        for task, own in cells.items()
+    }
 
 
-def alone(effects: dict[str, float | None]) -> list[str]:
-    """A sentence if questions of a cell share one context."""
+def shared_context(effects: dict[str, float | None]) -> list[str]:
+    """Return a warning if all questions of a cell share one context."""
     tasks = [task for task, effect in effects.items() if effect is None]
     return [] if not tasks else [
         f"{', '.join(tasks)}: all questions of a plan and length share one context, so intervals speak of that context "
@@ -90,7 +92,7 @@ def alone(effects: dict[str, float | None]) -> list[str]:
 def _cell(row: dict[str, Any], samples: Sequence[Result], effects: dict[str, float | None]) -> dict[str, Any]:
     scores = [sample["score"] for sample in samples]
     low, high = interval(scores, effects[samples[0]["task"]] or 1.0)
-    key = "prefill_visible_tokens" if row["phase"] == "prefill" else "sparse_layer_visible_tokens"
+    counted = "prefill_visible_tokens" if row["phase"] == "prefill" else "sparse_layer_visible_tokens"
     losses = [sample["nll"] for sample in samples if "nll" in sample]
     return {
         "task": samples[0]["task"],
@@ -101,10 +103,10 @@ def _cell(row: dict[str, Any], samples: Sequence[Result], effects: dict[str, flo
         "score": fmean(scores),
         "low": low,
         "high": high,
-        "counted_tokens": _over(fmean, samples, key if row["phase"] else "visible_tokens"),
+        "counted_tokens": _over(fmean, samples, counted if row["phase"] else "visible_tokens"),
         **({"nll": fmean(losses)} if losses else {}),
-        **{each: _over(fmean, samples, each) for each in MEANS},
-        **{each: _over(median, samples, each) for each in MEDIANS},
+        **{key: _over(fmean, samples, key) for key in MEANS},
+        **{key: _over(median, samples, key) for key in MEDIANS},
     }
 
 
@@ -114,52 +116,51 @@ def _over(statistic: Callable[[list[float]], float], samples: Iterable[Result], 
 
 
 def chance(samples: Iterable[Result]) -> list[dict[str, Any]]:
-    """Per task and length: how right answers of the right kind are that know nothing of the context, taken from the
-    references of other questions."""
+    """Return the score of chance per task and length: references of other questions as answers."""
     questions: dict[tuple[str, Any], dict[tuple[int, int], Result]] = defaultdict(dict)
     for sample in samples:
         if sample.get("references"):
             questions[sample["task"], sample["length"]].setdefault((sample["seed"], sample["question"]), sample)
-    found = []
-    for (task, length), asked in questions.items():
-        ordered = [asked[key] for key in sorted(asked)]
+    rows = []
+    for (task, length), own in questions.items():
+        ordered = [own[key] for key in sorted(own)]
         scores = [
             score(one["scorer"], other["references"][0], one["references"])
             for index, one in enumerate(ordered)
             for other in [*ordered[index + 1 :], *ordered[:index]][:GUESSES]
         ]
         if scores:
-            found.append({"task": task, "length": length, "score": fmean(scores), "num_guesses": len(scores)})
-    return found
+            rows.append({"task": task, "length": length, "score": fmean(scores), "num_guesses": len(scores)})
+    return rows
 
 
 def unequal(cells: Iterable[dict[str, Any]]) -> list[str]:
-    """A sentence for every budget at which plans were not shown equally many tokens, over all tasks and lengths."""
+    """Return a warning for every budget at which the plans have unequal visible tokens, over all tasks and lengths."""
     columns: dict[tuple[int, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for cell in cells:
         if cell["budget"] is not None and cell["phase"] and cell["counted_tokens"]:
             columns[cell["budget"], cell["phase"]][cell["name"]].append(cell["counted_tokens"])
-    found = []
+    warnings = []
     for (budget, phase), counted in sorted(columns.items()):
         means = sorted((fmean(tokens), name) for name, tokens in counted.items())
         (least, fewest), (most, largest) = means[0], means[-1]
         if least < (1 - UNEQUAL) * most:
-            found.append(
+            warnings.append(
                 f"budget {budget:,} in {phase}: {fewest} was shown {least:,.0f} tokens, {largest} {most:,.0f}. Compare "
                 "plans of that column by their counted tokens."
             )
-    return found
+    return warnings
 
 
 def left_out(recipe: dict[str, Any], samples: Iterable[Result], jobs: Iterable[Job]) -> list[dict[str, Any]]:
-    """Contexts that are not finished."""
+    """Return the unfinished contexts."""
     counts: dict[Job, int] = defaultdict(int)
-    wanted: dict[Job, int] = {}
+    totals: dict[Job, int] = {}
     for sample in samples:
         counts[job_of(sample)] += 1
-        wanted[job_of(sample)] = sample["questions"] * len(recipe["rows"])
+        totals[job_of(sample)] = sample["questions"] * len(recipe["rows"])
     return [
-        {**job._asdict(), "samples": counts[job], "of": wanted.get(job)}
+        {**job._asdict(), "samples": counts[job], "of": totals.get(job)}
         for job in jobs
-        if counts[job] < wanted.get(job, 1)
+        if counts[job] < totals.get(job, 1)
     ]

@@ -1,4 +1,4 @@
-"""Results as Markdown tables. Numbers are rendered, never typed."""
+"""Markdown tables of results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def quality_table(result: dict[str, Any]) -> str:
-    """A Markdown table per task and length: a row per plan, a column per budget, mean scores with counts."""
+    """Return a table per task and length: a row per plan, a column per budget, mean scores with counts."""
     names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
     cells: dict[tuple[str, Any, str, int | None], list[float]] = defaultdict(list)
     for sample in result["samples"]:
@@ -31,21 +31,21 @@ def quality_table(result: dict[str, Any]) -> str:
 
 
 def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
-    """A Markdown table per task and length of a summary: scores with their 95 % intervals and the tokens that were
-    counted; then chance, and what to be careful about."""
+    """Return a table per task and length of a summary: scores with 95 % intervals and counted tokens, and the score of
+    chance."""
     parts = []
     groups: dict[tuple[str, Any], dict[tuple[str, int | None], dict[str, Any]]] = defaultdict(dict)
     for cell in tables["cells"]:
         groups[cell["task"], cell["length"]][cell["name"], cell["budget"]] = cell
-    levels = {(each["task"], each["length"]): each["score"] for each in tables["chance"]}
+    levels = {(row["task"], row["length"]): row["score"] for row in tables["chance"]}
     for (task, length), cells in groups.items():
         where = f" at {length:,}" if length else ""
         most = max(cell["num_samples"] for cell in cells.values())
         lines = [f"| {task}{where}, {most} samples | " + " | ".join(map(str, budgets)) + " |"]
         lines.append("|---" * (len(budgets) + 1) + "|")
         for name in dict.fromkeys(name for name, _ in cells):
-            found = [cells.get((name, None)) or cells.get((name, budget)) for budget in budgets]
-            lines.append(f"| {name} | " + " | ".join(_interval_cell(cell) for cell in found) + " |")
+            row = [cells.get((name, None)) or cells.get((name, budget)) for budget in budgets]
+            lines.append(f"| {name} | " + " | ".join(_interval_cell(cell) for cell in row) + " |")
         if (task, length) in levels:
             lines.append(f"| chance |{f' {levels[task, length]:.2f} |' * len(budgets)}")
         parts.append("\n".join(lines))
@@ -53,17 +53,17 @@ def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
 
 
 def budget_table(result: dict[str, Any], budget: int) -> str:
-    """One Markdown table for one budget: a row per plan, a column per task, measured visible tokens and recovery."""
-    names, asked = _names(result), _tasks(result)
+    """Return the table of one budget: a row per plan, a column per task, visible tokens and recovery."""
+    names, columns = _names(result), _tasks(result)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         if sample["budget"] in (None, budget):
             rows[names[sample["plan"]]].append(sample)
-    head = f"| budget {budget} | {' | '.join(asked)} | visible tokens | attention recovered |"
-    lines = [head, "|---" * (len(asked) + 3) + "|"]
+    head = f"| budget {budget} | {' | '.join(columns)} | visible tokens | attention mass recovered |"
+    lines = [head, "|---" * (len(columns) + 3) + "|"]
     for plan in _plans(result):
         samples = rows[plan]
-        tasks = [_cell([s["score"] for s in samples if s["task"] == task]) for task in asked]
+        tasks = [_cell([s["score"] for s in samples if s["task"] == task]) for task in columns]
         visible = _mean(s["sparse_layer_visible_tokens"] or s["visible_tokens"] for s in samples)
         recovery = _mean(s["recovery"] for s in samples if s["recovery"] is not None)
         recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
@@ -72,10 +72,10 @@ def budget_table(result: dict[str, Any], budget: int) -> str:
 
 
 def prefill_table(result: dict[str, Any]) -> str:
-    """One Markdown table of plans that sift in prefill: a row per plan, a column per task that was asked, and how many
-    tokens a prompt token saw in the layers that were not dense."""
-    asked = {sample["task"] for sample in result["samples"]}
-    tasks = [task for task in _tasks(result) if task in asked]
+    """Return the table of plans that are sparse in prefill: a row per plan, a column per task with samples, and visible
+    tokens per prompt token in sparse layers."""
+    present = {sample["task"] for sample in result["samples"]}
+    tasks = [task for task in _tasks(result) if task in present]
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         rows[sample["plan"]].append(sample)
@@ -91,15 +91,15 @@ def prefill_table(result: dict[str, Any]) -> str:
 
 
 RECALL_MEASURES = {
-    "recall": "ten heaviest tokens seen",
-    "recovery": "attention recovered",
+    "recall": "top-10 token recall",
+    "recovery": "attention mass recovered",
     "overlap": "pages that {first} selects too",
     "bytes_read": "bytes read to select, of those of {first}",
 }
 
 
 def recall_table(result: dict[str, Any]) -> str:
-    """A Markdown table per measure of a recall result: a row per plan, a column per budget, means over questions."""
+    """Return a table per measure of a recall result: a row per plan, a column per budget, means over questions."""
     names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
     cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
     for sample in result["samples"]:
@@ -119,8 +119,8 @@ def recall_table(result: dict[str, Any]) -> str:
 
 
 def _mean(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return sum(found) / len(found) if found else None
+    values = list(values)
+    return sum(values) / len(values) if values else None
 
 
 def _cell(scores: Sequence[float] | None) -> str:
@@ -143,10 +143,10 @@ def _tasks(result: dict[str, Any]) -> list[str]:
 
 
 def _names(result: dict[str, Any]) -> dict[str, str]:
-    """Plan of a sample -> name of its row."""
+    """Return the mapping from plans of samples to names of rows."""
     return {row["plan"]: row["name"] for row in result["rows"]}
 
 
 def _plans(result: dict[str, Any]) -> list[str]:
-    """Names of rows, in the recipe's order."""
+    """Return the names of rows in the recipe's order."""
     return list(dict.fromkeys(row["name"] for row in result["rows"]))

@@ -1,4 +1,4 @@
-"""Tasks from local files, as recipes name them."""
+"""Local files as tasks of recipes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TaskFile:
     """A task from a local file in its published format.
 
     Attributes:
-        kind: of the format: a name in ``eval.loaders.LOADERS``.
-        path: of the file, or of a directory of files.
-        limit: at most so many samples of it.
-        name: of the task in results; that of the file unless given.
-        max_tokens: longer contexts lose their middle; None leaves them as they are.
+        kind: the format, a name in ``eval.loaders.LOADERS``.
+        path: of a file or a directory of files.
+        limit: the most samples to use.
+        name: of the task in results; by default that of the file.
+        max_tokens: longer contexts lose their middle; None: no limit.
     """
 
     kind: str
@@ -33,10 +33,10 @@ class TaskFile:
 
 
 def task_file(table: object, recipe: str) -> TaskFile:
-    """A file as a recipe names it.
+    """Return a task from its table in a recipe.
 
     Raises:
-        InputError: if it is not there, or a key or a value makes no sense.
+        InputError: if the file is missing, or a key or value is wrong.
     """
     if not isinstance(table, dict) or not {"kind", "path"} <= table.keys():
         raise InputError(f"files of the recipe {recipe} are tables with kind and path; got {table!r}.")
@@ -55,13 +55,13 @@ def task_file(table: object, recipe: str) -> TaskFile:
 
 
 def digest(path: Path) -> str:
-    """Of what is in a file, or in all files of a directory with their names."""
-    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    found = [(str(each.relative_to(path.parent)), hashlib.sha256(each.read_bytes()).hexdigest()) for each in files]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    """Return the digest of a file, or of all files of a directory with their names."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digests = [(str(file.relative_to(path.parent)), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 def whole_number(key: str, value: object, least: int) -> None:
-    """Refuse a value of a recipe that is no whole number, or less than it may be."""
+    """Refuse a value of a recipe that is not a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"{key}={value!r} of a recipe must be a whole number, {least} or more.")

@@ -1,7 +1,6 @@
-"""Long English text for haystacks, from what ships with CPython: the language reference and the library's docstrings.
+"""Long English text for haystacks from CPython: the language reference and the docstrings of the library.
 
-Nothing is stored in this package; the text is read from the running interpreter, so it is the same on one Python
-version and may differ on another.
+The text is read from the running interpreter, so it depends on the version of Python.
 """
 
 import ast
@@ -30,32 +29,32 @@ NOISE = (
 _PLAIN = re.compile(r"[A-Za-z0-9_ ,.;:'!?()/%+=-]+")
 _SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 _WORD = re.compile(r"(?<![\w.'-])[a-z]{3,12}(?![\w('-])")
-# Tests are bulky and hardly documented, idlelib and lib2to3 hold generated tables, site-packages is not CPython's.
+# Tests have few docstrings, idlelib and lib2to3 generated tables; site-packages is not CPython's.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "__pycache__"}
 
 
 @lru_cache(maxsize=1)
 def paragraphs() -> tuple[str, ...]:
-    """All distinct plain paragraphs, the language reference first, then docstrings by file name."""
-    found = dict.fromkeys(p for block in _reference() for p in plain_paragraphs(block))
-    found.update(dict.fromkeys(p for block in _docstrings() for p in plain_paragraphs(block)))
-    return tuple(found)
+    """Return all distinct plain paragraphs: the language reference, then docstrings by file name."""
+    distinct = dict.fromkeys(p for block in _reference() for p in plain_paragraphs(block))
+    distinct.update(dict.fromkeys(p for block in _docstrings() for p in plain_paragraphs(block)))
+    return tuple(distinct)
 
 
 @lru_cache(maxsize=1)
 def sentences() -> tuple[tuple[str, ...], ...]:
-    """The sentences of every paragraph."""
+    """Return the sentences of every paragraph."""
     return tuple(tuple(_SENTENCE_END.split(paragraph)) for paragraph in paragraphs())
 
 
 @lru_cache(maxsize=1)
 def vocabulary() -> tuple[str, ...]:
-    """The distinct lower-case words of the prose, of 3 to 12 letters, sorted."""
+    """Return the distinct lower-case words of the prose with 3 to 12 letters, sorted."""
     return tuple(sorted({word for texts in sentences() for text in texts for word in _WORD.findall(text)}))
 
 
 def plain_paragraphs(block: str) -> Iterator[str]:
-    """The paragraphs of a block of reStructuredText that read as English, on one line each, markup removed."""
+    """Yield the English paragraphs of a block of reStructuredText, on one line each, without markup."""
     for raw in re.split(r"\n\s*\n", block):
         text = " ".join(re.sub(r"[*`\"|]|:[a-z]+:(?=`)", "", raw).split())
         is_prose = text[:1].isupper() and text[-1:] in ".!?" and text.count(" ") >= 9
@@ -64,7 +63,7 @@ def plain_paragraphs(block: str) -> Iterator[str]:
 
 
 def prose(rng: random.Random) -> Iterator[str]:
-    """Endless prose from a random paragraph on, sentence by sentence; each piece begins with its separator."""
+    """Yield endless prose from a random paragraph on, sentence by sentence, each with its separator in front."""
     texts = sentences()
     index = rng.randrange(len(texts))
     while True:
@@ -82,22 +81,22 @@ def document(
     count_tokens: Callable[[str], int],
     seed: int = 0,
 ) -> str:
-    """An English document of at least ``num_tokens`` tokens with each fact hidden at its depth.
+    """Return an English document of at least ``num_tokens`` tokens with each fact at its depth.
 
     Args:
         facts: whole sentences; each is placed between two sentences of the prose.
         depths: one per fact, 0 is the beginning of the document and 1 its end.
-        num_tokens: the length to reach; the last sentence may exceed it.
+        num_tokens: the length; the last sentence may exceed it.
         count_tokens: tokens in a piece of text; pieces are counted one by one.
     """
     if len(facts) != len(depths) or any(not 0 <= depth <= 1 for depth in depths):
         raise ValueError(f"document needs one depth between 0 and 1 per fact; got {len(facts)} facts, depths {depths}")
-    waiting = sorted(zip(depths, facts), reverse=True)
+    pending = sorted(zip(depths, facts), reverse=True)
     pieces: list[str] = []
     length, source = 0, prose(random.Random(seed))
-    while length < num_tokens or waiting:
-        is_due = bool(waiting) and length >= waiting[-1][0] * num_tokens
-        pieces.append(" " + waiting.pop()[1].strip() if is_due and pieces else next(source))
+    while length < num_tokens or pending:
+        is_due = bool(pending) and length >= pending[-1][0] * num_tokens
+        pieces.append(" " + pending.pop()[1].strip() if is_due and pieces else next(source))
         length += count_tokens(pieces[-1])
     return "".join(pieces).strip()
 
@@ -119,7 +118,7 @@ def _docstrings_of(path: Path) -> Iterator[str]:
     try:
         with warnings.catch_warnings(action="ignore"):  # old escapes in string literals
             tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, UnicodeDecodeError, OSError):  # a few files of some distributions are templates, not Python
+    except (SyntaxError, UnicodeDecodeError, OSError):  # some distributions have templates that are not Python
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

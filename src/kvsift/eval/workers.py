@@ -1,4 +1,4 @@
-"""Jobs in parallel, a process each, whose results come back one by one as they are made."""
+"""Jobs in parallel processes that return their results one by one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.process import BaseProcess
 from signal import SIG_IGN, SIGINT, signal
 from time import monotonic
@@ -15,7 +16,7 @@ from typing import Any
 from kvsift.errors import InputError, KVSiftError
 
 Serve = Callable[..., Iterator[Any]]
-"""Called with a job's arguments, gives its results."""
+"""Function from a job's arguments to its results."""
 
 RESULT, DONE, REFUSED, FAILED = range(4)
 
@@ -24,42 +25,38 @@ def run_jobs(
     prepare: Callable[..., Serve], arguments: tuple[Any, ...], jobs: Iterable[tuple[Any, ...]], workers: int,
     stop_at: float | None = None, gpus: Sequence[str] = (),
 ) -> Iterator[Any]:  # fmt: skip
-    """Results of all jobs, in the order they are made.
+    """Yield the results of all jobs as they are made.
 
     Args:
         prepare: called once in every process with ``arguments``.
-        arguments: can be pickled, as jobs and results can.
-        jobs: arguments of each.
-        workers: processes.
-        stop_at: ``time.monotonic`` when processes are ended and what they have not given is given up.
-        gpus: each process sees one of them, in turns; without any all processes see what this one does.
+        arguments: must be picklable, as jobs and results.
+        jobs: tuples of arguments.
+        workers: number of processes.
+        stop_at: ``time.monotonic`` at which the processes are terminated; unfinished results are lost.
+        gpus: one for each process, in turns; if empty, all processes see the GPUs of this one.
 
     Raises:
-        InputError: as a worker did; or if one dies.
-        RuntimeError: if a worker failed for a reason that is our mistake, with its traceback.
+        InputError: that of a worker, or if a worker dies.
+        RuntimeError: any other error of a worker, with its traceback.
     """
     if stop_at is not None and monotonic() >= stop_at:
         return
-    waiting, context = iter(list(jobs)), get_context("spawn")
+    queue, context = iter(list(jobs)), get_context("spawn")
     processes: dict[Connection, BaseProcess] = {}
     try:
-        for job in waiting:
-            here, there = context.Pipe()
-            gpu = gpus[len(processes) % len(gpus)] if gpus else None
-            process: BaseProcess = context.Process(target=_work, args=(there, prepare, arguments, gpu), daemon=True)
-            process.start()
-            there.close()  # so that the death of the process is the end of the pipe
-            processes[here] = process
-            here.send(job)
+        for job in queue:
+            pipe, process = _start(context, prepare, arguments, gpus[len(processes) % len(gpus)] if gpus else None)
+            processes[pipe] = process
+            pipe.send(job)
             if len(processes) == workers:
                 break
         while processes:
             left = None if stop_at is None else max(stop_at - monotonic(), 0.0)
-            ready = [each for each in wait(list(processes), left) if isinstance(each, Connection)]
+            ready = [pipe for pipe in wait(list(processes), left) if isinstance(pipe, Connection)]
             if not ready or (stop_at is not None and monotonic() >= stop_at):
                 return
             for pipe in ready:
-                yield from _received(pipe, processes, waiting, workers)
+                yield from _receive(pipe, processes, queue, workers)
     finally:
         for pipe, process in processes.items():
             process.terminate()
@@ -67,10 +64,20 @@ def run_jobs(
             pipe.close()
 
 
-def _received(
-    pipe: Connection, processes: dict[Connection, BaseProcess], waiting: Iterator[Any], workers: int
+def _start(
+    context: SpawnContext, prepare: Callable[..., Serve], arguments: tuple[Any, ...], gpu: str | None
+) -> tuple[Connection, BaseProcess]:
+    pipe, remote = context.Pipe()
+    process = context.Process(target=_work, args=(remote, prepare, arguments, gpu), daemon=True)
+    process.start()
+    remote.close()  # so that the pipe ends when the process dies
+    return pipe, process
+
+
+def _receive(
+    pipe: Connection, processes: dict[Connection, BaseProcess], queue: Iterator[Any], workers: int
 ) -> Iterator[Any]:
-    """Take what a worker sent; give it the next job if it has done the last."""
+    """Receive a message of a worker; send the next job after the last result of a job."""
     try:
         kind, content = pipe.recv()
     except (EOFError, ConnectionResetError):
@@ -84,7 +91,7 @@ def _received(
     elif kind == FAILED:
         raise RuntimeError(f"a worker failed:\n{content}")
     else:
-        job = next(waiting, None)
+        job = next(queue, None)
         pipe.send(job)
         if job is None:
             processes.pop(pipe).join()
@@ -92,9 +99,9 @@ def _received(
 
 
 def _work(pipe: Connection, prepare: Callable[..., Serve], arguments: tuple[Any, ...], gpu: str | None) -> None:
-    signal(SIGINT, SIG_IGN)  # the parent ends us
+    signal(SIGINT, SIG_IGN)  # the parent terminates this process
     if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # heeded when CUDA starts, with the model
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # read when CUDA starts, with the model
     try:
         serve = prepare(*arguments)
         while (job := pipe.recv()) is not None:
@@ -104,6 +111,6 @@ def _work(pipe: Connection, prepare: Callable[..., Serve], arguments: tuple[Any,
     except KVSiftError as error:
         pipe.send((REFUSED, str(error)))
     except (EOFError, BrokenPipeError):
-        return  # the parent is gone, and what was given to it is kept
+        return  # the parent has died; it has stored the results so far
     except Exception:
         pipe.send((FAILED, traceback.format_exc()))

@@ -1,1 +1,1 @@
-"""Indexes over the keys of one layer of one sequence: which keys have the largest inner product with a query."""
+"""Indexes over the keys of one layer of one sequence: search for the keys of the largest inner products."""

@@ -1,8 +1,8 @@
-"""Whether a graph still finds what a scan finds, looked at while it is in use.
+"""Comparisons of a graph with a scan during use.
 
-It was tried on queries of the prompt. Questions are less like those, and what is generated drifts away from them. So
-now and then a step is answered by a scan of all keys, and what the graph would have missed says which heads must
-search wider from then on.
+A graph is tuned on queries of the prompt. Queries of questions are less like those, and queries of generated tokens
+drift away from them. Therefore a scan of all keys answers a step from time to time, and heads whose graph would have
+missed keys widen their search.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-TARGET = 0.98  # of the keys that a scan finds; with 0.95 some needles were missed that an exact search finds
-WIDER, WIDEST = 1.5, 16.0  # times the beam: at each audit that finds too little, and at most
+TARGET = 0.98  # recall; with 0.95 some needles were missed that an exact search finds
+WIDER, WIDEST = 1.5, 16.0  # factors of the beam: at each audit below the target, and at most
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Audit:
     """One comparison.
 
     Attributes:
-        length: tokens cached then; a roll-back to fewer undoes it.
-        found: share of a scan's keys that the graph found, per KV head.
-        widths: how many times its beam each KV head searches from then on.
+        length: tokens cached at the time; a roll-back to fewer undoes it.
+        found: recall of the graph, per KV head.
+        widths: multiple of its beam that each KV head searches afterwards.
     """
 
     length: int
@@ -39,22 +39,22 @@ class Audits:
 
     @property
     def widths(self) -> tuple[float, ...] | None:
-        """Of each KV head now; None before the first audit."""
+        """Present widths of the KV heads; None before the first audit."""
         return self.log[-1].widths if self.log else None
 
     @property
     def failed(self) -> bool:
-        """Whether the last audit found too little in some head: the next step is audited too, and so on until a graph
-        that is wide enough finds what a scan finds."""
+        """Whether the last audit was below the target in some head: then the next step is audited too."""
         return bool(self.log) and min(self.log[-1].found) < TARGET
 
     def take(self, length: int, ids: Tensor, exact: Tensor, num_kv_heads: int) -> None:
-        """Compare what was found with what a scan finds, int64 [num_query_heads, k] each."""
+        """Compare the keys that a graph and a scan found, int64 [num_query_heads, k] each."""
         hits = (ids.unsqueeze(2) == exact.unsqueeze(1)).any(1).float()
-        found = hits.unflatten(0, (num_kv_heads, -1)).mean((1, 2)).tolist()
+        recalls = hits.unflatten(0, (num_kv_heads, -1)).mean((1, 2)).tolist()
         before = self.widths or (1.0,) * num_kv_heads
-        widths = tuple(min(width * WIDER, WIDEST) if of < TARGET else width for width, of in zip(before, found))
-        self.log.append(Audit(length, tuple(found), widths))
+        pairs = zip(before, recalls)
+        widths = tuple(min(width * WIDER, WIDEST) if recall < TARGET else width for width, recall in pairs)
+        self.log.append(Audit(length, tuple(recalls), widths))
 
     def fork(self) -> Audits:
         return Audits(list(self.log))
@@ -63,14 +63,14 @@ class Audits:
         self.log = [audit for audit in self.log if audit.length <= length]
 
     def describe(self) -> dict[str, Any]:
-        """How many, the share found in each, mean of the KV heads, and the widths now."""
+        """Number of audits, mean recall of each, and the present widths."""
         shares = [sum(audit.found) / len(audit.found) for audit in self.log]
         return {"count": len(shares), "found": [round(share, 4) for share in shares], "widths": self.widths}
 
 
 def is_due(tokens: int, every: int) -> bool:
-    """Whether the step ``tokens`` after the build is audited: at powers of two, when least is known of the questions,
-    then at every ``every``-th; never if that is 0."""
+    """Whether the step ``tokens`` after the build is audited: at powers of two, then at every ``every``-th; never if
+    that is 0."""
     if every == 0 or tokens < 0:
         return False
     return tokens % every == 0 if tokens >= every else tokens & (tokens - 1) == 0

@@ -1,4 +1,4 @@
-"""What an index is, and what all of them share: how results are ordered and how scanned keys are counted."""
+"""The protocol of an index, and the order of results and count of scanned keys that all indexes share."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ NOTHING = -1  # id of a result that is missing
 
 
 class Index(Protocol):
-    """Finds the keys with the largest inner products, in one layer of one sequence.
+    """Search for the keys with the largest inner products, in one layer of one sequence.
 
-    It does not own the keys: [num_kv_heads, n, head_dim], passed to every call. Query head h reads KV head
-    h // group size. Results come by score, the largest first, ties to the lower id; what is missing is id -1 with
-    score -inf, at the end of a row.
+    An index does not own the keys [num_kv_heads, n, head_dim], which every call receives. Query head h reads KV head
+    h // group size. Results are ordered by score, the largest first, ties to the lower id; a missing result is id -1
+    with score -inf, at the end of a row.
     """
 
     def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Ids int64 [num_query_heads, k], rows of ``keys``, and scores float32 [num_query_heads, k], q.k unscaled, for
-        queries [num_query_heads, head_dim]. Rows that the index was not built over are scanned exactly."""
+        """Find ids int64 [num_query_heads, k], rows of ``keys``, and scores float32 [num_query_heads, k], q.k unscaled,
+        for queries [num_query_heads, head_dim]. Rows added after the build are scanned exactly."""
 
     def extend(self, keys: Tensor) -> None:
-        """Rows have been added to the keys; an index may take them in, or leave them to be scanned."""
+        """Take in rows that were added to the keys, or leave them to be scanned."""
 
     def crop(self, length: int) -> None:
-        """Rows from ``length`` on are gone."""
+        """Remove the rows from ``length`` on."""
 
     def fork(self) -> Index:
-        """An index that goes its own way; what is large is shared until one of them changes it. It has not searched."""
+        """Return an independent index without searches; large tensors are shared until one of the two changes them."""
 
     @property
     def bytes_read(self) -> int:
-        """Of keys and codes, in all searches so far; what is read once for a group of query heads counts once."""
+        """Bytes of keys and codes read in all searches so far; what a group of query heads shares counts once."""
 
     def statistics(self) -> dict[str, Any]:
-        """ "kind", "rows" it was built over, "bytes" beside the keys, "build_seconds", "searches", and "scanned": mean
+        """Return "kind", "rows" of the build, "bytes" beside the keys, "build_seconds", "searches", and "scanned": mean
         number of keys scored per query head and search."""
 
 
@@ -62,7 +62,7 @@ class SearchCount:
 
 
 def check_search(queries: Tensor, keys: Tensor, k: int) -> None:
-    """Refuse what no index can answer.
+    """Refuse a search that no index can answer.
 
     Raises:
         InputError: for shapes that do not fit, k below 1, tensors that are not in host memory, or a query that is not
@@ -82,20 +82,20 @@ def check_search(queries: Tensor, keys: Tensor, k: int) -> None:
 
 
 def check_keys(keys: Tensor) -> None:
-    """Refuse keys [num_kv_heads, n, head_dim] that cannot be ranked; called when an index takes them in.
+    """Refuse keys [num_kv_heads, n, head_dim] that cannot be ranked, before an index takes them in.
 
     Raises:
         InputError: if one is not finite.
     """
-    # one sum reads them once and makes nothing; it may overflow though all are finite
+    # a sum reads them once without a temporary tensor; it may overflow though all are finite
     if not bool(keys.sum(dtype=torch.float32).isfinite()) and not bool(keys.isfinite().all()):
         raise InputError("keys hold NaN or infinite numbers: no query can rank them. Check what made them.")
 
 
 def best(ids: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of some results, in order: ids and scores [num_heads, count] -> [num_heads, k].
+    """Order the k best results: ids and scores [num_heads, count] -> [num_heads, k].
 
-    No id may occur twice in a row; -1 is no result, whatever its score.
+    Ids are unique in a row; id -1 is no result, whatever its score.
     """
     missing = ids < 0
     by_id = ids.masked_fill(missing, torch.iinfo(torch.int64).max).sort(dim=-1, stable=True).indices
@@ -112,6 +112,20 @@ def best(ids: Tensor, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def merged(
     first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], offset: int, k: int
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Results of two searches over rows that follow one another; the ids of the second count from ``offset``."""
+    """Merge the results of two searches over consecutive rows; the ids of the second count from ``offset``."""
     ids = torch.where(second[0] < 0, second[0], second[0] + offset)
     return best(torch.cat([first[0], ids], 1), torch.cat([first[1], second[1]], 1), k)
+
+
+def best_of_groups(ids: Tensor, scores: Tensor, num_kv_heads: int, k: int) -> Tensor:
+    """Return the k ids of each KV head with the largest score of any of its query heads, int64 [num_kv_heads, k].
+
+    ids and scores [num_query_heads, k] are the best of each query head, which include the best of the group.
+    """
+    ids, scores = (tensor.unflatten(0, (num_kv_heads, -1)).flatten(1) for tensor in (ids, scores))
+    # the largest score of an id first: the others of the same id follow it
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(1, ids.gather(1, order).sort(dim=-1, stable=True).indices)
+    ids, scores = ids.gather(1, order), scores.gather(1, order)
+    repeated = torch.nn.functional.pad(ids[:, 1:] == ids[:, :-1], (1, 0), value=False)
+    return best(ids.masked_fill(repeated, -1), scores, k)[0]

@@ -1,6 +1,6 @@
-"""What the indexes that come from faiss share: one faiss index per KV head, and a scan of the rows after it.
+"""Indexes of faiss: one per KV head, and a scan of the later rows.
 
-They are baselines. faiss keeps float32 copies of the keys, and knows nothing of the queries that will come.
+They are baselines. faiss stores float32 copies of the keys, and builds without queries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvsift.indexes.flat import exact_search
 
 
 def load_faiss() -> Any:
-    """The module faiss.
+    """Import faiss.
 
     Raises:
         InputError: if it is not installed.
@@ -37,7 +37,7 @@ def load_faiss() -> Any:
 class FaissIndex(ABC):
     """One faiss index per KV head, by inner product. Rows added later are scanned exactly.
 
-    Subclasses say how one is trained (``_train``), how wide a search is (``_parameters``), and where faiss counts.
+    Subclasses define the training (``_train``), the width of a search (``_parameters``), and the counter of faiss.
     """
 
     kind: ClassVar[str]
@@ -46,7 +46,7 @@ class FaissIndex(ABC):
     def __init__(self) -> None:
         self._faiss = load_faiss()
         self._heads: list[Any] = []
-        self._rows = self._built = self._bytes = 0  # rows that still hold; rows that faiss knows
+        self._rows = self._built = self._bytes = 0  # valid rows; rows in the faiss indexes
         self._build_seconds = 0.0
         self._count = SearchCount()
 
@@ -62,7 +62,7 @@ class FaissIndex(ABC):
         started = perf_counter()
         self._rows = self._built = keys.shape[1]
         if self._rows:
-            # a head per thread, and no threads within: faiss inserts in any order otherwise, and results would vary
+            # a head per thread, without threads inside faiss, whose order of insertion, and results, would vary
             with ThreadPoolExecutor(torch.get_num_threads()) as pool:
                 self._heads = list(pool.map(self._one_head, keys))
         self._bytes = sum(self._faiss.serialize_index(head).nbytes for head in self._heads)
@@ -84,15 +84,15 @@ class FaissIndex(ABC):
         selector = self._faiss.IDSelectorRange(0, rows) if rows < self._built else None  # parameters do not own it
         parameters = self._parameters(k, selector)
         grouped = queries.float().unflatten(0, (keys.shape[0], -1)).numpy()
-        each = [head.search(of, k, params=parameters) for head, of in zip(self._heads, grouped)]
-        scores, ids = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*each))
-        num_bytes = 4 * counted.ndis * queries.shape[1] + tail.numel() * tail.element_size()  # it keeps float32
+        results = [head.search(rows, k, params=parameters) for head, rows in zip(self._heads, grouped)]
+        scores, ids = (torch.cat([torch.from_numpy(part) for part in parts]) for parts in zip(*results))
+        num_bytes = 4 * counted.ndis * queries.shape[1] + tail.numel() * tail.element_size()  # faiss stores float32
         self._count.add(counted.ndis / queries.shape[0] + tail.shape[1], num_bytes)
-        found = best(ids, scores, k)
-        return merged(found, exact_search(queries, tail, k), rows, k) if tail.shape[1] else found
+        nearest = best(ids, scores, k)
+        return merged(nearest, exact_search(queries, tail, k), rows, k) if tail.shape[1] else nearest
 
     def extend(self, keys: Tensor) -> None:  # noqa: B027, a default
-        """New rows are left to be scanned."""
+        """Leave new rows to be scanned."""
 
     def crop(self, length: int) -> None:
         self._rows = min(self._rows, length)

@@ -1,4 +1,4 @@
-"""Exact search: every key is scored, each KV head's keys read once for its whole group of queries."""
+"""Exact search: every key is scored; the keys of a KV head are read once for its group of queries."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ CodeKind = Literal["int8"]
 
 
 def overfetch(k: int) -> float:
-    """Candidates per key asked for. The rounding of codes moves keys by a few dozen places: that is a smaller share of
-    many. For a thousand and more, 1.15 missed none on S, T and P (``bench index``)."""
+    """Return the number of candidates per result. Rounding to codes changes the rank of a key by a few dozen, a smaller
+    share of larger k. For k of a thousand and more, 1.15 missed no key on S, T and P (``bench index``)."""
     return 1.5 if k < 1000 else 1.25
 
 
 def core_takes(keys: Tensor) -> bool:
-    """Whether the compiled core is here and searches keys of this form, [num_kv_heads, n, head_dim]."""
+    """Whether the compiled core is available and supports the layout of keys [num_kv_heads, n, head_dim]."""
     if not native.available():
         return False
     try:
@@ -35,20 +35,20 @@ def core_takes(keys: Tensor) -> bool:
 
 
 def exact_search(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best keys of each query head (``Index.search``), through the compiled core or, where it cannot, torch."""
+    """Find the k best keys of each query head (``Index.search``), with the compiled core or else with torch."""
     return native.scan(queries, keys, k) if core_takes(keys) else scan_in_torch(queries, keys, k)
 
 
 def scan_in_torch(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The same in float32 products and topk."""
+    """Search exactly with float32 products and topk."""
     grouped = queries.float().unflatten(0, (keys.shape[0], -1))
-    scores = torch.stack([torch.mm(of, rows.float().T) for of, rows in zip(grouped, keys)]).flatten(0, 1)
+    scores = torch.stack([torch.mm(group, rows.float().T) for group, rows in zip(grouped, keys)]).flatten(0, 1)
     count = min(k, keys.shape[1])
     if count == 0:
         return best(scores.new_empty(scores.shape[0], 0, dtype=torch.int64), scores, k)
     values, ids = scores.topk(count, dim=-1)
     least = values[:, -1:]
-    # topk takes any of the keys that tie for the last places: only then is a stable sort needed
+    # topk returns any of the keys that tie for the last places: only ties need a stable sort
     if torch.equal((scores == least).sum(-1), (values == least).sum(-1)):
         return best(ids, values, k)
     ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
@@ -56,28 +56,27 @@ def scan_in_torch(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor
 
 
 class FlatIndex:
-    """A scan of all keys. With ``codes="int8"`` candidates come from 8-bit codes, more than asked for
-    (``overfetch``), and are scored again from the keys.
+    """A scan of all keys. With ``codes="int8"`` candidates come from 8-bit codes, more than k of them (``overfetch``),
+    and are scored again from the keys.
 
-    Rows without codes are scanned exactly, and so is everything that the compiled core has no codes for: other types
-    than bf16 and float32, and heads whose size is no multiple of 8 or above 256.
+    Rows without codes are scanned exactly, and so are keys for which the compiled core has no codes: other dtypes than
+    bf16 and float32, and head sizes that are no multiple of 8 or above 256.
     """
 
     def __init__(self, codes: CodeKind | None = None) -> None:
         self.codes = codes
         self._coded: native.Codes | None = None  # of the first rows
-        self._shared = False  # with a fork: neither may change them
+        self._shared = False  # with a fork: neither changes them
         self._rows = 0
         self._build_seconds = 0.0
         self._count = SearchCount()
 
     @classmethod
     def build(cls, keys: Tensor, *, codes: CodeKind | None = None) -> FlatIndex:
-        """Over keys [num_kv_heads, n, head_dim].
+        """Build over keys [num_kv_heads, n, head_dim].
 
         Raises:
-            InputError: if codes are asked for that the compiled core would have to make, and it is missing, or for keys
-                that are not finite.
+            InputError: if codes need the compiled core and it is missing, or for keys that are not finite.
         """
         if codes is not None and not native.available():
             raise InputError(f"a scan of {codes} codes needs the compiled core: {native.why_missing()}")
@@ -92,10 +91,10 @@ class FlatIndex:
         self._count.add(keys.shape[1], coded + keys[:, rows:].numel() * keys.element_size())
         if self._coded is None or rows == 0:
             return exact_search(queries, keys, k)
-        found = native.scan_codes(queries, self._coded, keys[:, :rows], k, overfetch(k))
+        nearest = native.scan_codes(queries, self._coded, keys[:, :rows], k, overfetch(k))
         if rows == keys.shape[1]:
-            return found
-        return merged(found, exact_search(queries, keys[:, rows:], k), rows, k)
+            return nearest
+        return merged(nearest, exact_search(queries, keys[:, rows:], k), rows, k)
 
     def extend(self, keys: Tensor) -> None:
         started = perf_counter()

@@ -1,4 +1,4 @@
-"""Graphs from queries of the prompt: what is asked of them, and when there are too few."""
+"""Parameters of graphs that are built from queries of the prompt, and reasons against such a graph."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvsift.native.shapes import ROW_DTYPES
 from kvsift.types import Rope
 
 LEAST_SAMPLES = 64
-DECODE_POSITIONS = 512  # a graph is meant for so many tokens from now on; more would spread the samples thinner
+DECODE_POSITIONS = 512  # next tokens for which a graph is built; more would spread the samples thinner
 
 
 def why_no_graph(keys: Tensor, samples: QuerySamples | None) -> str:
-    """What stands against a graph over keys [num_kv_heads, n, head_dim]; empty if nothing does."""
+    """Return the reason against a graph over keys [num_kv_heads, n, head_dim]; empty if there is none."""
     if not native.available():
         return f"a scan: {native.why_missing()}"
     if keys.dtype not in ROW_DTYPES:
@@ -27,13 +27,13 @@ def why_no_graph(keys: Tensor, samples: QuerySamples | None) -> str:
 
 
 def lists_for(k: int) -> int:
-    """Nearest keys per sampled query that a graph is built from when k will be asked for (``GraphIndex.build``)."""
+    """Return how many nearest keys per sampled query a graph for searches of k keys is built from."""
     return min(max(100, 2 * k), 1000)
 
 
-def turned(samples: QuerySamples, length: int, rope: Rope | None) -> Tensor:
-    """Queries as they would be at ``length`` and after, spread over the positions that a graph is meant for; as they
-    stood without ``rope``. [num_query_heads, t, head_dim]"""
+def rotated(samples: QuerySamples, length: int, rope: Rope | None) -> Tensor:
+    """Rotate queries to ``length`` and later, spread over the positions that a graph is built for; unchanged without
+    ``rope``. [num_query_heads, t, head_dim]"""
     if rope is None:
         return samples.queries
     count = len(samples.positions)

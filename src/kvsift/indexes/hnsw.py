@@ -1,4 +1,4 @@
-"""HNSW: a graph of keys that are near each other. A baseline, through faiss."""
+"""HNSW: a hierarchical graph of near keys. A baseline, through faiss."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class HNSWIndex(FaissIndex):
 
     Args:
         links: neighbours per key, M; twice as many on the lowest level.
-        beam: keys that a search keeps in view, ef; four times as many as are asked for by default.
+        beam: size of the candidate list of a search, ef; 4 k by default.
     """
 
     kind: ClassVar[str] = "hnsw"
@@ -31,7 +31,7 @@ class HNSWIndex(FaissIndex):
 
     @classmethod
     def build(cls, keys: Tensor, *, links: int = 32, beam: int | None = None) -> HNSWIndex:
-        """Over keys [num_kv_heads, n, head_dim]."""
+        """Build over keys [num_kv_heads, n, head_dim]."""
         index = cls(links, beam)
         index._build(keys)
         return index

@@ -1,4 +1,4 @@
-"""IVF: k-means clusters of the keys, of which the nearest are scanned. A baseline, through faiss."""
+"""IVF: k-means clusters of the keys; a search scans the nearest ones. A baseline, through faiss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.indexes.faiss_index import FaissIndex
 
-PROBED = 0.3  # of the clusters, by default: queries are not distributed as keys are, and need about that many
+PROBED = 0.3  # share of the clusters by default: queries are distributed unlike keys and need about as many
 
 
 class IVFIndex(FaissIndex):
@@ -32,7 +32,7 @@ class IVFIndex(FaissIndex):
 
     @classmethod
     def build(cls, keys: Tensor, *, nlist: int | None = None, nprobe: int | None = None) -> IVFIndex:
-        """Over keys [num_kv_heads, n, head_dim]."""
+        """Build over keys [num_kv_heads, n, head_dim]."""
         index = cls(nlist, nprobe)
         index._build(keys)
         return index
@@ -50,7 +50,7 @@ class IVFIndex(FaissIndex):
     def _train(self, rows: Any) -> Any:
         faiss, width = self._faiss, rows.shape[1]
         index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, self.num_lists, faiss.METRIC_INNER_PRODUCT)
-        index.cp.min_points_per_centroid = 1  # fewer than faiss likes are no mistake here
+        index.cp.min_points_per_centroid = 1  # silences a warning of faiss
         index.train(rows)
         index.add(rows)
         return index

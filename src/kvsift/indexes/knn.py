@@ -1,4 +1,4 @@
-"""Exact nearest keys of many queries: products in blocks, then the best of each row, by the core where it is here."""
+"""Exact nearest keys of many queries: products in blocks, then the best of each row, by the core if available."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torch import Tensor
 from kvsift import native
 from kvsift.errors import InputError
 
-BLOCK_BYTES = 32 << 20  # of scores at a time: they stay in the last cache of the processors measured
-DEVICE_BLOCK_BYTES = 256 << 20  # on a GPU, which is faster the more it has at once
-STRIP = 64  # neighbouring keys that are ranked by their best
+BLOCK_BYTES = 32 << 20  # of scores at a time, which fit the last-level cache of the processors measured
+DEVICE_BLOCK_BYTES = 256 << 20  # on a GPU, which is faster with larger blocks
+STRIP = 64  # neighbouring keys that are ranked by their best key
 
 
 def knn(queries: Tensor, keys: Tensor, k: int, causal_stop: Tensor | None = None) -> Tensor:
-    """Ids of the keys with the largest inner products.
+    """Return the ids of the keys with the largest inner products.
 
     Products have the precision of ``keys``: bf16 keys give scores rounded to bf16. Equal scores are ordered by id.
 
@@ -37,9 +37,9 @@ def knn(queries: Tensor, keys: Tensor, k: int, causal_stop: Tensor | None = None
             f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, k = {k}: heads must have one size, query heads "
             "must be a multiple of KV heads, and k at least 1."
         )
-    found = torch.full((num_query_heads, t, k), -1, dtype=torch.int32, device=keys.device)
+    ids = torch.full((num_query_heads, t, k), -1, dtype=torch.int32, device=keys.device)
     if not n:
-        return found
+        return ids
     rows = max(1, (DEVICE_BLOCK_BYTES if keys.is_cuda else BLOCK_BYTES) // (n * keys.element_size()))
     for head in range(num_query_heads):
         transposed = keys[head * num_kv_heads // num_query_heads].T
@@ -48,8 +48,8 @@ def knn(queries: Tensor, keys: Tensor, k: int, causal_stop: Tensor | None = None
             scores = queries[head, block].to(keys.dtype) @ transposed
             stops = None if causal_stop is None else causal_stop[block].to(keys.device)
             best = _top(scores, min(k, n), stops)
-            found[head, block, : best.shape[1]] = best
-    return found
+            ids[head, block, : best.shape[1]] = best
+    return ids
 
 
 def _top(scores: Tensor, k: int, stops: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ def _top(scores: Tensor, k: int, stops: Tensor | None) -> Tensor:
 
 
 def _top_by_torch(scores: Tensor, k: int) -> Tensor:
-    """The same in two steps, of whole rows. The k best keys lie in the k best strips."""
+    """As ``_top`` for whole rows, in two steps: the k best keys are in the k best strips."""
     rows, n = scores.shape
     if n > 4 * k * STRIP:
         num_strips = n // STRIP
@@ -76,20 +76,20 @@ def _top_by_torch(scores: Tensor, k: int) -> Tensor:
         ids = (strips[:, :, None] * STRIP + torch.arange(STRIP, device=scores.device)).flatten(1)
         rest = torch.arange(num_strips * STRIP, n, device=scores.device).expand(rows, -1)
         ids = torch.cat((ids, rest), 1).sort(1).values
-        values, places = _top_ordered(scores.gather(1, ids), k)
-        best = ids.gather(1, places)
+        values, order = _top_ordered(scores.gather(1, ids), k)
+        best = ids.gather(1, order)
     else:
         values, best = _top_ordered(scores, k)
     return best.masked_fill(values == -torch.inf, -1).int()
 
 
 def _top_ordered(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values [rows, k] and places of the k largest, largest first, of equal ones the first."""
-    # one integer holds both: a float's bits, made to order as integers do, above the place counted from the end
+    """Values [rows, k] and columns of the k largest, largest first, ties to the lower column."""
+    # one integer holds both: the bits of a float, made to order as integers do, above the column counted from the end
     bits = (scores.float() + 0.0).view(torch.int32).long()  # + 0.0: -0.0 equals 0.0
     bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     n = scores.shape[1]
     order = (bits << 32) | (n - 1 - torch.arange(n, device=scores.device))
     best = order.topk(k, 1).values
-    places = n - 1 - (best & 0xFFFFFFFF)
-    return scores.gather(1, places), places
+    columns = n - 1 - (best & 0xFFFFFFFF)
+    return scores.gather(1, columns), columns

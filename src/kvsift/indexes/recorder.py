@@ -1,4 +1,4 @@
-"""Queries of a prompt, kept while it is read: evenly spread ones, and the newest."""
+"""A sample of the queries of a prompt, taken during prefill: evenly spread ones, and the newest."""
 
 from __future__ import annotations
 
@@ -9,42 +9,41 @@ from torch import Tensor
 
 from kvsift.indexes.samples import QuerySamples
 
-NEWEST = 256  # queries that are kept whatever the stride
-_SMALL = 64  # blocks of fewer tokens are joined with what comes next
+NEWEST = 256  # queries that are kept besides the evenly spread ones
+_SMALL = 64  # blocks of fewer tokens are joined with the next one
 
 
 class QueryRecorder:
-    """Keeps at most ``capacity`` of the queries that pass by, evenly spread, and the newest ones.
+    """At most ``capacity`` queries of a prompt: evenly spread ones, and the newest.
 
-    Kept are the positions that are multiples of a stride, the smallest power of two for which they fit, and the newest
-    256 (of a capacity below 512: half of it). Which ones depends on the length alone, not on the chunks: no part of
-    the sequence is sampled more thinly than another. After a roll-back the stride stays, and of the newest ones
-    those are left that had not been let go of.
+    The sample has the positions that are multiples of a stride, the smallest power of two for which they fit, and the
+    newest 256 (half of a capacity below 512). It depends on the length alone, not on the chunks, and has the same
+    density everywhere. A roll-back leaves the stride, and those of the newest queries that were not discarded.
 
-    Tensors in it are never written to, so that a fork shares them.
+    Tensors of the sample are never written to, so a fork shares them.
 
     Args:
         capacity: queries per head, at least 2.
 
     Attributes:
-        length: tokens seen.
-        unseen_stop: below it there are tokens that came without their queries; 0 if there are none.
+        length: tokens received.
+        unseen_stop: tokens without queries all precede this position; 0 if there are none.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = self.unseen_stop = 0
         self._stride = 1
-        self._spread = _Run()
-        self._newest = _Run()
+        self._spread = _QueryBlocks()
+        self._newest = _QueryBlocks()
 
     @property
     def num_newest(self) -> int:
-        """How many of the newest queries are kept in any case."""
+        """Number of newest queries in the sample."""
         return min(NEWEST, self.capacity // 2)
 
     def observe(self, queries: Tensor | None, start: int, stop: int) -> None:
-        """See the queries [num_query_heads, stop - start, head_dim] of new tokens, or that they are not known."""
+        """Receive the queries [num_query_heads, stop - start, head_dim] of new tokens; None if they are unknown."""
         self.length = stop
         if queries is None:
             self.unseen_stop = stop
@@ -57,12 +56,12 @@ class QueryRecorder:
         first = start + -start % self._stride
         if first < stop:
             self._spread.append(queries[:, first - start :: self._stride], torch.arange(first, stop, self._stride))
-        kept = max(start, stop - 2 * self.num_newest)  # twice as many, so that a small roll-back finds enough
-        self._newest.append(queries[:, kept - start :], torch.arange(kept, stop))
-        self._newest.forget(stop - 2 * self.num_newest)
+        oldest = max(start, stop - 2 * self.num_newest)  # twice as many, to have enough after a small roll-back
+        self._newest.append(queries[:, oldest - start :], torch.arange(oldest, stop))
+        self._newest.discard(stop - 2 * self.num_newest)
 
     def take(self) -> QuerySamples | None:
-        """What is kept; None if that is nothing."""
+        """Return the sample; None if it is empty."""
         spread, newest = self._spread.joined(), self._newest.joined()
         if spread is None or newest is None:
             return spread or newest
@@ -72,7 +71,7 @@ class QueryRecorder:
         return QuerySamples(queries, torch.cat([spread.positions[old], newest.positions[new]]))
 
     def crop(self, length: int) -> None:
-        """Forget the queries from position ``length`` on."""
+        """Remove the queries from position ``length`` on."""
         self.length, self.unseen_stop = min(self.length, length), min(self.unseen_stop, length)
         self._spread.crop(length)
         self._newest.crop(length)
@@ -85,19 +84,19 @@ class QueryRecorder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the queries that are kept."""
+        """Bytes of the sample."""
         blocks = [*self._spread.blocks, *self._newest.blocks]
         return sum(block.queries.numel() * block.queries.element_size() for block in blocks)
 
 
-class _Run:
-    """Queries in blocks, in the order of their positions; a block is replaced, never changed."""
+class _QueryBlocks:
+    """Queries in blocks, ordered by position; a block is replaced, never written to."""
 
     def __init__(self, blocks: list[QuerySamples] | None = None) -> None:
         self.blocks = blocks or []
 
     def append(self, queries: Tensor, positions: Tensor) -> None:
-        # a copy, since a view would keep the whole chunk alive; on the host, where indexes are
+        # a copy, as a view would keep the whole chunk in memory; on the host, where indexes are
         block = QuerySamples(queries.to("cpu", copy=True), positions)
         if self.blocks and len(self.blocks[-1].positions) < _SMALL:
             block = _joined([self.blocks.pop(), block])
@@ -109,26 +108,26 @@ class _Run:
     def crop(self, length: int) -> None:
         self._filter(lambda positions: positions < length)
 
-    def forget(self, before: int) -> None:
-        """Let go of blocks that lie before a position as a whole."""
+    def discard(self, before: int) -> None:
+        """Discard the blocks whose queries all precede a position."""
         while self.blocks and int(self.blocks[0].positions[-1]) < before:
             self.blocks.pop(0)
 
     def joined(self) -> QuerySamples | None:
         return _joined(self.blocks) if self.blocks else None
 
-    def fork(self) -> _Run:
-        return _Run(list(self.blocks))
+    def fork(self) -> _QueryBlocks:
+        return _QueryBlocks(list(self.blocks))
 
     def _filter(self, keeps: Callable[[Tensor], Tensor]) -> None:
-        kept = []
+        blocks = []
         for block in self.blocks:
             keep = keeps(block.positions)
             if bool(keep.all()):
-                kept.append(block)
+                blocks.append(block)
             elif bool(keep.any()):
-                kept.append(QuerySamples(block.queries[:, keep], block.positions[keep]))
-        self.blocks = kept
+                blocks.append(QuerySamples(block.queries[:, keep], block.positions[keep]))
+        self.blocks = blocks
 
 
 def _joined(blocks: list[QuerySamples]) -> QuerySamples:

@@ -1,4 +1,4 @@
-"""Which keys sampled prefill queries want: what query-aware indexes are built from."""
+"""Nearest keys of sampled prefill queries, from which query-aware indexes are built."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kvsift.indexes.samples import QuerySamples
 from kvsift.kernels.rerotate import rerotate
 from kvsift.types import Rope
 
-GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many there are
+GOLDEN = 0.6180339887498949  # any number of its multiples, modulo 1, is evenly spread
 
 
 def sample_lists(
     keys: Tensor, samples: QuerySamples, per_head: int, k: int, *, rope: Rope | None = None,
     decode_positions: int = 512, first_position: int = 0, window: int = 512,
 ) -> Tensor:  # fmt: skip
-    """The k keys with the largest inner products for some of the sampled queries.
+    """Find the k keys with the largest inner products for some of the sampled queries.
 
-    With ``rope`` the queries are turned to where decoding will ask from, and look at all keys: spread over
-    ``decode_positions`` positions from the end of the prompt on. All at one position would serve that position only.
-    Without it they stay where they are and look at the keys before their own window, as decode queries do.
+    With ``rope`` the queries are rotated to ``decode_positions`` positions after the end of the prompt, evenly spread
+    because one position would fit no other, and all keys are searched. Without it they are unchanged, and the keys
+    before the window of each query are searched.
 
     Args:
         keys: [num_kv_heads, n, d] of consecutive positions, on any device.
-        samples: queries of num_query_heads heads; where they are on a GPU, keys are brought there a head at a time.
-        per_head: queries to use per query head, evenly spread; each head of a group takes others. All if there are
-            fewer.
+        samples: queries of num_query_heads heads; if they are on a GPU, keys are copied there one head at a time.
+        per_head: queries to use per query head, evenly spread, different ones for each head of a group. All if there
+            are fewer.
         k: ids per query.
-        rope: the model's rotary embedding, if known.
+        rope: rotary embedding of the model, if known.
         decode_positions: expected number of generated tokens.
         first_position: position of the first key.
         window: most recent positions that queries see without the index.
@@ -50,20 +50,20 @@ def sample_lists(
     steps = torch.arange(count)
     group_size = max(1, num_query_heads // keys.shape[0])
     stop = max(first_position + keys.shape[1], int(samples.positions[-1]) + 1)
-    found = torch.empty(num_query_heads, count, k, dtype=torch.int32, device=keys.device)
-    there = -1  # the KV head that was brought last
+    lists = torch.empty(num_query_heads, count, k, dtype=torch.int32, device=keys.device)
+    kv_head = -1  # whose keys were copied last
     for head in range(num_query_heads):
         chosen = (steps * group_size + head % group_size) * t // (count * group_size)
         queries = samples.queries[head : head + 1, chosen.to(samples.queries.device)].to(device)
         positions = samples.positions.cpu()[chosen]
-        if head // group_size != there:
-            there = head // group_size
-            of_head = keys[there : there + 1].to(device)
+        if head // group_size != kv_head:
+            kv_head = head // group_size
+            head_keys = keys[kv_head : kv_head + 1].to(device)
         causal_stop = None
         if rope is None:
             causal_stop = (positions + 1 - window - first_position).clamp(min=0)
         else:
             spread = (steps * GOLDEN + head / num_query_heads).frac() * decode_positions
             queries = rerotate(queries, positions, stop + spread.long(), rope)
-        found[head] = knn(queries, of_head, k, causal_stop)[0]
-    return found
+        lists[head] = knn(queries, head_keys, k, causal_stop)[0]
+    return lists

@@ -1,4 +1,4 @@
-"""Queries of a prompt, as indexes are built from them."""
+"""Sampled queries of a prompt, from which indexes are built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class QuerySamples(NamedTuple):
-    """Queries of a prompt, of one layer."""
+    """Sampled queries of a prompt in one layer."""
 
     queries: Tensor  # [num_query_heads, t, d], after RoPE
     positions: Tensor  # int64 [t], ascending

@@ -1,4 +1,4 @@
-"""Store one token per sequence and summarise the page it goes to, for a whole batch in one launch."""
+"""Append of one token per sequence, and the summaries of its page, for a whole batch in one launch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvsift.kernels.page_summary import summarise
+from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.summary_rows import store_summaries, summary_pools
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
 def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
     """Write the newest token of every row at position ``lengths - 1``, and the summaries of its page.
 
-    Summaries come from the page's keys up to that position, whatever lies behind it, so they equal those of
-    ``placement.DeviceStore.append``.
+    Summaries come from the page's keys up to that position, whatever the slots behind it hold, so they equal those of
+    ``stores.PagedStore.append``.
 
     Args:
         kv: pools to write to; ``lengths`` count the new token.
@@ -29,11 +28,22 @@ def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Te
 
 
 def append_reference(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
-    positions = kv.lengths.long() - 1  # [batch]
-    pages = kv.table.long().gather(1, positions.unsqueeze(1) // kv.page_size).squeeze(1)  # [batch]
-    slots = positions % kv.page_size
+    pages, slots = _newest(kv)
     kv.keys[:, pages, slots] = keys.transpose(0, 1).to(kv.keys.dtype)
     kv.values[:, pages, slots] = values.transpose(0, 1).to(kv.values.dtype)
+    _summarise_newest(kv, summaries)
+
+
+def _newest(kv: PagedKV) -> tuple[Tensor, Tensor]:
+    """Page and slot of each row's newest token, int64 [batch]."""
+    positions = kv.lengths.long() - 1
+    pages = kv.table.long().gather(1, positions.unsqueeze(1) // kv.page_size).squeeze(1)
+    return pages, positions % kv.page_size
+
+
+def _summarise_newest(kv: PagedKV, summaries: Mapping[str, Tensor]) -> None:
+    """Write the summaries of the pages that hold the newest tokens. Never waits for the device."""
+    pages, slots = _newest(kv)
     valid = torch.arange(kv.page_size, device=slots.device) <= slots.unsqueeze(1)  # [batch, page_size]
     for kind, pool in summaries.items():
         pool[:, pages] = summarise(kind, kv.keys[:, pages], valid)
@@ -43,34 +53,29 @@ def append_triton(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[
     _append_kernel[kv.batch, kv.num_kv_heads](
         keys, values, *keys.stride()[:2], *values.stride()[:2], **pool_arguments(kv, summaries), num_warps=4
     )
+    summarise_without_twins(kv, summaries)
+
+
+def summarise_without_twins(kv: PagedKV, summaries: Mapping[str, Tensor]) -> None:
+    """Write the summaries whose kinds have no Triton twin, after a kernel that calls ``store_token``."""
+    if rest := {kind: pool for kind, pool in summaries.items() if SUMMARIES[kind].row_twin is None}:
+        _summarise_newest(kv, rest)
 
 
 def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:
-    """What a kernel that calls ``append_token`` needs to know about the pools."""
+    """Arguments of a kernel that calls ``store_token``: the pools, and the kinds of summary that it writes."""
+    assert all(pool.is_contiguous() for pool in summaries.values())
+    twins = [(SUMMARIES[kind].row_twin, pool) for kind, pool in summaries.items()]
+    written = [(twin, pool) for twin, pool in twins if twin is not None]
     return {
         "keys_ptr": kv.keys, "values_ptr": kv.values, "table_ptr": kv.table, "lengths_ptr": kv.lengths,
         "k_head": kv.keys.stride(0), "k_page": kv.keys.stride(1), "k_slot": kv.keys.stride(2),
         "v_head": kv.values.stride(0), "v_page": kv.values.stride(1), "v_slot": kv.values.stride(2),
-        "table_row": kv.table.stride(0), "num_pages": kv.keys.shape[1], **summary_pools(summaries),
-        "EPS": torch.finfo(kv.keys.dtype).eps, "SIZE": kv.page_size, "PAGE": power_of_two(kv.page_size),
-        "D": kv.head_dim, "DP": power_of_two(kv.head_dim),
+        "table_row": kv.table.stride(0), "num_pages": kv.keys.shape[1],
+        "summaries": tuple(pool.view(torch.uint8) if pool.element_size() == 1 else pool for _, pool in written),
+        "WIDTHS": tuple(pool.shape[2] for _, pool in written), "writers": tuple(twin for twin, _ in written),
+        "SIZE": kv.page_size, "PAGE": power_of_two(kv.page_size), "D": kv.head_dim, "DP": power_of_two(kv.head_dim),
     }  # fmt: skip
-
-
-@jit
-def append_token(
-    key, value, row, head, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot,
-    table_row, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr,
-    SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-):  # fmt: skip
-    """Store ``key`` and ``value`` [DP] of one row and KV head, and write the summaries of their page."""
-    page, slot, keys = load_page(
-        row, head, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
-    )
-    store_token(
-        key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot,
-        num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, PAGE, D, DP,
-    )  # fmt: skip
 
 
 @jit
@@ -78,7 +83,7 @@ def load_page(
     row, head, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE: tl.constexpr,
     PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """The page that the newest token of a row goes to, its slot there, and the keys that lie before it [PAGE, DP]."""
+    """The page of a row's newest token, the token's slot, and the keys in the slots before it [PAGE, DP]."""
     d, slots = tl.arange(0, DP), tl.arange(0, PAGE)
     position = tl.load(lengths_ptr + row) - 1
     page = tl.load(table_ptr + row * table_row + position // SIZE).to(tl.int64)
@@ -91,10 +96,9 @@ def load_page(
 @jit
 def store_token(
     key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, num_pages,
-    minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    summaries, writers, WIDTHS: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
-    """Store a token where ``load_page`` says, and write the summaries of its page."""
+    """Store a token at the slot that ``load_page`` returned, and write the summaries of its page."""
     d, slots, head = tl.arange(0, DP), tl.arange(0, PAGE), head.to(tl.int64)
     key = key.to(keys_ptr.dtype.element_ty)
     page_keys = keys_ptr + head * k_head + page * k_page
@@ -103,23 +107,23 @@ def store_token(
     tl.store(page_values + slot * v_slot + d, value.to(values_ptr.dtype.element_ty), mask=d < D)
     # the new key comes from its register: reading back what other threads store would need a barrier
     keys = tl.where((slots == slot)[:, None], key[None, :], keys).to(tl.float32)
-    index = head * num_pages + page
-    store_summaries(
-        keys, slots <= slot, index, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, D, DP
-    )  # fmt: skip
+    for i in tl.static_range(len(summaries)):
+        writers[i](summaries[i] + (head * num_pages + page) * WIDTHS[i], keys, slots <= slot, D, DP)
 
 
 @jit
 def _append_kernel(
     new_keys_ptr, new_values_ptr, new_k_row, new_k_head, new_v_row, new_v_head, keys_ptr, values_ptr, table_ptr,
-    lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, minmax, mean_std,
-    centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries, writers,
+    WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
     key = tl.load(new_keys_ptr + row * new_k_row + head * new_k_head + d, mask=d < D, other=0.0)
     value = tl.load(new_values_ptr + row * new_v_row + head * new_v_head + d, mask=d < D, other=0.0)
-    append_token(
-        key, value, row, head, keys_ptr, values_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page,
-        v_slot, table_row, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, SIZE, PAGE, D, DP,
+    page, slot, keys = load_page(
+        row, head, keys_ptr, table_ptr, lengths_ptr, k_head, k_page, k_slot, table_row, SIZE, PAGE, D, DP
+    )
+    store_token(
+        key, value, page, slot, keys, head, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot,
+        num_pages, summaries, writers, WIDTHS, PAGE, D, DP,
     )  # fmt: skip

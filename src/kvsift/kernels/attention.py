@@ -1,8 +1,8 @@
-"""Attention over dense keys of one batch, with the log-sum-exp that merging needs.
+"""Attention over dense keys of one batch, with the log-sum-exp that a merge needs.
 
-``attention`` takes the fastest exact path there is (the compiled core for one query on a CPU; torch's fused kernels,
-which return the log-sum-exp through private operators); ``attention_reference`` is the specification, in float32, and
-the path for everything the fused kernels do not know: soft-capping, masks, weights.
+``attention`` takes the fastest exact path (the compiled core for one query on a CPU; torch's fused kernels, which
+return the log-sum-exp through private operators); ``attention_reference`` is the specification, in float32, and the
+path for what the fused kernels do not support: soft-capping, masks, weights.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift import native
-from kvsift.native.takes import takes
+from kvsift.kernels.unit_attention import dense_attention, reads_in_place
 from kvsift.types import Part
 
 # Scores of one tile of queries in the reference: 2^25 floats are 128 MiB, whatever the context length.
@@ -36,9 +35,8 @@ def attention(
     """
     if keys.shape[2] == 0:
         return nothing(queries)
-    if queries.shape[0] == queries.shape[2] == 1 and takes(queries[0, :, 0], keys[0]):
-        output, lse = native.attend_dense(queries[0, :, 0], keys[0], values[0], scale, softcap)
-        return Part(output[None, :, None], lse[None, :, None])
+    if reads_in_place(queries, keys[0]):
+        return dense_attention(queries, keys[0], values[0], scale, softcap)
     if softcap is None and fused_runs(queries, keys, causal):
         return _fused(queries, keys, values, scale, causal)
     mask = None
@@ -67,12 +65,12 @@ def attention_reference(
         log_weight: float32 broadcastable as ``mask``; added to the logits.
 
     Returns:
-        The part. A query that sees nothing has output 0 and lse -inf; NaN in hidden values does not leak.
+        The part. A query without visible keys has output 0 and lse -inf; NaN in hidden values has no effect.
     """
     batch, num_query_heads, num_queries = queries.shape[:3]
     num_heads, num_keys = keys.shape[1], keys.shape[2]
     q = queries.unflatten(1, (num_heads, -1))  # [batch, num_heads, group_size, num_queries, head_dim]
-    # NaN * 0 is NaN: keys and values that nobody may see are blanked, not just weighted with zero
+    # NaN * 0 is NaN: keys and values hidden from all queries are set to zero, not only weighted with zero
     hidden = None if mask is None else ~_broadcast(mask, num_keys).any(2, keepdim=True).mT  # [.., num_keys, 1]
     k = _blank(keys.float(), hidden).unsqueeze(2)
     v = _blank(values.float(), hidden).unsqueeze(2)
@@ -97,7 +95,7 @@ def attention_reference(
 
 
 def nothing(queries: Tensor) -> Part:
-    """The part of queries that see no key: output 0, lse -inf."""
+    """Return the part of queries without visible keys: output 0, lse -inf."""
     return Part(torch.zeros_like(queries), queries.new_full(queries.shape[:3], -torch.inf, dtype=torch.float32))
 
 
@@ -124,9 +122,9 @@ def fused_runs(queries: Tensor, keys: Tensor, causal: bool) -> bool:
 
 
 def _cudnn_wins(queries: Tensor, num_keys: int) -> bool:
-    """Whether to take cuDNN's kernel, on Hopper twice as fast as FlashAttention 2: 2048 queries on 128K keys take 6.0
-    and 11.5 ms on an H200. The first call with a shape costs 45 ms there, which a chunk on few keys does not earn back,
-    and with few queries it splits the keys too little."""
+    """Whether cuDNN's kernel is the faster one. On an H200 it takes 6.0 ms for 2048 queries on 128K keys, and
+    FlashAttention 2 11.5 ms. Its first call with a shape costs 45 ms, too much for a chunk on few keys, and with few
+    queries it splits the keys too little."""
     num_rows, _, num_queries, head_dim = queries.shape
     few = num_queries < 256 or num_rows * num_queries * num_keys < CUDNN_SCORES
     if not queries.is_cuda or queries.dtype == torch.float32 or few or head_dim not in (64, 128):

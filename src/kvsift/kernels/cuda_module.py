@@ -1,6 +1,6 @@
-"""CUDA C++ compiled on first use by NVRTC, through NVIDIA's Python bindings, which torch's CUDA builds bring along.
+"""CUDA C++ compiled on first use by NVRTC, through NVIDIA's Python bindings, which are part of torch's CUDA builds.
 
-No compiler and no CUDA toolkit has to be installed. Compiled code is kept for the life of the process.
+No compiler and no CUDA toolkit is needed. Compiled code is kept for the life of the process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @cache
 def have_nvrtc() -> bool:
-    """Whether CUDA C++ can be compiled and run here on a Hopper GPU or newer."""
+    """Whether this machine has a Hopper GPU or newer, and what compiles CUDA C++ for it."""
     if not torch.cuda.is_available() or torch.version.cuda is None or torch.cuda.get_device_capability()[0] < 9:
         return False
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -56,7 +56,7 @@ class Kernel:
 def compile_kernel(
     sources: tuple[str, ...],
     name: str,
-    defines: tuple[tuple[str, int], ...],
+    defines: tuple[tuple[str, int | str], ...],
     threads: int,
     shared_bytes: int,
     device: int,
@@ -66,7 +66,7 @@ def compile_kernel(
     Args:
         sources: files in this folder, compiled as one, in this order.
         name: of the ``extern "C"`` function.
-        defines: macros it is compiled for.
+        defines: macros for these sources.
         threads: per block.
         shared_bytes: of dynamic shared memory.
         device: index of the GPU.
@@ -77,11 +77,11 @@ def compile_kernel(
     from cuda.bindings import driver, nvrtc
 
     folder = files("kvsift.kernels")
-    text = "\n".join((folder / source).read_text() for source in sources)
+    macros = [f"#define {key} {value}" for key, value in defines]
+    text = "\n".join([*macros, *((folder / source).read_text() for source in sources)])
     (program,) = _check(nvrtc.nvrtcCreateProgram(text.encode(), sources[-1].encode(), 0, [], []))
     major, minor = torch.cuda.get_device_capability(device)
     options = [f"--gpu-architecture=sm_{major}{minor}".encode(), b"-std=c++17"]
-    options += [f"-D{key}={value}".encode() for key, value in defines]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         (size,) = _check(nvrtc.nvrtcGetProgramLogSize(program))
@@ -92,7 +92,7 @@ def compile_kernel(
     code = b" " * size
     _check(nvrtc.nvrtcGetCUBIN(program, code))
     with torch.cuda.device(device):
-        torch.empty(1, device="cuda")  # the driver's context is torch's, and now it is there
+        torch.empty(1, device="cuda")  # creates torch's context, which the driver uses
         (module,) = _check(driver.cuModuleLoadData(code))
     (function,) = _check(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

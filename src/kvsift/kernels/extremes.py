@@ -1,4 +1,4 @@
-"""Largest and smallest numbers per channel of each segment of queries, in one pass."""
+"""Largest and smallest number of each channel in each segment of queries, in one pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ QUERIES, WARPS = 64, 4  # of a tile
 
 
 def extremes(x: Tensor, size: int) -> Tensor:
-    """Of consecutive segments of ``size`` rows, the last of which may be short.
+    """Return the extremes of consecutive segments of ``size`` rows; the last one may be shorter.
 
     x [num_heads, num_rows, head_dim] -> float32 [num_heads, num_segments, 2 * head_dim], largest numbers first.
     """
@@ -47,7 +47,7 @@ def _extremes_kernel(
     x_ptr += head.to(tl.int64) * x_head
     top, bottom = tl.full((DP,), float("-inf"), tl.float32), tl.full((DP,), float("inf"), tl.float32)
     for row in tl.range(first, stop, QUERIES, num_stages=3):
-        at = tl.minimum(row + n, stop - 1)  # the last one over again changes nothing
+        at = tl.minimum(row + n, stop - 1)  # repeats of the last row change nothing
         x = tl.load(x_ptr + at.to(tl.int64)[:, None] * x_row + d[None, :], mask=(d < D)[None, :], other=0.0)
         top = tl.maximum(top, tl.max(x, 0).to(tl.float32))
         bottom = tl.minimum(bottom, tl.min(x, 0).to(tl.float32))

@@ -26,7 +26,7 @@ Activation = Literal["silu", "gelu_tanh"]
 def gated_linear(
     x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu", pdl: bool = False
 ) -> Tensor:
-    """``activation(gate) * up`` of the two halves of ``rms_norm(x) @ gate_up.T``.
+    """Compute ``activation(gate) * up`` from the two halves of ``rms_norm(x) @ gate_up.T``.
 
     Args:
         x: [rows, in].
@@ -84,7 +84,7 @@ def _gated_linear_kernel(
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
     DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # a gate and its up are neighbours in the tile, so that one loop streams both and one thread has both
+    # a gate and its up are adjacent in the tile, so that one loop streams both and one thread has both
     pair = tl.arange(0, OUTS)
     known = tl.minimum(tl.program_id(0) * (OUTS // 2) + pair // 2, inter - 1) + pair % 2 * inter
     products = row_products(
@@ -100,10 +100,10 @@ def _gated_linear_kernel(
 
 
 def gate_triton(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """``activation(gate) * up`` of a finished product [rows, 2 * inter] -> [rows, inter]."""
+    """Compute ``activation(gate) * up`` from a finished product [rows, 2 * inter] -> [rows, inter]."""
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inter)
-    _gate_kernel[(rows, triton.cdiv(inter, 1024))](  # the second axis of a grid ends at 65,535
+    _gate_kernel[(rows, triton.cdiv(inter, 1024))](  # the second axis of a grid has at most 65,535 programs
         gate_up, out, inter, SILU=activation == "silu", BLOCK=1024, num_warps=4
     )
     return out
@@ -111,7 +111,7 @@ def gate_triton(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
 
 @jit
 def gated(gate, up, SILU: tl.constexpr):
-    """The activation is rounded before the product, as a module of its own would."""
+    """Apply the activation; it is rounded before the product, as in a separate module."""
     wide = gate.to(tl.float32)
     if SILU:
         active = wide * tl.sigmoid(wide)

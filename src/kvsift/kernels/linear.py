@@ -1,4 +1,4 @@
-"""A linear layer on a few rows, with the RMS norm before it and the residual behind it in the same launch."""
+"""A linear layer on a few rows, with the RMS norm before it and the residual after it in the same launch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def linear(
     residual: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """``residual + rms_norm(x) @ weight.T + bias``.
+    """Compute ``residual + rms_norm(x) @ weight.T + bias``.
 
     Args:
         x: [rows, in].
@@ -36,7 +36,7 @@ def linear(
         bias: [out].
         norm: weight [in] and eps of an RMS norm of ``x``.
         residual: [rows, out].
-        pdl: launched while the kernel before still runs (Hopper and later); weights are then asked for at once.
+        pdl: launch while the previous kernel still runs (Hopper and later), and prefetch the weights at once.
 
     Returns:
         [rows, out] in the dtype of ``x``.
@@ -85,7 +85,7 @@ def _linear_kernel(
     DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
-    known = tl.minimum(outs, num_out - 1)  # the last tile may stick out: it works on the last output again
+    known = tl.minimum(outs, num_out - 1)  # the last tile may exceed the outputs: it repeats the last one
     y = row_products(
         x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in, known, ROWS, OUTS, INS, EVEN, DOT, DEPTH,
         PREFETCH, PDL,

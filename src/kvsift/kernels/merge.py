@@ -1,4 +1,4 @@
-"""Exact merge of partial attentions over disjoint token sets."""
+"""Exact merge of attention over disjoint sets of tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def merge(a: Part, b: Part) -> Part:
 
     Args:
         a, b: output [batch, num_query_heads, num_queries, head_dim] in any dtype; lse [batch, num_query_heads,
-            num_queries] float32, natural log, -inf for a row that saw nothing.
+            num_queries] float32, natural log, -inf for a row without visible tokens.
 
     Returns:
-        The merged part, output in the dtype of ``a``. Merging with a part that saw nothing changes nothing.
+        The merged part, output in the dtype of ``a``. A part without visible tokens changes nothing.
 
     Raises:
         ValueError: if the two parts differ in shape.
@@ -46,7 +46,7 @@ def merge_triton(a: Part, b: Part) -> Part:
     width = power_of_two(head_dim)
     rows = max(1, TILE_NUMBERS // width)
     if lse.numel():
-        with torch.cuda.device_of(output):  # which need not be the current one
+        with torch.cuda.device_of(output):  # it may differ from the current device
             _merge_kernel[(triton.cdiv(lse.numel(), rows),)](
                 a_output, b_output, a_lse, b_lse, output, lse, *a_output.stride()[:3], *b_output.stride()[:3],
                 lse.numel(), num_heads, num_queries, D=head_dim, DP=width, ROWS=rows, num_warps=4,
@@ -55,7 +55,7 @@ def merge_triton(a: Part, b: Part) -> Part:
 
 
 def _share(lse: Tensor, total: Tensor) -> Tensor:
-    # exp(-inf - -inf) is NaN: a row that saw nothing anywhere has share 0 of nothing
+    # exp(-inf - -inf) is NaN: a row without visible tokens in either part has share 0
     return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
 
 

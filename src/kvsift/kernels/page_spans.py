@@ -1,4 +1,4 @@
-"""What a budget says about the query at the end of each row, on the device: one launch at the start of a step."""
+"""Candidate and visible pages of the query at the end of each row, on the device: one launch at the start of a step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
-def page_spans(
-    lengths: Tensor, page_size: int, *, sinks: int, window: int, tokens: int | None, ratio: float | None,
-    min_context: int = 0, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Spans of every row (``runtime.budget.Budget`` defines them; this is its arithmetic).
+def page_spans(lengths: Tensor, page_size: int, budgets: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the spans of every row (``plan.budget.Budget`` defines them; this is its arithmetic).
 
     Args:
         lengths: int32 [batch], tokens cached, the query's own included.
         page_size: tokens per page.
-        sinks, window: always visible tokens at the two ends; at least one of window.
-        tokens, ratio: visible tokens, as a number or as a share of the length; everything without either.
-        min_context: below so many tokens everything is visible.
+        budgets: float64 [batch, 5], of each row: sinks and window, which are always visible tokens at the two ends (at
+            least one of window); visible tokens, or -1; their share of the length, for rows without that number; and
+            the length below which everything is visible.
         out: written; a new one by default.
 
     Returns:
@@ -27,55 +24,47 @@ def page_spans(
     """
     run = page_spans_triton if runs_on_triton(lengths) else page_spans_reference
     spans = lengths.new_empty(len(lengths), 4, dtype=torch.int32) if out is None else out
-    run(lengths, spans, page_size, sinks, window, tokens, ratio, min_context)
+    run(lengths, spans, page_size, budgets)
     return spans
 
 
-def page_spans_reference(
-    lengths: Tensor, out: Tensor, page_size: int, sinks: int, window: int, tokens: int | None, ratio: float | None,
-    min_context: int,
-) -> None:  # fmt: skip
+def page_spans_reference(lengths: Tensor, out: Tensor, page_size: int, budgets: Tensor) -> None:
+    sinks, window, tokens, _, min_context = budgets.long().unbind(1)
     window_start = (lengths - window).clamp_min(0) // page_size * page_size
-    sinks_stop = window_start.clamp_max(-(-sinks // page_size) * page_size)
+    sinks_stop = torch.minimum(window_start, -(-sinks // page_size) * page_size)
     count = (window_start - sinks_stop) // page_size
-    limit = lengths if ratio is None else (ratio * lengths.double()).ceil()
-    limit = limit.to(lengths.dtype) if tokens is None else torch.full_like(lengths, tokens)
+    shared = (budgets[:, 3] * lengths.double()).ceil().long()
+    limit = torch.where(tokens < 0, shared, tokens)
     room = limit - sinks_stop - (lengths - window_start)
-    chosen = (room // page_size).clamp_min(1 if tokens is None else 0)
+    chosen = torch.maximum(room // page_size, (tokens < 0).long())
     everything = (limit >= lengths) | (lengths < min_context)
-    chosen = torch.where(everything, count, torch.minimum(chosen, count))
+    chosen = torch.where(everything, count, torch.minimum(chosen.clamp_min(0), count))
     first = sinks_stop // page_size
     out.copy_(torch.stack([first, first + count, chosen, -(-lengths // page_size)], 1))
 
 
-def page_spans_triton(
-    lengths: Tensor, out: Tensor, page_size: int, sinks: int, window: int, tokens: int | None, ratio: float | None,
-    min_context: int,
-) -> None:  # fmt: skip
-    limits = (lengths if ratio is None else (ratio * lengths.double()).ceil()).int() if tokens is None else lengths
+def page_spans_triton(lengths: Tensor, out: Tensor, page_size: int, budgets: Tensor) -> None:
     _page_spans_kernel[(1,)](
-        lengths, limits, out, len(lengths), -(-sinks // page_size), window, tokens or 0, min_context,
-        PAGE=page_size, COUNTED=tokens is not None, ROWS=power_of_two(len(lengths)), num_warps=1,
-    )  # fmt: skip
+        lengths, budgets, out, len(lengths), PAGE=page_size, ROWS=power_of_two(len(lengths)), num_warps=1
+    )
 
 
 @jit
-def _page_spans_kernel(
-    lengths_ptr, limits_ptr, out_ptr, rows, sink_pages, window, tokens, min_context,
-    PAGE: tl.constexpr, COUNTED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _page_spans_kernel(lengths_ptr, budgets_ptr, out_ptr, rows, PAGE: tl.constexpr, ROWS: tl.constexpr):
     row = tl.arange(0, ROWS)
     inside = row < rows
     length = tl.load(lengths_ptr + row, mask=inside, other=1)
+    budgets_ptr += row * 5
+    sinks = tl.load(budgets_ptr, mask=inside, other=0.0).to(tl.int32)
+    window = tl.load(budgets_ptr + 1, mask=inside, other=1.0).to(tl.int32)
+    tokens = tl.load(budgets_ptr + 2, mask=inside, other=1.0).to(tl.int32)
+    share = tl.load(budgets_ptr + 3, mask=inside, other=1.0)
+    min_context = tl.load(budgets_ptr + 4, mask=inside, other=0.0).to(tl.int32)
     stop = tl.maximum(length - window, 0) // PAGE
-    first = tl.minimum(stop, sink_pages)
-    limit = tl.load(limits_ptr + row, mask=inside, other=1)
-    if COUNTED:
-        limit = tokens + tl.zeros_like(length)
+    first = tl.minimum(stop, (sinks + PAGE - 1) // PAGE)
+    limit = tl.where(tokens < 0, tl.ceil(share * length.to(tl.float64)).to(tl.int32), tokens)
     room = limit - first * PAGE - (length - stop * PAGE)
-    chosen = tl.maximum(room, 0) // PAGE
-    if not COUNTED:
-        chosen = tl.maximum(chosen, 1)
+    chosen = tl.maximum(tl.maximum(room, 0) // PAGE, tl.where(tokens < 0, 1, 0))
     everything = (limit >= length) | (length < min_context)
     chosen = tl.where(everything, stop - first, tl.minimum(chosen, stop - first))
     out_ptr += row * 4

@@ -22,31 +22,46 @@ ends at 448: numbers beyond FP8_LARGEST = 8 * 448 are clamped, and the score of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvsift.kernels import summary_twins as twins
+from kvsift.kernels.summary_twins import FP8_SCALE
 from kvsift.native.extremes import page_extremes, takes_pages
 
-
-class SummaryKind(NamedTuple):
-    """How a page is summarised and scored."""
-
-    width: Callable[[int], int]  # head_dim -> numbers per row
-    rows: Callable[[Tensor, Tensor | None], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] or None
-    features: Callable[[Tensor], Tensor]  # scaled queries [.., head_dim] float32 -> [.., width]
-    is_bound: bool  # score >= the true maximum logit of the page
-    dtype: torch.dtype | None = None  # of the rows; None is the KV dtype
-    merge: Callable[[Tensor], Tensor] | None = None  # rows [.., num_pages, width] -> the row of them all, [.., width]
-
-
-FP8_SCALE = 8.0
 FP8_LARGEST = FP8_SCALE * torch.finfo(torch.float8_e4m3fn).max  # 3584
 
 
+class SummaryKind(NamedTuple):
+    """How pages are summarised and scored: an entry of ``SUMMARIES``.
+
+    ``rows`` and ``features`` are all that a kind needs. Captured steps call them unless the kind has Triton twins
+    (``kernels.summary_twins``); the single launch takes kinds with C++ expressions (``kernels.sifted_attention``).
+    """
+
+    width: Callable[[int], int]  # head_dim -> numbers per row; captured steps take up to 2 * head_dim
+    rows: Callable[[Tensor, Tensor | None], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] or None
+    features: Callable[[Tensor], Tensor]  # scaled queries [.., head_dim] float32 -> [.., width]
+    is_bound: bool = False  # score >= the true maximum logit of the page
+    dtype: torch.dtype | None = None  # of the rows; None is the KV dtype
+    merge: Callable[[Tensor], Tensor] | None = None  # rows [.., num_pages, width] -> the row of them all, [.., width]
+    row_twin: Any = None  # Triton's ``rows``, of one page
+    features_twin: Any = None  # Triton's ``features``
+    cuda_features: tuple[str, str] | None = None  # of each half of a row, C++ of the scaled query number q
+
+
+Kind = str | SummaryKind
+
+
+def find_kind(kind: Kind) -> SummaryKind:
+    """A kind by its name in ``SUMMARIES``, or the kind itself."""
+    return SUMMARIES[kind] if isinstance(kind, str) else kind
+
+
 def page_scores(features: Tensor, rows: Tensor) -> Tensor:
-    """Scores of all pages for all queries of a group at once.
+    """Score all pages for all queries of a group at once.
 
     features [num_heads, num_queries, width] float32; rows [num_heads, num_pages, width] in the dtype of their kind ->
     float32 [num_heads, num_queries, num_pages].
@@ -55,9 +70,9 @@ def page_scores(features: Tensor, rows: Tensor) -> Tensor:
 
 
 def summarise(kind: str, keys: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Packed rows of pages, in the dtype of their kind, or of ``keys``.
+    """Return packed rows of pages, in the dtype of their kind, or of ``keys``.
 
-    keys [num_kv_heads, num_pages, page_size, head_dim], what is not valid may hold anything, NaN included;
+    keys [num_kv_heads, num_pages, page_size, head_dim], any numbers and NaN where they are not valid;
     valid bool [num_pages, page_size] with at least one token per page, None if all are -> [num_kv_heads, num_pages,
     width].
     """
@@ -83,7 +98,7 @@ def _minmax_fp8_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def _round_up_fp8(numbers: Tensor) -> Tensor:
-    """Bits of the smallest e4m3 number that is not below each number / 8; float32 -> uint8, NaN stays NaN."""
+    """Return the bits of the smallest e4m3 number not below each number / 8; float32 -> uint8, NaN stays NaN."""
     numbers = numbers.clamp(-FP8_LARGEST, FP8_LARGEST)
     nearest = (numbers / FP8_SCALE).to(torch.float8_e4m3fn)
     too_low = nearest.float() * FP8_SCALE < numbers  # compared unscaled: float32 loses bits of its smallest / 8
@@ -121,26 +136,61 @@ def _mean_var_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
 
 def _centroid_radius_rows(keys: Tensor, valid: Tensor | None) -> Tensor:
     mean = _moments(keys, valid)[0].to(keys.dtype)
-    # the radius belongs to the centroid as stored, and is rounded outward: the bound survives bf16
+    # the radius belongs to the stored centroid, and is rounded outward: the bound holds in bf16
     deviation = _filled(keys.float() - mean.float().unsqueeze(-2), valid, 0.0)
     radius = deviation.norm(dim=-1).amax(-1, keepdim=True)
     # two ulp: one for rounding to the KV dtype, one for the arithmetic of the score itself
     return torch.cat([mean, (radius * (1 + 2 * torch.finfo(keys.dtype).eps)).to(keys.dtype)], -1)
 
 
+def _two_vectors(head_dim: int) -> int:
+    return 2 * head_dim
+
+
 SUMMARIES: dict[str, SummaryKind] = {
-    "minmax": SummaryKind(lambda dim: 2 * dim, _minmax_rows, _minmax_features, True, merge=_minmax_merge),
+    "minmax": SummaryKind(
+        _two_vectors,
+        _minmax_rows,
+        _minmax_features,
+        is_bound=True,
+        merge=_minmax_merge,
+        row_twin=twins.minmax_row,
+        features_twin=twins.minmax_features,
+        cuda_features=("fmaxf(q, 0.f)", "fminf(q, 0.f)"),
+    ),
     "minmax_fp8": SummaryKind(
-        lambda dim: 2 * dim,
+        _two_vectors,
         _minmax_fp8_rows,
         lambda q: FP8_SCALE * _minmax_features(q),
-        True,
+        is_bound=True,
         dtype=torch.float8_e4m3fn,
         merge=_minmax_merge,
+        row_twin=twins.minmax_fp8_row,
+        features_twin=twins.minmax_fp8_features,
+        cuda_features=(f"{FP8_SCALE}f * fmaxf(q, 0.f)", f"{FP8_SCALE}f * fminf(q, 0.f)"),
     ),
-    "mean_std": SummaryKind(lambda dim: 2 * dim, _mean_std_rows, lambda q: torch.cat([q, q.abs()], -1), False),
+    "mean_std": SummaryKind(
+        _two_vectors,
+        _mean_std_rows,
+        lambda q: torch.cat([q, q.abs()], -1),
+        row_twin=twins.mean_std_row,
+        features_twin=twins.mean_std_features,
+        cuda_features=("q", "fabsf(q)"),
+    ),
     "centroid_radius": SummaryKind(
-        lambda dim: dim + 1, _centroid_radius_rows, lambda q: torch.cat([q, q.norm(dim=-1, keepdim=True)], -1), True
+        lambda head_dim: head_dim + 1,
+        _centroid_radius_rows,
+        lambda q: torch.cat([q, q.norm(dim=-1, keepdim=True)], -1),
+        is_bound=True,
+        row_twin=twins.centroid_radius_row,
+        features_twin=twins.centroid_radius_features,
     ),
-    "log_mass": SummaryKind(lambda dim: 2 * dim, _mean_var_rows, lambda q: torch.cat([q, 0.5 * q.square()], -1), False),
+    "log_mass": SummaryKind(
+        _two_vectors,
+        _mean_var_rows,
+        lambda q: torch.cat([q, 0.5 * q.square()], -1),
+        row_twin=twins.log_mass_row,
+        features_twin=twins.log_mass_features,
+        cuda_features=("q", "0.5f * q * q"),
+    ),
 }

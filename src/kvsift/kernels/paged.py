@@ -1,6 +1,6 @@
-"""What the decode kernels read: pools of pages, a table that orders them, and lengths that live on the device.
+"""The cache as decode kernels read it: pools of pages, a table that orders them, and lengths on the device.
 
-Nothing here has to be ours: a cache in blocks [num_blocks, block_size, num_kv_heads, head_dim], as vLLM keeps it, is
+It need not be kvsift's: a cache in blocks [num_blocks, block_size, num_kv_heads, head_dim], as vLLM keeps it, is
 ``pool.permute(2, 0, 1, 3)``.
 """
 
@@ -36,7 +36,7 @@ class PagedKV(NamedTuple):
         return self.table.shape[0]
 
     def row(self, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one sequence in logical order, [num_kv_heads, length, head_dim]; for references."""
+        """Return keys and values of one sequence in logical order, [num_kv_heads, length, head_dim]; for references."""
         pages = self.table[row].long()
         length = int(self.lengths[row])
         keys, values = (pool[:, pages].flatten(1, 2)[:, :length] for pool in (self.keys, self.values))

@@ -1,7 +1,6 @@
 """Scores of keys by a few probe queries per segment: norms, products and the best probe in one pass over the keys.
 
-The two numbers: the keys are read once for all segments of a chunk, and 2 * head_dim operations per key and probe
-follow on tensor cores.
+The keys are read once for all segments of a chunk; tensor cores do 2 * head_dim operations per key and probe.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from torch.nn.functional import pad
 
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl, triton
 
-TINY = 1e-6  # no key is taken for shorter
+TINY = 1e-6  # least norm of a key in a cosine
 TOKENS, MOST_PROBES, WARPS = 128, 64, 8  # of a tile
 
 
 def probe_scores(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
-    """How well each key answers the probe queries of each segment.
+    """Score each key against the probe queries of each segment.
 
     Args:
         probes: [num_segments, num_lists, num_probes, head_dim] in the dtype of the keys; num_lists is num_kv_heads or a
@@ -43,15 +42,15 @@ def probe_scores_reference(probes: Tensor, keys: Tensor, *, cosine: bool, mean: 
 def probe_scores_triton(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
     num_segments, num_lists, num_probes, head_dim = probes.shape
     padded = power_of_two(num_probes)
-    together = max(1, min(power_of_two(num_segments), MOST_PROBES // padded))  # segments in one product
-    together = max(together, 16 // padded)  # the smallest one that tensor cores take
+    per_product = max(1, min(power_of_two(num_segments), MOST_PROBES // padded))  # segments
+    per_product = max(per_product, 16 // padded)  # tensor cores take at least 16 rows
     probes = pad(probes, (0, 0, 0, padded - num_probes)).contiguous()
     num_keys = keys.shape[1]
     scores = probes.new_empty(num_segments, num_lists, num_keys, dtype=torch.float32)
     with torch.cuda.device_of(probes):
         _probe_kernel[triton.cdiv(num_keys, TOKENS), num_lists](
             probes, keys, scores, *keys.stride()[:2], num_keys, num_segments,
-            SEGMENTS=together, PROBES=num_probes, PADDED=padded, LISTS_PER_KV=num_lists // keys.shape[0],
+            SEGMENTS=per_product, PROBES=num_probes, PADDED=padded, LISTS_PER_KV=num_lists // keys.shape[0],
             D=head_dim, DP=power_of_two(head_dim), TOKENS=TOKENS, COSINE=cosine, MEAN=mean, SMALLEST=TINY,
             num_warps=WARPS,
         )  # fmt: skip
@@ -76,17 +75,17 @@ def _probe_kernel(
         factor = 1.0 / tl.maximum(tl.sqrt(tl.sum(wide * wide, 1)), SMALLEST)
     for segment in range(0, num_segments, SEGMENTS):
         s = segment + m // PADDED
-        at = (s * num_lists + row).to(tl.int64) * (PADDED * D) + m % PADDED * D
+        offset = (s * num_lists + row).to(tl.int64) * (PADDED * D) + m % PADDED * D
         mask = (s < num_segments)[:, None] & (d < D)[None, :]
-        q = tl.load(probes_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+        q = tl.load(probes_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
         if PADDED > PROBES and not MEAN:
             products = tl.where((m % PADDED < PROBES)[:, None], products, float("-inf"))
         products = tl.reshape(products, (SEGMENTS, PADDED, TOKENS))
         best = tl.sum(products, 1) / PROBES if MEAN else tl.max(products, 1)  # rows of padding are 0
-        of = segment + tl.arange(0, SEGMENTS)
-        place = (of * num_lists + row).to(tl.int64) * num_keys
+        stored = segment + tl.arange(0, SEGMENTS)
+        place = (stored * num_lists + row).to(tl.int64) * num_keys
         tl.store(
             scores_ptr + place[:, None] + token[None, :], best * factor[None, :],
-            mask=(of < num_segments)[:, None] & inside[None, :],
+            mask=(stored < num_segments)[:, None] & inside[None, :],
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Queries turned to other positions: RoPE is a rotation, so it can be undone and done again."""
+"""Queries rotated to other positions: RoPE is a rotation, so it can be undone and repeated."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvsift.types import Rope
 
 
 def rerotate(queries: Tensor, positions: Tensor, targets: Tensor, rope: Rope) -> Tensor:
-    """What ``queries`` would be, had their tokens stood at ``targets``.
+    """Return ``queries`` as they are if their tokens are at ``targets``.
 
     Args:
-        queries: [num_heads, t, d], after RoPE at ``positions``; keys may be turned as well.
+        queries: [num_heads, t, d], after RoPE at ``positions``; or keys.
         positions, targets: int64 [t], any device.
-        rope: how the model rotates; numbers of a head beyond its rotary_dim stay as they are.
+        rope: the rotation of the model; numbers of a head beyond its rotary_dim do not change.
 
     Returns:
         [num_heads, t, d] in the dtype of ``queries``, computed in float32.
@@ -30,16 +30,16 @@ def rerotate(queries: Tensor, positions: Tensor, targets: Tensor, rope: Rope) ->
             "one position and one target per query."
         )
     if rotary_dim > queries.shape[2]:
-        raise InputError(f"the rotary embedding turns {rotary_dim} numbers, and heads here have {queries.shape[2]}.")
+        raise InputError(f"the rotary embedding rotates {rotary_dim} numbers, and heads have {queries.shape[2]}.")
     distance = (targets - positions).to(queries.device, torch.float64)
-    # in float64 and within one turn: the distance times a frequency of 1 has no digits to spare in float32
+    # in float64 and within one turn: in float32 a long distance times a frequency of 1 has too few digits
     angles = distance[:, None] * rope.inv_freq.to(queries.device, torch.float64)
     angles = torch.remainder(angles, 2 * torch.pi).float()  # [t, rotary_dim / 2]
     cos, sin = angles.cos(), angles.sin()
-    turning = queries[..., :rotary_dim].float()
-    pairs = turning.unflatten(-1, (-1, 2) if rope.interleaved else (2, -1))
+    rotary = queries[..., :rotary_dim].float()
+    pairs = rotary.unflatten(-1, (-1, 2) if rope.interleaved else (2, -1))
     first, second = pairs.unbind(-1 if rope.interleaved else -2)
-    turned = torch.stack(
+    rotated = torch.stack(
         (first * cos - second * sin, second * cos + first * sin), -1 if rope.interleaved else -2
     ).flatten(-2)
-    return torch.cat((turned.to(queries.dtype), queries[..., rotary_dim:]), -1)
+    return torch.cat((rotated.to(queries.dtype), queries[..., rotary_dim:]), -1)

@@ -9,15 +9,15 @@ from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, pdl: bool = False) -> Tensor:
-    """``weight * x / rms(x)``, the statistics in float32.
+    """Compute ``weight * x / rms(x)``, with the statistics in float32.
 
     Args:
         x: [rows, hidden].
         weight: [hidden].
         eps: added to the mean square.
-        offset: added to the weight (Gemma: 1). The product is then float32 until its end, as Gemma has it; without,
-            the normalised row is rounded first, as Llama has it.
-        pdl: launched while the kernel before still runs (Hopper and later).
+        offset: added to the weight (Gemma: 1). The product is then rounded once, at its end, as in Gemma; without an
+            offset the normalised row is rounded first, as in Llama.
+        pdl: launch while the previous kernel still runs (Hopper and later).
 
     Returns:
         [rows, hidden] in the dtype of ``x``.
@@ -55,7 +55,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + d, mask=inside, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # now: what runs early may then rely on all before this launch
+        tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
     x = tl.load(x_ptr + row * x_row + d, mask=inside, other=0.0).to(tl.float32)
     normal = x * tl.rsqrt(tl.sum(x * x, 0) / hidden + eps)
     tl.store(out_ptr + row * hidden + d, weighted(normal, weight, OFFSET, out_ptr.dtype.element_ty), mask=inside)
@@ -63,7 +63,7 @@ def _rms_norm_kernel(
 
 @jit
 def weighted(normal, weight, OFFSET: tl.constexpr, dtype: tl.constexpr):
-    """A normalised row times its weight, rounded where the reference rounds."""
+    """Multiply a normalised row by its weight; rounds where the reference rounds."""
     if OFFSET != 0:
         return (normal * (weight.to(tl.float32) + OFFSET)).to(dtype)
     return (normal.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)

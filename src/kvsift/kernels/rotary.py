@@ -17,7 +17,7 @@ def rotate_heads(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_query_heads: int, num_kv_heads: int, *, q_norm: Tensor | None = None,
     k_norm: Tensor | None = None, norm_eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries and keys of consecutive tokens, normalised and rotated, and their values.
+    """Normalise and rotate queries and keys of consecutive tokens.
 
     Every step is rounded to the dtype of ``qkv`` where transformers rounds it.
 
@@ -34,7 +34,7 @@ def rotate_heads(
         Views of ``qkv``: queries [num_query_heads, tokens, head_dim], keys and values [num_kv_heads, tokens, head_dim].
     """
     heads = qkv.unflatten(1, (num_query_heads + 2 * num_kv_heads, -1))
-    run = _rotate_triton if runs_on_triton(qkv) else _rotate_native if _core_takes(heads) else _rotate_reference
+    run = _rotate_triton if runs_on_triton(qkv) else _rotate_native if _core_supports(heads) else _rotate_reference
     run(heads, cos, sin, num_query_heads, num_kv_heads, q_norm, k_norm, norm_eps)
     queries, keys, values = heads.transpose(0, 1).split([num_query_heads, num_kv_heads, num_kv_heads])
     return queries, keys, values
@@ -49,7 +49,7 @@ def _rotate_reference(
         part.copy_(rotate(part if norm is None else rms_norm_reference(part, norm, eps), cos, sin))
 
 
-def _core_takes(heads: Tensor) -> bool:
+def _core_supports(heads: Tensor) -> bool:
     return len(heads) == 1 and heads.device.type == "cpu" and heads.dtype in ROW_DTYPES and native.available()
 
 
@@ -96,7 +96,7 @@ def _rotate_kernel(
 def _rotate_some(
     heads_ptr, cos, sin, norm_ptr, eps, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr
 ):
-    """H heads [H, D] of one token, both halves at a time."""
+    """Rotate H heads [H, D] of one token, both halves at a time."""
     h, c = tl.arange(0, HP), tl.arange(0, HALF)
     mask = (h < H)[:, None] & (c < D // 2)[None, :]
     at = heads_ptr + h[:, None] * D + c[None, :]
@@ -109,7 +109,7 @@ def _rotate_some(
         high = tl.load(norm_ptr + D // 2 + c, mask=c < D // 2, other=0.0)[None, :]
         first, second = weighted(a * scale, low, 0, dtype), weighted(b * scale, high, 0, dtype)
     a, b, cos, sin = first.to(tl.float32), second.to(tl.float32), cos[None, :], sin[None, :]
-    # products are rounded before their sum, as torch rounds them, unless the compiler contracts the two
+    # products are rounded before their sum, as torch rounds them, unless the compiler contracts them
     turned = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
     across = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
     tl.store(at, turned.to(dtype), mask=mask)

@@ -1,4 +1,4 @@
-"""From the QKV projection to queries and a longer cache in one launch: head norms, rotation, store, summaries."""
+"""Head norms, rotation, append and summaries in one launch: from the QKV projection to queries and a longer cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvsift.kernels.append import append_reference, load_page, pool_arguments, store_token
+from kvsift.kernels.append import append_reference, load_page, pool_arguments, store_token, summarise_without_twins
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
@@ -32,22 +32,22 @@ def qkv_rotary_append(
 
     Args:
         qkv: [rows, (num_query_heads + 2 * num_kv_heads) * head_dim], query heads first, then keys, then values.
-        cos, sin: [rows, rotary_dim], of each row's position; both halves hold the same angles. The first
+        cos, sin: [rows, rotary_dim], of each row's position, with the same angles in both halves. The first
             rotary_dim numbers of a head are rotated, number i with number i + rotary_dim / 2.
         kv: pools to write to; ``lengths`` count the new token.
         summaries: kind -> [num_kv_heads, num_pages, width], contiguous.
         num_query_heads: of the layer.
         q_norm, k_norm: [head_dim], weights of an RMS norm of every head before the rotation (Qwen3).
         norm_eps: of these norms.
-        pdl: launched while the kernel before still runs (Hopper and later).
+        pdl: programmatic dependent launch: may start while the kernel before still runs (Hopper and later).
 
     Returns:
         Queries [rows, num_query_heads, head_dim].
     """
-    how = {"num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
+    options = {"num_query_heads": num_query_heads, "q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
     if runs_on_triton(qkv):
-        return qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, pdl=pdl, **how)  # type: ignore[arg-type]
-    return qkv_rotary_append_reference(qkv, cos, sin, kv, summaries, **how)  # type: ignore[arg-type]
+        return qkv_rotary_append_triton(qkv, cos, sin, kv, summaries, pdl=pdl, **options)  # type: ignore[arg-type]
+    return qkv_rotary_append_reference(qkv, cos, sin, kv, summaries, **options)  # type: ignore[arg-type]
 
 
 def qkv_rotary_append_reference(
@@ -73,11 +73,11 @@ def qkv_rotary_append_reference(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of x [rows, num_heads, head_dim] by the angles of [rows, rotary_dim]."""
+    """Apply the rotary embedding to x [rows, num_heads, head_dim]; cos and sin are [rows, rotary_dim]."""
     cos, sin = (angle.to(x.dtype).unsqueeze(1) for angle in (cos, sin))
-    turned, rest = x.tensor_split([cos.shape[-1]], -1)
-    first, second = turned.chunk(2, -1)
-    return torch.cat([turned * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+    rotary, rest = x.tensor_split([cos.shape[-1]], -1)
+    first, second = rotary.chunk(2, -1)
+    return torch.cat([rotary * cos + torch.cat([-second, first], -1) * sin, rest], -1)
 
 
 def qkv_rotary_append_triton(
@@ -102,15 +102,16 @@ def qkv_rotary_append_triton(
         **pool_arguments(kv, summaries), H=num_query_heads, KVH=kv.num_kv_heads, ROTARY=cos.shape[1], PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+    summarise_without_twins(kv, summaries)
     return queries
 
 
 @jit
 def _rotary_append_kernel(
     qkv_ptr, cos_ptr, sin_ptr, queries_ptr, q_norm_ptr, k_norm_ptr, eps, qkv_row, angle_row, keys_ptr, values_ptr,
-    table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, minmax, mean_std,
-    centroid_radius, log_mass, minmax_fp8, EPS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, H: tl.constexpr, KVH: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
+    table_ptr, lengths_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, num_pages, summaries, writers,
+    WIDTHS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, H: tl.constexpr,
+    KVH: tl.constexpr, ROTARY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program per query head, and one per KV head for its key, its value and their page."""
     row, head, d = tl.program_id(0), tl.program_id(1), tl.arange(0, DP)
@@ -121,7 +122,7 @@ def _rotary_append_kernel(
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # now: what runs early may then rely on all before this launch
+        tl.extra.cuda.gdc_launch_dependents()  # after the wait: an early kernel may rely on all before this launch
     qkv, cos, sin = qkv_ptr + row * qkv_row, cos_ptr + row * angle_row, sin_ptr + row * angle_row
     if head < H:
         query = rotated_head(qkv + head * D, cos, sin, q_norm_ptr, eps, D, DP, ROTARY)
@@ -131,7 +132,7 @@ def _rotary_append_kernel(
         value = tl.load(qkv + (head + KVH) * D + d, mask=d < D, other=0.0)
         store_token(
             key, value, page, slot, keys, head - H, keys_ptr, values_ptr, k_head, k_page, k_slot, v_head, v_page,
-            v_slot, num_pages, minmax, mean_std, centroid_radius, log_mass, minmax_fp8, EPS, PAGE, D, DP,
+            v_slot, num_pages, summaries, writers, WIDTHS, PAGE, D, DP,
         )  # fmt: skip
 
 
@@ -139,18 +140,18 @@ def _rotary_append_kernel(
 def rotated_head(head_ptr, cos_ptr, sin_ptr, norm_ptr, eps, D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr):
     """One head [DP], normalised if it has a norm, its first ROTARY numbers rotated."""
     d = tl.arange(0, DP)
-    turns = d < ROTARY
+    rotary = d < ROTARY
     partner = tl.where(d < ROTARY // 2, d + ROTARY // 2, d - ROTARY // 2)
     x = tl.load(head_ptr + d, mask=d < D, other=0.0)
-    y = tl.load(head_ptr + partner, mask=turns, other=0.0)
+    y = tl.load(head_ptr + partner, mask=rotary, other=0.0)
     dtype: tl.constexpr = x.dtype
     if norm_ptr is not None:
         wide = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 0) / D + eps)
         x = weighted(wide * scale, tl.load(norm_ptr + d, mask=d < D, other=0.0), 0, dtype)
-        y = weighted(y.to(tl.float32) * scale, tl.load(norm_ptr + partner, mask=turns, other=0.0), 0, dtype)
-    cos = tl.load(cos_ptr + d, mask=turns, other=1.0).to(dtype).to(tl.float32)
-    sin = tl.load(sin_ptr + d, mask=turns, other=0.0).to(dtype).to(tl.float32)
+        y = weighted(y.to(tl.float32) * scale, tl.load(norm_ptr + partner, mask=rotary, other=0.0), 0, dtype)
+    cos = tl.load(cos_ptr + d, mask=rotary, other=1.0).to(dtype).to(tl.float32)
+    sin = tl.load(sin_ptr + d, mask=rotary, other=0.0).to(dtype).to(tl.float32)
     y = tl.where(d < ROTARY // 2, -y.to(tl.float32), y.to(tl.float32))
     # both products are rounded before the sum, as torch rounds them
     straight, across = (x.to(tl.float32) * cos).to(dtype), (y * sin).to(dtype)

@@ -24,20 +24,20 @@ ROWS, TOKENS, STAGES, WARPS = 128, 32, 4, 8  # of a tile; the fastest of those t
 
 
 class Rows(NamedTuple):
-    """The cached tokens of one sequence, wherever their pages lie."""
+    """The cached tokens of one sequence, on pages of any order."""
 
     keys: Tensor  # [num_kv_heads, num_pages, page_size, head_dim], any strides, the last one 1
     values: Tensor  # the same
     table: Tensor  # int32 [max_pages], physical page of each logical page
 
     def slots(self, positions: Tensor) -> Tensor:
-        """Where tokens lie: physical page * page_size + place in the page."""
+        """Return the addresses of tokens: physical page * page_size + offset in the page."""
         page_size = self.keys.shape[2]
         return self.table[positions // page_size] * page_size + positions % page_size
 
 
 class Span(NamedTuple):
-    """A segment: queries number ``first`` to ``stop``, each of which sees all positions from ``oldest`` to its own."""
+    """A segment: queries ``first`` to ``stop``, each of which sees all positions from ``oldest`` to its own."""
 
     first: int
     stop: int
@@ -48,14 +48,14 @@ def segment_attention(
     queries: Tensor, rows: Rows, start: int, spans: Sequence[Span], slots: Tensor, counts: Tensor | None, scale: float,
     softcap: float | None = None,
 ) -> Part:  # fmt: skip
-    """Attention of consecutive queries of one sequence, segment by segment.
+    """Return attention of consecutive queries of one sequence, segment by segment.
 
     Args:
         queries: [num_query_heads, num_queries, head_dim].
         rows: the cache, the queries' own tokens included.
         start: position of the first query.
         spans: of the segments.
-        slots: int32 [num_segments, num_lists, capacity], what else each list shows (``Rows.slots``), each token once
+        slots: int32 [num_segments, num_lists, capacity], further tokens of each list (``Rows.slots``), each token once
             and none of its span; num_lists is num_kv_heads, or a multiple of it that divides num_query_heads.
         counts: int32 [num_segments, num_lists], how many of a list count; None: all of them.
         scale, softcap: as in ``kernels.attention``.
@@ -75,16 +75,16 @@ def segment_attention_reference(
     output = torch.zeros_like(queries).unsqueeze(0)
     lse = torch.full(output.shape[:3], -torch.inf, dtype=torch.float32, device=queries.device)
     num_lists, page_size = slots.shape[1], rows.keys.shape[2]
-    for span, of_lists, held in zip(spans, slots, counts, strict=True):
+    for span, lists, sizes in zip(spans, slots, counts, strict=True):
         own = torch.arange(span.oldest, start + span.stop, device=queries.device)
-        token = torch.cat([of_lists, rows.slots(own).expand(num_lists, -1)], 1).long()  # [num_lists, num_tokens]
+        token = torch.cat([lists, rows.slots(own).expand(num_lists, -1)], 1).long()  # [num_lists, num_tokens]
         head = torch.arange(num_lists, device=token.device).unsqueeze(1) // (num_lists // rows.keys.shape[0])
-        listed = torch.arange(of_lists.shape[1], device=token.device) < held.unsqueeze(1)
-        token[:, : of_lists.shape[1]].masked_fill_(~listed, 0)
+        listed = torch.arange(lists.shape[1], device=token.device) < sizes.unsqueeze(1)
+        token[:, : lists.shape[1]].masked_fill_(~listed, 0)
         keys, values = (pool[head, token // page_size, token % page_size] for pool in rows[:2])
         position = torch.arange(start + span.first, start + span.stop, device=own.device)
-        seen = own <= position.unsqueeze(1)  # [num_queries, num_own]
-        mask = torch.cat([listed.unsqueeze(1).expand(-1, len(seen), -1), seen.expand(num_lists, -1, -1)], 2)
+        causal = own <= position.unsqueeze(1)  # [num_queries, num_own]
+        mask = torch.cat([listed.unsqueeze(1).expand(-1, len(causal), -1), causal.expand(num_lists, -1, -1)], 2)
         part = attention_reference(
             queries[None, :, span.first : span.stop], keys[None], values[None], scale, mask=mask, softcap=softcap
         )
@@ -104,14 +104,14 @@ def segment_attention_triton(
     output = torch.empty(1, num_queries, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
     output = output.transpose(1, 2)  # as the projection behind it reads: no copy
     lse = torch.empty(1, num_heads, num_queries, dtype=torch.float32, device=queries.device)
-    of_segments = torch.tensor(spans, dtype=torch.int32).to(queries.device, non_blocking=True)
+    segments = torch.tensor(spans, dtype=torch.int32).to(queries.device, non_blocking=True)
     tile = max(1, ROWS // width)
     tiles = -(-max(span.stop - span.first for span in spans) // tile)
     pools = [pool.stride(axis) for pool in rows[:2] for axis in range(3)]
     big = head_dim > 128 or queries.element_size() > 2
     with torch.cuda.device_of(queries):
         _segment_kernel[len(spans) * tiles, num_lists](
-            queries, rows.keys, rows.values, rows.table, slots.contiguous(), counts.contiguous(), of_segments, output,
+            queries, rows.keys, rows.values, rows.table, slots.contiguous(), counts.contiguous(), segments, output,
             lse, *queries.stride()[:2], *output.stride()[1:3], *pools, num_queries, start, tiles, slots.shape[2],
             scale * LOG2E, (softcap or 0.0) * LOG2E,
             G=group, GP=width, QUERIES=tile, LISTS_PER_KV=num_lists // rows.keys.shape[0], D=head_dim,
@@ -124,7 +124,7 @@ def segment_attention_triton(
 @jit
 def _load_tokens(pool_ptr, slots, inside, page_stride, token_stride, D: tl.constexpr, DP: tl.constexpr,
                  PAGE: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Rows of a pool, [tokens, DP]."""
+    """Load rows of a pool, [tokens, DP]."""
     d = tl.arange(0, DP)
     where = (slots // PAGE).to(tl.int64) * page_stride + slots % PAGE * token_stride
     if MASKED:
@@ -136,7 +136,7 @@ def _load_tokens(pool_ptr, slots, inside, page_stride, token_stride, D: tl.const
 
 @jit
 def _attend(q, k, v, seen, top, total, acc, scale, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
-    """One more tile of tokens into the softmax of each row."""
+    """Add a tile of tokens to the softmax of each row."""
     logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
     if MASKED:
         logits = tl.where(seen, logits, float("-inf"))

@@ -1,4 +1,4 @@
-"""One decode step of page-sparse attention: score, choose, attend, merge; in a single launch where a GPU can.
+"""One decode step of page-sparse attention: score, choose, attend, merge; in a single launch where the GPU allows it.
 
 The launch is CUDA C++ (the folder ``sift``). The three Triton kernels do the same and take every shape, but their fixed
 costs are more than the traffic of a whole step: at 32K tokens and 32 KV heads of an H200 they take 45.6 microseconds,
@@ -15,8 +15,9 @@ from torch import Tensor
 
 from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
 from kvsift.kernels.page_attention import page_attention, page_attention_reference
+from kvsift.kernels.page_summary import Kind, find_kind
 from kvsift.kernels.paged import PagedKV
-from kvsift.kernels.score_pages import KINDS, score_pages, score_pages_reference
+from kvsift.kernels.score_pages import score_pages, score_pages_reference
 from kvsift.kernels.top_pages import visible_pages, visible_pages_reference
 from kvsift.kernels.triton_shim import power_of_two
 
@@ -27,7 +28,7 @@ GROUP_PAGES = 8
 
 
 class SiftSpace(NamedTuple):
-    """Workspace of the single launch, shared by all layers of a model. It is left as it was found."""
+    """Workspace of the single launch, shared by all layers of a model. A launch leaves ``flags`` zero."""
 
     scores: Tensor  # float32 [rows, max_pages, rounded up to 32]
     maxima: Tensor  # float32 [rows, of that / GROUP_PAGES], largest score of every group of candidates
@@ -50,22 +51,24 @@ class SiftSpace(NamedTuple):
 
 
 def sifted_attention(
-    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: str,
+    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
-    visible: Tensor | None = None, early: bool = False,
+    visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention of one query per sequence over its sinks, its best pages and its window.
+    """Return attention of one query per sequence over its sinks, its best pages and its window.
 
     Args:
         queries: [batch, num_query_heads, head_dim].
         kv: the cache, the queries' own tokens included.
         summary: [num_kv_heads, num_pages, width], packed rows by physical page.
         spans: int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
-        pages: int32 [batch, num_rows, capacity], written: the pages that were seen. num_rows is num_kv_heads if query
-            heads share a list, else num_query_heads.
+        pages: int32 [batch, num_rows, capacity], written: the visible pages. num_rows is num_kv_heads if query heads
+            share a list, else num_query_heads.
         counts: int32 [batch, num_rows], written.
-        kind: of summary.
+        kind: of summary, or its name.
         scale, softcap, sink_logit, visible: as in ``page_attention``.
+        dense_below: int32 [batch]; sequences shorter than this are left out.
+        out: written where a sequence is attended; a new one by default.
         space: kept between launches; made here by default.
         early: the launch may start while the kernel before is still running, which then must not write the table, the
             spans or summaries of candidates.
@@ -76,32 +79,34 @@ def sifted_attention(
     if single_launch_runs(queries, kv, summary, pages, kind):
         return sifted_attention_cuda(
             queries, kv, summary, spans, pages, counts, kind=kind, scale=scale, softcap=softcap, sink_logit=sink_logit,
-            space=space, visible=visible, early=early,
+            space=space, visible=visible, dense_below=dense_below, out=out, early=early,
         )  # fmt: skip
     scores = score_pages(
         queries, summary, kv.table, spans, kind=kind, scale=scale, shared=pages.shape[1] == kv.num_kv_heads
     )
     visible_pages(scores, spans, pages.shape[2], out=(pages, counts))
     return page_attention(
-        queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible
-    )
+        queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible,
+        dense_below=dense_below, out=out,
+    )  # fmt: skip
 
 
 def sifted_attention_reference(
-    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: str,
+    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
-    visible: Tensor | None = None, early: bool = False,
+    visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     shared = pages.shape[1] == kv.num_kv_heads
     scores = score_pages_reference(queries, summary, kv.table, spans, kind=kind, scale=scale, shared=shared)
     visible_pages_reference(scores, spans, pages.shape[2], out=(pages, counts))
     return page_attention_reference(
-        queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible
-    )
+        queries, kv, pages, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, visible=visible,
+        dense_below=dense_below, out=out,
+    )  # fmt: skip
 
 
-def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Tensor, kind: str) -> bool:
-    """Whether the single launch takes these shapes; the three kernels take the rest."""
+def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Tensor, kind: Kind) -> bool:
+    """Return whether the single launch takes these shapes; the three kernels take the rest."""
     group, capacity = queries.shape[1] // kv.num_kv_heads, pages.shape[2]
     shapes = (
         queries.is_cuda
@@ -109,7 +114,9 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Ten
         and kv.head_dim in (64, 128)
         and kv.page_size % 8 == 0
         and pages.shape[1] == kv.num_kv_heads
-        and kind != "centroid_radius"
+        and find_kind(kind).cuda_features is not None
+        and summary.shape[2] == 2 * kv.head_dim
+        and summary.dtype in (queries.dtype, torch.float8_e4m3fn)
         and group <= 8
         and max(capacity * GROUP_PAGES, kv.table.shape[1] / GROUP_PAGES) <= KEYS
         and summary.stride(2) == 1
@@ -123,7 +130,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         [(name, ctypes.c_void_p) for name in (
             "queries", "keys", "values", "table", "lengths", "summary", "spans", "pages", "counts", "out", "scores",
-            "maxima", "parts", "flags", "visible", "sink",
+            "maxima", "parts", "flags", "visible", "sink", "dense_below",
         )]
         + [(name, ctypes.c_longlong) for name in (
             "summary_head", "summary_page", "key_head", "key_page", "key_token", "value_head", "value_page",
@@ -135,39 +142,42 @@ class _Arguments(ctypes.Structure):
 
 
 def sifted_attention_cuda(
-    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: str,
+    queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
-    visible: Tensor | None = None, early: bool = False,
+    visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     group = queries.shape[1] // kv.num_kv_heads
     space = SiftSpace.make(kv, group) if space is None else space
-    visible = torch.zeros(1, dtype=torch.int64, device=queries.device) if visible is None else visible
     sink_logit = None if sink_logit is None else sink_logit.float()
     queries = queries.contiguous()
-    out = torch.empty_like(queries)
+    out = torch.empty_like(queries) if out is None else out
     tensors = (
         queries, kv.keys, kv.values, kv.table, kv.lengths, summary, spans, pages, counts, out, *space, visible,
-        visible if sink_logit is None else sink_logit,
+        sink_logit, dense_below,
     )  # fmt: skip
     sizes = [stride * summary.element_size() for stride in summary.stride()[:2]]
     sizes += [stride * kv.keys.element_size() for pool in (kv.keys, kv.values) for stride in pool.stride()[:3]]
     numbers = (kv.table.shape[1], space.scores.shape[1], kv.num_kv_heads, space.parts.shape[1])
-    arguments = _Arguments(*(tensor.data_ptr() for tensor in tensors), *sizes, *numbers, scale, softcap or 0.0)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    arguments = _Arguments(*pointers, *sizes, *numbers, scale, softcap or 0.0)
     kernel = _kernel(queries, kv, summary, pages.shape[2], kind, softcap is not None, sink_logit is not None)
     kernel.launch(space.parts.shape[0] * space.parts.shape[1], arguments, early=early)
     return out
 
 
 def _keys(max_pages: int, capacity: int) -> int:
-    """As few as do: every group of pages, and all pages of the groups that a list may come from."""
+    """Return the fewest that suffice: every group of pages, and all pages of the groups that a list may come from."""
     return max(FEWEST_KEYS, power_of_two(max(-(-max_pages // GROUP_PAGES), capacity * GROUP_PAGES)))
 
 
 def _kernel(
-    queries: Tensor, kv: PagedKV, summary: Tensor, capacity: int, kind: str, capped: bool, sink: bool
+    queries: Tensor, kv: PagedKV, summary: Tensor, capacity: int, kind: Kind, capped: bool, sink: bool
 ) -> Kernel:
-    defines = {
-        "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size, "KIND": KINDS[kind],
+    features = find_kind(kind).cuda_features
+    assert features is not None
+    defines: dict[str, int | str] = {
+        "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size,
+        "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
         "HALF": int(queries.dtype == torch.float16), "FP8": int(summary.element_size() == 1), "WARPS": WARPS,
         "STAGES": STAGES, "CAPACITY": capacity, "CAPPED": int(capped), "SINK": int(sink),
         "KEYS": _keys(kv.table.shape[1], capacity),

@@ -1,8 +1,8 @@
-"""A few rows times a large weight, as fast as the weight can be read: what decode's linear layers share.
+"""A few rows times a large weight at the speed of memory: the product that all linear layers of decode share.
 
-Every program owns some outputs and walks along their weights once. One row is multiplied and added in registers, each
-thread with its own part of the sum; up to 16 rows go through tensor cores together. An RMS norm of the rows costs
-nothing here: their squares are summed on the way, and the products scaled at the end.
+Every program computes some outputs and reads their weights once. One row is multiplied and added in registers, each
+thread with its own part of the sum; up to 16 rows go through tensor cores together. An RMS norm of the rows is free:
+the loop also sums their squares, and the products are scaled at the end.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from torch import Tensor
 
 from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
 
-MAX_ROWS = 16  # the tile of the tensor cores; beyond it the weights are no longer all that matters
+MAX_ROWS = 16  # the tile of the tensor cores; with more rows, weights are not the only large operand
 Norm = tuple[Tensor, float]  # weight [in] and eps of an RMS norm
 
 
 class Tiling(NamedTuple):
-    """How the weights are cut and read."""
+    """Tile sizes of a product."""
 
     outs: int  # outputs of a program
-    ins: int  # weights of an output that are loaded at a time
+    ins: int  # weights of an output per load
     num_warps: int
-    depth: int  # tiles in flight: stages in shared memory for tensor cores, else what a thread asks for at once
+    depth: int  # tiles in flight: stages in shared memory for tensor cores, otherwise loads of a thread
     dot: bool  # on tensor cores
-    prefetch: int = 512  # weights of an output that are asked for before the rows are there (pdl)
+    prefetch: int = 512  # weights of an output that are prefetched before the rows are ready (pdl)
 
 
 def in_registers(outs: int, num_warps: int, depth: int) -> Tiling:
-    """A thread loads 16 bytes at a time; the warps lie side by side, or rows and weights would not meet in a thread."""
+    """Tiling without tensor cores. A thread loads 16 bytes at a time; warps split the inputs, so that a thread has both
+    the rows and the weights of its inputs."""
     return Tiling(outs, 256 * num_warps, num_warps, depth, dot=False)
 
 
@@ -39,7 +40,7 @@ def on_tensor_cores(outs: int, ins: int, num_warps: int, depth: int) -> Tiling:
 
 
 def choose_tiling(num_out: int, num_in: int, rows: int) -> Tiling:
-    """How to cut a weight of this size for this many rows, as measured on an H200 (results/linear-h200.json)."""
+    """Return the best tiling of a weight for this many rows, measured on an H200 (results/linear-h200.json)."""
     if rows > 1:
         return on_tensor_cores(16, 256, 2, 4)
     return in_registers(4, 2, 4) if num_in < num_out <= 8192 else in_registers(8, 4, 1)
@@ -62,15 +63,15 @@ def is_skinny(x: Tensor, weight: Tensor) -> bool:
 
 
 def fuses_norm(x: Tensor) -> bool:
-    """Whether rows may be scaled after the product: in float16 tensor cores could get numbers that overflow."""
+    """Whether rows may be scaled after the product: in float16 the unscaled numbers could overflow."""
     return x.dtype == torch.bfloat16 or x.shape[0] == 1
 
 
 def product_arguments(x: Tensor, weight: Tensor, norm: Norm | None, tiling: Tiling, pdl: bool) -> dict[str, object]:
-    """What a kernel that calls ``row_products`` needs to know."""
+    """Return the launch arguments of a kernel that calls ``row_products``."""
     rows, num_in = x.shape
     norm_weight, eps = norm or (None, 0.0)
-    pdl = pdl and not tiling.dot  # early programs took shared memory from those at work: 13 us instead of 11
+    pdl = pdl and not tiling.dot  # early programs take shared memory from running ones: 13 us instead of 11
     turn = tiling.ins if tiling.dot else tiling.ins * tiling.depth  # inputs per turn of the loop
     return {
         "x_ptr": x, "weight_ptr": weight, "norm_ptr": norm_weight, "eps": eps, "x_row": x.stride(0),
@@ -90,11 +91,11 @@ def row_products(
     """float32 [ROWS, OUTS]: rows of x, normalised if there is a norm, times the weights of ``outs`` [OUTS]."""
     weights = weight_ptr + outs.to(tl.int64) * weight_row  # [OUTS]
     if PDL:
-        # weights never depend on the kernel before: ask for the first ones while it still runs
+        # weights do not depend on the previous kernel: prefetch the first ones while it still runs
         if PREFETCH > 0:
             prefetch(weights, num_in, PREFETCH)
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()  # now: what runs early may then rely on all before this launch
+        tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
     if DOT:
         products = dot_products(x_ptr, weights, norm_ptr, eps, x_row, rows, num_in, ROWS, OUTS, INS, EVEN, DEPTH)
     else:
@@ -107,7 +108,7 @@ def sum_products(
     x_ptr, weights, norm_ptr, eps, num_in, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One row: a turn of the loop asks for DEPTH * INS weights of every output before it adds any."""
+    """One row: an iteration loads DEPTH * INS weights of every output before it adds any."""
     i = tl.arange(0, DEPTH)[None, :, None] * INS + tl.arange(0, INS)[None, None, :]
     weights = weights[:, None, None]
     total = tl.zeros((OUTS, INS), tl.float32)
@@ -158,7 +159,7 @@ def load(pointers, inside, ALL: tl.constexpr):
 
 @jit
 def prefetch(weights, num_in, COUNT: tl.constexpr):
-    """Ask the L2 cache for the first COUNT weights of every output, a line of 128 bytes (64 weights) at a time."""
+    """Prefetch the first COUNT weights of every output into the L2 cache, by lines of 128 bytes (64 weights)."""
     lines = tl.minimum(tl.arange(0, COUNT // 64) * 64, num_in - 1)
     addresses = (weights[:, None] + lines[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """Device code of split attention: one split of one row over its pages, and the merge by the split that is last.
 
-A record of the workspace holds what a split found, in float32: [group, head_dim] sums of weighted values, [group]
-largest logits in units of log 2, [group] sums of weights, and the number of tokens it saw.
+A record of the workspace holds the part of a split, in float32: [group, head_dim] sums of weighted values, [group]
+largest logits in units of log 2, [group] sums of weights, and the number of visible tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvsift.kernels.triton_shim import jit, tl
 
 @jit
 def capped(logits, softcap, CAPPED: tl.constexpr):
-    """softcap * tanh(logits / softcap), both in units of log 2."""
+    """Return softcap * tanh(logits / softcap), both in units of log 2."""
     if CAPPED:
         twice = tl.exp2(2.8853900817779268 * logits / softcap)  # exp(2 x) of x = logits / softcap
         logits = softcap * (1.0 - 2.0 / (twice + 1.0))
@@ -23,7 +23,7 @@ def load_tile(
     keys_ptr, values_ptr, table_ptr, list_ptr, slot, last, length, key_page, key_token, value_page, value_token,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [TILE * PAGE, DP] of the pages from ``slot`` on, and which of the tokens are there."""
+    """Load keys and values [TILE * PAGE, DP] of the pages from ``slot`` on; return which of the tokens exist, too."""
     t, d = tl.arange(0, TILE * PAGE), tl.arange(0, DP)
     slots = slot + t // PAGE
     inside = slots < last
@@ -52,12 +52,12 @@ def attend_group(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
     LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of a group as rows of one matrix product."""
+    """Attend the query heads of a group as rows of one matrix product."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     mask = (g < G)[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + g[:, None] * D + d[None, :], mask=mask, other=0.0)
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
-    shown, acc = 0.0, tl.zeros((GP, DP), tl.float32)
+    visible, acc = 0.0, tl.zeros((GP, DP), tl.float32)
     for slot in tl.range(begin, end, TILE, num_stages=STAGES):
         k, v, seen = load_tile(
             keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
@@ -70,24 +70,25 @@ def attend_group(
         shrink = tl.exp2(top - new)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
-        shown += tl.sum(seen.to(tl.float32), 0)
+        visible += tl.sum(seen.to(tl.float32), 0)
         top = new
     tl.store(part_ptr + g[:, None] * D + d[None, :], acc, mask=mask)
     tl.store(part_ptr + G * D + g, top, mask=g < G)
     tl.store(part_ptr + G * D + G + g, total, mask=g < G)
-    tl.store(part_ptr + G * D + 2 * G, shown)
+    tl.store(part_ptr + G * D + 2 * G, visible)
 
 
 @jit
 def merge_splits(
     parts_ptr, sink_ptr, out_ptr, visible_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr, SINK: tl.constexpr,
+    SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr, COUNTED: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """The parts of all splits of one row into its output; adds up what they saw."""
+    """Merge the parts of all splits of one row into its output; add up their visible tokens."""
     s, d = tl.arange(0, SPLITSP), tl.arange(0, DP)
     records = parts_ptr + s * RECORD
-    shown = tl.load(records + G * D + 2 * G, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
-    tl.atomic_add(visible_ptr, tl.sum(shown, 0).to(tl.int64), sem="relaxed")
+    if COUNTED:
+        visible = tl.load(records + G * D + 2 * G, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
+        tl.atomic_add(visible_ptr, tl.sum(visible, 0).to(tl.int64), sem="relaxed")
     for each in tl.static_range(G):
         tops = tl.load(records + G * D + each, mask=s < SPLITS, other=float("-inf"), cache_modifier=".cg")
         sums = tl.load(records + G * D + G + each, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
@@ -114,9 +115,9 @@ def attend_split(
     scale, softcap,
     G: tl.constexpr, GP: tl.constexpr, ROWS_PER_KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr,
-    LISTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, COUNTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row; the last one to finish merges them all. Returns whether this was it."""
+    """Attend one split of one row; the last one to finish merges them all. Return whether this was the last."""
     batch, head = row // num_rows, row % num_rows
     length = tl.load(lengths_ptr + batch)
     per_split = (count + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
@@ -134,8 +135,8 @@ def attend_split(
     is_last = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         merge_splits(
-            parts_ptr + row * SPLITS * RECORD, sink_ptr + head * G, out_ptr + row * G * D, visible_ptr,
-            G, D, DP, SPLITS, SPLITSP, RECORD, SINK,
+            parts_ptr + row * SPLITS * RECORD, sink_ptr + head * G, out_ptr + row * G * D,
+            visible_ptr + batch, G, D, DP, SPLITS, SPLITSP, RECORD, COUNTED, SINK,
         )  # fmt: skip
         tl.store(arrived_ptr + row, 0)
     return is_last

@@ -1,8 +1,8 @@
-"""The pages a row may see: the best of its candidates between its sinks and its window, ascending.
+"""Visible pages of a row: its sinks, the best of its candidates and its window, ascending.
 
 The k-th largest score is found by narrowing a bracket four ways at a time, in the order-preserving integers of the
-floats; a few rounds do. Long rows are first cut to the k groups of pages whose largest scores are best: a group
-outside them holds no chosen page, since k others hold a better one.
+floats; a few rounds are enough. Long rows are first reduced to the k groups of pages with the best maxima: no other
+group holds a chosen page, since k groups hold a better one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Lists = tuple[Tensor, Tensor]
 
 
 def visible_pages(scores: Tensor, spans: Tensor, capacity: int, out: Lists | None = None) -> Lists:
-    """Pages that each row sees: sinks, the k best candidates (ties to the lower page), window.
+    """List the visible pages of each row: sinks, the k best candidates (ties to the lower page), window.
 
     Args:
         scores: float32 [batch, num_rows, max_pages], column i is candidate first + i.
         spans: int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
-        capacity: of the lists; what spans ask for must fit.
+        capacity: of the lists, at least what the spans need.
         out: lists and counts to write; new ones by default.
 
     Returns:
-        Logical pages int32 [batch, num_rows, capacity], ascending; counts int32 [batch, num_rows] of those that count.
+        Logical pages int32 [batch, num_rows, capacity], ascending; counts int32 [batch, num_rows].
     """
     run = visible_pages_triton if runs_on_triton(scores) else visible_pages_reference
     return run(scores, spans, capacity, out)
@@ -78,7 +78,7 @@ def ordered(x):
 
 @jit
 def load_keys(values_ptr, map_ptr, index, inside, MAPPED: tl.constexpr):
-    """Ordered scores number ``index``; with MAPPED they lie in listed groups of MAPPED scores."""
+    """Ordered scores number ``index``, of listed groups of MAPPED scores if MAPPED is not 0."""
     where = index
     if MAPPED > 0:
         where = tl.load(map_ptr + index // MAPPED, mask=inside, other=0) * MAPPED + index % MAPPED
@@ -87,9 +87,9 @@ def load_keys(values_ptr, map_ptr, index, inside, MAPPED: tl.constexpr):
 
 @jit
 def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """low and high so that [low, inf) holds at least k of ``count`` scores and [high, inf) fewer, ``above`` of them;
-    either exactly k, or high is low + 1 and what lies between are ties. Scores that stand at ``limit`` or behind in
-    their row do not count."""
+    """Return low and high so that [low, inf) holds at least k of ``count`` scores and [high, inf) fewer, ``above`` of
+    them: either exactly k, or high is low + 1 and the scores between are ties. Scores at index ``limit`` of their row
+    and behind do not count."""
     offsets = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -2147483648, tl.int32)
     bottom = tl.full((BLOCK,), 2147483647, tl.int32)
@@ -100,7 +100,7 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLO
         bottom = tl.minimum(bottom, tl.where(real, keys, 2147483647))
     low = tl.min(bottom, 0).to(tl.int64)
     high = tl.max(top, 0).to(tl.int64) + 1
-    inside, above = count, 0  # how many lie in [low, inf) is known only to be at least k
+    inside, above = count, 0  # [low, inf) holds at least k; the count is an upper bound
     while (inside != k) & (high - low > 1):
         width = high - low
         first, second, third = low + width // 4, low + width // 2, low + width * 3 // 4
@@ -126,7 +126,7 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLO
 
 @jit
 def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """The ids of the k best of ``count`` scores, ascending, ties to the lower id, plus ``first``."""
+    """Write the ids of the k best of ``count`` scores, ascending, ties to the lower id, plus ``first``."""
     low, high, above = find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED, BLOCK)
     offsets = tl.arange(0, BLOCK)
     written, ties = 0, 0
@@ -143,7 +143,7 @@ def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, MAPPED: tl.
 
 @jit
 def write_spans(out_ptr, first, stop, k, held, BLOCK: tl.constexpr):
-    """Sinks in front of the k chosen pages and the window behind them."""
+    """Write the sinks before the k chosen pages and the window behind them."""
     count = first + held - stop
     for start in range(0, count, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -156,7 +156,7 @@ def choose_pages(
     scores_ptr, maxima_ptr, groups_ptr, out_ptr, first, stop, k, held,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The whole visible list of one row; ``maxima_ptr`` holds the largest score of every GROUP candidates."""
+    """Write the visible list of one row; ``maxima_ptr`` holds the largest score of every GROUP candidates."""
     count = stop - first
     k = tl.minimum(k, count)
     if count > GROUP * k:
@@ -177,7 +177,7 @@ def _visible_kernel(
     BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     spans_ptr += tl.program_id(0) // num_rows * 4
-    row = tl.program_id(0).to(tl.int64)  # rows of a million tokens lie more than 2^31 numbers apart
+    row = tl.program_id(0).to(tl.int64)  # rows of a million tokens are more than 2^31 numbers apart
     first, stop, k, held = tl.load(spans_ptr), tl.load(spans_ptr + 1), tl.load(spans_ptr + 2), tl.load(spans_ptr + 3)
     scores_ptr += row * max_pages
     maxima_ptr += row * num_groups

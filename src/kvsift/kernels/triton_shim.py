@@ -1,4 +1,4 @@
-"""Triton where there is one: kernels import from here, so that every file imports on machines without it."""
+"""Triton if it is installed; kernels import it from here, so that every file imports on machines without it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ except ImportError:  # macOS, Windows, CPU builds of torch
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """``triton.jit``; without Triton the function itself, which nobody calls."""
+    """``triton.jit``; without Triton the function itself, which is never called."""
     return triton.jit(function) if HAVE_TRITON else function
 
 
+def constant(number: float) -> Any:
+    """A module's number that kernels may read."""
+    return tl.constexpr(number) if HAVE_TRITON else number
+
+
 def runs_on_triton(tensor: Tensor) -> bool:
-    """Whether a twin should take this tensor: Triton is here, and the tensor is on an NVIDIA GPU."""
+    """Whether a twin takes this tensor: Triton is installed, and the tensor is on an NVIDIA GPU."""
     return HAVE_TRITON and tensor.is_cuda
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below ``number``."""
+    """Return the smallest power of two that is not below ``number``."""
     return 1 << max(number - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""How little each query of a segment resembles the segment's mean query: two passes, the second from the cache."""
+"""Distance of each query of a segment from the segment's mean query: two passes, the second reads the L2 cache."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ QUERIES, WARPS = 64, 4  # of a tile
 
 
 def unlikeness(queries: Tensor, num_segments: int, count: int) -> Tensor:
-    """-cos(mean, q) of each query, the mean being that of its head and segment.
+    """Return -cos(mean, q) of each query, with the mean of its head and segment.
 
     Args:
         queries: [num_query_heads, num_segments * num_queries, head_dim].
         num_segments: of equal length.
-        count: where the queries of a segment cancel out, so that there is no mean, 1 for so many evenly spaced ones and
-            -1 for the others.
+        count: if the queries of a segment cancel out, so that the mean has no direction, so many evenly spaced queries
+            get 1 and the others -1.
 
     Returns:
         float32 [num_segments, num_query_heads, num_queries].

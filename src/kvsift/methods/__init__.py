@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Entry(NamedTuple):
-    """Where a method's class is, and what it does in one line."""
+    """The class of a method, and a one-line summary."""
 
     path: str  # "module:Class"
     summary: str
@@ -65,24 +65,24 @@ BUILT_IN: dict[str, Entry] = {
 
 @cache
 def catalogue() -> dict[str, Entry]:
-    """Every method that can be named: built in, and added by installed packages. One whose name is taken is left out
-    with a warning."""
-    found = dict(BUILT_IN)
+    """Return all methods by name: built in, and added by installed packages. A package's method whose name is taken is
+    left out with a warning."""
+    entries = dict(BUILT_IN)
     for point in entry_points(group="kvsift.methods"):
         package = point.dist.name if point.dist else "unknown"
-        if point.name in found:
-            other = found[point.name].package or "kvsift"
+        if point.name in entries:
+            other = entries[point.name].package or "kvsift"
             log.warning(
                 "the method %r of the installed package %s is left out: %s has a method of that name.",
                 point.name, package, other,
             )  # fmt: skip
             continue
-        found[point.name] = Entry(point.value, f"added by {package}", package)
-    return dict(sorted(found.items()))
+        entries[point.name] = Entry(point.value, f"added by {package}", package)
+    return dict(sorted(entries.items()))
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a catalogued method.
+    """Return the class of a catalogued method.
 
     Raises:
         InputError: if no method has that name (with the nearest one that exists), or an installed package adds it and
@@ -106,7 +106,7 @@ def _load(path: str) -> type[Method]:
     from kvsift.methods.base import Method
 
     module, _, attribute = path.partition(":")
-    found = getattr(import_module(module), attribute)
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    loaded = getattr(import_module(module), attribute)
+    if not (isinstance(loaded, type) and issubclass(loaded, Method)):
         raise TypeError(f"{path} is no subclass of kvsift.methods.base.Method")
-    return found
+    return loaded

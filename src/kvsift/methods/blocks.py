@@ -1,7 +1,7 @@
 """Blocks of pages: a coarse level that is ranked before the pages are, for contexts whose page summaries are many.
 
-Blocks lie at absolute places: with 16 pages each, block b holds pages 16 b to 16 b + 15. A block's row is the merge of
-its pages' rows (the largest maximum, the smallest minimum), so that its score is never below that of any of them.
+Blocks begin at multiples of their size: with 16 pages each, block b holds pages 16 b to 16 b + 15. The row of a block
+merges the rows of its pages (the largest maximum, the smallest minimum), so its score is never below that of a page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BLOCK_PAGES = 16  # by default: 256 tokens in pages of 16
 
 @dataclass
 class BlockRows:
-    """Rows of a sequence's complete blocks from the first on, each merged once."""
+    """Summary rows of the complete blocks of a sequence, each merged once."""
 
     kind: str  # of page summary
     page_size: int
@@ -34,14 +34,14 @@ class BlockRows:
             self.rows = self.rows[:, : length // (self.block_pages * self.page_size)]
 
     def read(self, blocks: range, reader: KVReader) -> Tensor:
-        """Rows of whole blocks, [num_kv_heads, len(blocks), width]; merges those that are not remembered yet."""
-        held = 0 if self.rows is None else self.rows.shape[1]
+        """Rows of whole blocks, [num_kv_heads, len(blocks), width]; merges those that are new."""
+        known = 0 if self.rows is None else self.rows.shape[1]
         complete = min(blocks.stop, reader.length // (self.block_pages * self.page_size))
-        if held < complete:
-            merged = self._merged(held, complete, reader)
-            self.rows = merged if self.rows is None else torch.cat([self.rows, merged], 1)  # once in a block
+        if known < complete:
+            merged = self._merged(known, complete, reader)
+            self.rows = merged if self.rows is None else torch.cat([self.rows, merged], 1)  # once per block
         rows = [] if self.rows is None else [reader.counted(self.rows[:, blocks.start : blocks.stop])]
-        if complete < blocks.stop:  # window=0: the page being filled competes, and its block will change
+        if complete < blocks.stop:  # window=0: the incomplete page is a candidate, and its block will change
             rows.append(self._merged(max(complete, blocks.start), blocks.stop, reader))
         return torch.cat(rows, 1)
 
@@ -53,12 +53,12 @@ class BlockRows:
 
 
 def whole_blocks(candidates: Candidates, block_pages: int) -> range:
-    """Blocks all of whose pages are candidates."""
+    """Return the blocks whose pages are all candidates."""
     return range(-(-candidates.first // block_pages), candidates.stop // block_pages)
 
 
 def pages_in(blocks: Tensor, candidates: Candidates, block_pages: int) -> Tensor:
-    """Candidate pages in chosen whole blocks, and those in blocks at either end that are candidates in part.
+    """Candidate pages in the selected whole blocks, and all candidate pages outside whole blocks.
 
     blocks int64 [num_heads, count], ascending -> int64 [num_heads, num_pages], ascending.
     """

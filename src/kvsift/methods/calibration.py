@@ -1,10 +1,10 @@
-"""Files that hold what was learned about one model: directions of its keys and queries, by layer and KV head.
+"""Calibration files: directions of the keys and queries of one model, by layer and KV head.
 
 ``kvsift calibrate`` writes them, a safetensors file with a tensor ``KIND.LAYER`` [num_kv_heads, head_dim, head_dim] of
-orthonormal columns for each kind and layer, those along which most lies first:
+orthonormal columns for each kind and layer, largest first:
 
 - keys_after_rope, keys_before_rope: principal axes of the keys (Loki);
-- queries: right singular vectors of the queries of a group after RoPE, as they stand (InfiniGen's skewing).
+- queries: right singular vectors of the queries of a group after RoPE, not centred (InfiniGen's skewing).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from kvsift.errors import InputError
 from kvsift.types import LayerShape, Origin
 
 FORMAT = "kvsift calibration 1"
-SAMPLE = "model.sample"  # a few of the model's weights, to tell it from others of its architecture
+SAMPLE = "model.sample"  # a few weights, which distinguish the model from others of its architecture
 
 
 class Contents(NamedTuple):
-    """Of a file."""
+    """Contents of a calibration file."""
 
     about: Mapping[str, str]  # format, model, recipe (JSON) and recipe_sha256
     tensors: Mapping[str, Tensor]
 
 
 def write(path: Path, directions: Mapping[str, Tensor], origin: Origin, recipe: Mapping[str, Any]) -> None:
-    """A calibration file; the old one or the new one, never half of either.
+    """Write a calibration file; an existing one is replaced at once, as a whole.
 
     Args:
         path: of the file.
         directions: float32, by KIND.LAYER.
         origin: the model.
-        recipe: how they came about, ready for JSON.
+        recipe: how they were computed, ready for JSON.
     """
     text = json.dumps(recipe, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -54,7 +54,7 @@ def write(path: Path, directions: Mapping[str, Tensor], origin: Origin, recipe: 
 
 
 def check(knob: str, path: object) -> None:
-    """Refuse what is no calibration file, for a knob of a method.
+    """Refuse anything but a calibration file, for a knob of a method.
 
     Raises:
         InputError: if there is no such file, or it is of another kind.
@@ -65,12 +65,12 @@ def check(knob: str, path: object) -> None:
 
 
 def directions(path: str, kind: str, shape: LayerShape) -> Tensor:
-    """Of one layer, float32 [num_kv_heads, head_dim, head_dim], largest first; on the host.
+    """Read the directions of one layer, float32 [num_kv_heads, head_dim, head_dim], largest first; on the host.
 
     Raises:
         InputError: if the file was made for another model, or lacks this kind.
     """
-    check("calibration", path)  # it was there when the plan was read
+    check("calibration", path)  # the file may have changed since the plan was parsed
     stat = Path(path).stat()
     about, tensors = _contents(path, stat.st_mtime_ns, stat.st_size)
     again = f"Write one with kvsift calibrate --model DIRECTORY --out {path}."
@@ -78,22 +78,22 @@ def directions(path: str, kind: str, shape: LayerShape) -> Tensor:
         raise InputError(
             f"{path} was calibrated on another model ({about['model']}); this one is {shape.origin.name}. {again}"
         )
-    found = tensors.get(f"{kind}.{shape.layer}")
-    if found is None:
-        held = sorted({name.partition(".")[0] for name in tensors} - {"model"})
-        raise InputError(f"{path} has no {kind.replace('_', ' ')} of layer {shape.layer}; it holds {held}. {again}")
-    if found.shape != (shape.num_kv_heads, shape.head_dim, shape.head_dim):
+    columns = tensors.get(f"{kind}.{shape.layer}")
+    if columns is None:
+        kinds = sorted({name.partition(".")[0] for name in tensors} - {"model"})
+        raise InputError(f"{path} has no {kind.replace('_', ' ')} of layer {shape.layer}; it holds {kinds}. {again}")
+    if columns.shape != (shape.num_kv_heads, shape.head_dim, shape.head_dim):
         raise InputError(
-            f"{path} is of layers with {found.shape[0]} KV heads of {found.shape[1]} channels; layer {shape.layer} "
+            f"{path} is of layers with {columns.shape[0]} KV heads of {columns.shape[1]} channels; layer {shape.layer} "
             f"here has {shape.num_kv_heads} of {shape.head_dim}. {again}"
         )
-    return found
+    return columns
 
 
 def _is_of(origin: Origin, name: str, sample: Tensor) -> bool:
-    mine = origin.sample()
-    near = mine.shape == sample.shape and torch.allclose(mine, sample, rtol=0.02, atol=1e-3 * float(sample.abs().max()))
-    return near and origin.name == name  # rounded to another dtype, the weights are the same model's
+    own = origin.sample()
+    near = own.shape == sample.shape and torch.allclose(own, sample, rtol=0.02, atol=1e-3 * float(sample.abs().max()))
+    return near and origin.name == name  # near: the same weights may be rounded to another dtype
 
 
 def _about(knob: str, path: str) -> dict[str, str]:

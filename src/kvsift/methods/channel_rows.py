@@ -9,13 +9,13 @@ from kvsift.types import KVReader
 
 
 class ChannelRows:
-    """Keys of one sequence in one layer by channel, copied when they are asked for, in room that grows."""
+    """Keys of one sequence in one layer by channel, copied when they are read, in a buffer that grows."""
 
     def __init__(self) -> None:
         self.length = 0
-        self._room: Tensor | None = None  # [num_kv_heads, head_dim, capacity], in the dtype of the keys
+        self._buffer: Tensor | None = None  # [num_kv_heads, head_dim, capacity], in the dtype of the keys
 
-    @torch.inference_mode()  # the room outlives the block it was made in
+    @torch.inference_mode()  # the buffer outlives the caller's inference mode
     def read(self, reader: KVReader, stop: int, channels: Tensor) -> Tensor:
         """Chosen channels of the first ``stop`` keys, [num_kv_heads, count, stop].
 
@@ -23,24 +23,24 @@ class ChannelRows:
         """
         if self.length < stop:
             self._append(reader.keys(self.length, stop))
-        assert self._room is not None
-        chosen = [rows[own, :stop] for rows, own in zip(self._room, channels)]
+        assert self._buffer is not None
+        chosen = [rows[own, :stop] for rows, own in zip(self._buffer, channels)]
         return reader.counted(torch.stack(chosen))
 
     def _append(self, keys: Tensor) -> None:
         stop = self.length + keys.shape[1]
-        if self._room is None or self._room.shape[2] < stop:
-            room = keys.new_empty(keys.shape[0], keys.shape[2], max(stop, 2 * self.length))
-            if self._room is not None:
-                room[..., : self.length] = self._room[..., : self.length]
-            self._room = room
-        self._room[..., self.length : stop] = keys.mT
+        if self._buffer is None or self._buffer.shape[2] < stop:
+            buffer = keys.new_empty(keys.shape[0], keys.shape[2], max(stop, 2 * self.length))
+            if self._buffer is not None:
+                buffer[..., : self.length] = self._buffer[..., : self.length]
+            self._buffer = buffer
+        self._buffer[..., self.length : stop] = keys.mT
         self.length = stop
 
     def fork(self) -> ChannelRows:
         copy = ChannelRows()
-        if self._room is not None:
-            copy.length, copy._room = self.length, self._room[..., : self.length].clone()  # both will write on
+        if self._buffer is not None:
+            copy.length, copy._buffer = self.length, self._buffer[..., : self.length].clone()  # both append to it
         return copy
 
     def crop(self, length: int) -> None:

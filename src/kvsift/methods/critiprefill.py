@@ -1,13 +1,13 @@
 """CritiPrefill: blocks of keys that a segment of queries finds critical (https://arxiv.org/abs/2409.12490).
 
-The largest and smallest numbers per channel stand for the queries of a segment and for the keys of a block; products of
-the two are turned into a share of attention per block, and averaged with that of the layer below.
+The largest and smallest numbers per channel represent the queries of a segment and the keys of a block. Their products
+give a share of attention per block, which is averaged with that of the layer below.
 
 Deviation from the paper and its code:
-- the segment itself is always visible, with exact causality, and so are sinks and window; only blocks before them
-  compete, so the softmax never runs over the future, and the last segment is chosen for like any other;
-- products are scaled as logits are (``scaled``): without, the softmax is nearly one-hot and fusing adds up two winners;
-- the pools of the keys are the page summaries of the store, merged over the pages of a block; Quest reads the same.
+- the segment itself is always visible, with exact causality, and so are sinks and window; only earlier blocks are
+  candidates, so the softmax excludes the future, and the last segment is treated like any other;
+- products are scaled as logits are (``scaled``): otherwise the softmax is nearly one-hot, and fusion adds two winners;
+- the pools of the keys are the page summaries of the store, merged over the pages of a block, as in Quest.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.kernels.extremes import extremes
 from kvsift.kernels.page_summary import SUMMARIES
-from kvsift.methods import knobs
-from kvsift.methods.base import Asked, Method, Phase, top_units
-from kvsift.methods.together import alike, best_of_segments
+from kvsift.methods import checks
+from kvsift.methods.base import Method, Phase, SegmentRequest
+from kvsift.methods.scoring import top_units
+from kvsift.methods.segment_batch import alike, best_of_segments
+from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 Estimator = Literal["code", "paper", "bound"]
 
 SUMMARY = "minmax"
-MAX_PRODUCTS = 1 << 24  # of queries and keys, channel by channel, at once: 64 MiB
+MAX_PRODUCTS = 1 << 24  # of queries and keys, per channel, in memory at once: 64 MiB
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,14 @@ class CritiPrefill(Method):
         estimator: "code": the middle of the queries' extremes times either extreme of the keys, the larger; "paper":
             the shares of the four products of extremes, averaged over the queries' and the larger; "bound": the largest
             logit that a query of the segment and a key of the block could have.
-        fusion: average a segment's shares with those of the nearest layer below that chose.
+        fusion: average a segment's shares with those of the nearest selecting layer below.
         weight_current: of this layer in that average; by default 0.75, and 0.25 with ``estimator="paper"``.
         scaled: multiply products by the softmax scale, which the paper and its code leave out.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
     summaries: ClassVar[tuple[str, ...]] = (SUMMARY,)
-    granularity: ClassVar[str] = "block"
+    traits: ClassVar[Traits] = Traits(granularity="block")
     source: ClassVar[str] = "arXiv 2409.12490"
 
     segment: int = 512
@@ -64,16 +66,16 @@ class CritiPrefill(Method):
     scaled: bool = True
 
     def __post_init__(self) -> None:
-        knobs.whole("segment", self.segment, 16)
-        knobs.whole("block", self.block, 1)
-        knobs.whole("page_size", self.page_size, 1)
-        knobs.one_of("estimator", self.estimator, ("code", "paper", "bound"))
-        knobs.flag("fusion", self.fusion)
-        knobs.flag("scaled", self.scaled)
+        checks.whole("segment", self.segment, 16)
+        checks.whole("block", self.block, 1)
+        checks.whole("page_size", self.page_size, 1)
+        checks.one_of("estimator", self.estimator, ("code", "paper", "bound"))
+        checks.flag("fusion", self.fusion)
+        checks.flag("scaled", self.scaled)
         if self.block % self.page_size:
             raise InputError(f"block={self.block} must be a multiple of page_size={self.page_size}: blocks are pages.")
         if self.weight_current is not None:
-            knobs.share("weight_current", self.weight_current)
+            checks.share("weight_current", self.weight_current)
             if not self.fusion:
                 raise InputError(f"weight_current={self.weight_current} means nothing without fusion; leave it out.")
 
@@ -95,7 +97,7 @@ class CritiPrefill(Method):
 
     @property
     def weight(self) -> float:
-        """Of this layer when shares are fused."""
+        """Weight of this layer in the fusion."""
         if self.weight_current is not None:
             return self.weight_current
         return 0.25 if self.estimator == "paper" else 0.75
@@ -114,30 +116,30 @@ class CritiPrefill(Method):
         return Selection(top_units(shares, limit.units) + candidates.first, self.block, full=True)
 
     def select_segments(
-        self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
+        self, state: Any, shape: LayerShape, queries: Tensor, requests: Sequence[SegmentRequest], reader: KVReader
     ) -> Sequence[Selection]:
-        if not alike(asked, self.segment):
-            return super().select_segments(state, shape, queries, asked, reader)
-        per_block, candidates = self.block // self.page_size, asked[-1].candidates
+        if not alike(requests, self.segment):
+            return super().select_segments(state, shape, queries, requests, reader)
+        per_block, candidates = self.block // self.page_size, requests[-1].candidates
         pages = reader.summary(SUMMARY, slice(candidates.first * per_block, candidates.stop * per_block))
         pooled = extremes(queries, self.segment) * (shape.scale if self.scaled else 1.0)
-        visible = torch.tensor([each.candidates.count for each in asked]).to(queries.device, non_blocking=True)
+        visible = torch.tensor([request.candidates.count for request in requests]).to(queries.device, non_blocking=True)
         shares = block_shares(pooled, block_rows(pages, per_block), self.estimator, visible)
         if self.fusion:
             shares = fused(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
-        return best_of_segments(shares.transpose(0, 1), asked)
+        return best_of_segments(shares.transpose(0, 1), requests)
 
 
 def block_rows(pages: Tensor, per_block: int) -> Tensor:
-    """Summaries of blocks of so many pages, [num_kv_heads, num_pages, width] -> [num_kv_heads, num_blocks, width]."""
+    """Merge summaries of pages into those of blocks, [num_kv_heads, count, width]."""
     merge = SUMMARIES[SUMMARY].merge
     assert merge is not None
     return pages if per_block == 1 else merge(pages.unflatten(1, (-1, per_block)))
 
 
 def block_shares(pooled: Tensor, rows: Tensor, estimator: Estimator, visible: Tensor | None = None) -> Tensor:
-    """Share of each block in the attention of each segment, by the estimator, averaged over the heads of the group.
+    """Estimate the share of each block of the attention of each segment, averaged over the heads of the group.
 
     Args:
         pooled: float32 [num_query_heads, num_segments, 2 * head_dim], scaled, maxima first.
@@ -173,13 +175,13 @@ def block_shares(pooled: Tensor, rows: Tensor, estimator: Estimator, visible: Te
 
 
 def fused(shares: Tensor, below: Tensor | None, weight: float) -> Tensor:
-    """Shares averaged with those of the layer below, as it fused them with what lies below it."""
+    """Average shares with the fused shares of the layer below."""
     return shares if below is None else weight * shares + (1 - weight) * below.to(shares.device)
 
 
 def _bounds(highest: Tensor, lowest: Tensor, top: Tensor, bottom: Tensor) -> Tensor:
     """Sum over channels of the largest product of a number between lowest and highest with one between bottom and top,
-    [num_kv_heads, group_size, num_segments, num_blocks]. The largest of four per channel is no matrix product."""
+    [num_kv_heads, group_size, num_segments, num_blocks]. A maximum per channel is no matrix product."""
     tile = max(1, MAX_PRODUCTS // max(1, highest.numel()))
     sums = []
     for first in range(0, top.shape[1], tile):
@@ -192,5 +194,5 @@ def _bounds(highest: Tensor, lowest: Tensor, top: Tensor, bottom: Tensor) -> Ten
 def _softmax(logits: Tensor, hidden: Tensor | None) -> Tensor:
     if hidden is None:
         return logits.softmax(-1)
-    # before the softmax, or what is hidden would take a share; the softmax of nothing is NaN
+    # hidden blocks must take no share; the softmax of an empty row is NaN
     return logits.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)

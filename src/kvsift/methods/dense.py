@@ -1,4 +1,4 @@
-"""Dense: every token is visible. The baseline, and what every other method becomes when its budget is large."""
+"""Dense: every token is visible. The baseline, and the limit of every other method for large budgets."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.traits import Traits
 
 
 @dataclass(frozen=True)
 class Dense(Method):
-    """Everything, always: the runtime attends densely and asks nothing."""
+    """Every token in every layer; no selection is made."""
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
-    selects: ClassVar[bool] = False
-    unbounded: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(selects=False, unbounded=True)

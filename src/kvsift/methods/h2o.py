@@ -2,112 +2,41 @@
 
 score(j) = sum over past queries i of softmax_j(scale * q_i . k_j), over the tokens that i saw,
 
-summed over the query heads of a KV head too, which keep the same tokens. When there are more than the budget holds, the
-lowest of those that are not recent is dropped for good, and its score with it: hidden by default, freed with
-``evict=true``. Early tokens have been seen by more queries than late ones; the paper has it so.
+summed over the query heads of a KV head, which keep the same tokens. Above the budget, the tokens of lowest score that
+are not recent are dropped for good, with their scores: hidden by default, freed with ``evict=true``. Early tokens are
+seen by more queries than late ones, as in the paper.
 
-Column sums need attention weights, which no fused kernel gives: they are computed again, some queries at a time. Memory
-thus grows with the context and not with its square; time does grow so, by the products of queries and keys once more.
+Column sums need attention weights, which no fused kernel returns: they are computed again, some queries at a time.
+Memory grows linearly with the context; time grows with its square, by one more product of queries and keys.
 
 Deviations from the paper:
 - the recent tokens are the window, and of the rest of the budget the share ``recent``, half by default as in the paper;
 - sinks are visible whatever their score, as for every method; give sinks=0 for the paper's;
 - budgets are in tokens or a share of the context so far; the paper's are shares of the prompt;
-- in prefill a segment of queries drops at once, before it is answered;
-- ``mode="oneshot"`` drops generated tokens last, as nobody counts for them;
-- where no query has been counted yet, the one being answered stands in.
+- in prefill tokens are dropped once per segment of queries, before it is answered;
+- ``mode="oneshot"`` drops generated tokens last, as they have no scores;
+- where no query has been counted yet, the query being answered ranks the tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from kvsift.methods import knobs
+from kvsift.methods import checks
+from kvsift.methods.attention_sums import BLOCK, HeavyState, Sums
 from kvsift.methods.base import Phase
-from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
-from kvsift.methods.drops import Drops, keys_of
+from kvsift.methods.dropped_tokens import DroppedTokens, keys_of
+from kvsift.methods.dropping import DroppingMethod, attention_weights
+from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape
 
-BLOCK = 64  # queries whose weights are summed together, cut at its multiples
-SNAPSHOT = 256  # tokens from one remembered sum to the next; a multiple of the block
 MAX_WEIGHTS = 1 << 25  # at once: 128 MiB
 
 Mode = Literal["online", "oneshot", "decode_only"]
-
-
-class Sums(NamedTuple):
-    """Scores by the queries before ``position``, ``counted`` of them."""
-
-    position: int
-    counted: int
-    scores: Tensor | None  # float32 [num_kv_heads, capacity], 0 from ``position`` on
-
-    def copied(self) -> Sums:
-        """The same in memory of its own."""
-        return self if self.scores is None else self._replace(scores=self.scores[:, : self.position].clone())
-
-
-NOTHING = Sums(0, 0, None)
-
-
-class HeavyState(DroppingState):
-    """As every dropping method's, and the running sums.
-
-    Those of two earlier points are remembered, and never written to, so that a roll-back adds up again from there.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        super().__init__(num_rows, wanted=2 * SNAPSHOT + BLOCK)
-        self.sums = NOTHING
-        self.earlier = (NOTHING, NOTHING)
-        self._new: tuple[tuple[int, Tensor], ...] = ()  # (position of the first, queries) of a chunk being answered
-
-    def observe(self, queries: Tensor | None, start: int, stop: int) -> None:
-        """See the queries of new tokens; those that were not counted yet must not be lost before they are."""
-        before = self.queries.read(self.sums.position, start) if self.sums.position < start else None
-        self._new = () if before is None else ((self.sums.position, before.clone()),)
-        self._new += () if queries is None else ((start, queries),)
-        super().observe(queries, start, stop)
-
-    def read(self, start: int, stop: int) -> Tensor | None:
-        """Queries at positions start to stop, [num_query_heads, stop - start, head_dim]; None if they are not known."""
-        parts = [
-            part[:, max(start - first, 0) : stop - first]
-            for first, part in self._new
-            if first < stop and start < first + part.shape[1]
-        ]
-        if sum(part.shape[1] for part in parts) == stop - start:
-            return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return self.queries.read(start, stop)
-
-    def answered(self) -> None:
-        """The chunk is counted, but for the rest of a block, which is among the newest queries."""
-        self._new = ()
-
-    def move_on(self, sums: Sums) -> None:
-        """Go on from here, and remember it from time to time."""
-        self.sums = sums
-        if sums.position % SNAPSHOT == 0:
-            self.earlier = (self.earlier[1], sums.copied())
-
-    def knows(self, length: int) -> bool:
-        return self.earlier[0].position <= length and self.queries.first <= self.earlier[0].position
-
-    def fork(self) -> HeavyState:
-        other = super().fork()
-        other.sums = self.sums.copied()
-        return other
-
-    def crop(self, length: int) -> None:
-        super().crop(length)
-        self._new = ()
-        if self.sums.position > length:
-            kept = [sums for sums in self.earlier if sums.position <= length] or [NOTHING]
-            self.sums, self.earlier = kept[-1].copied(), (kept[0], kept[-1])
 
 
 @dataclass(frozen=True)
@@ -121,7 +50,7 @@ class H2O(DroppingMethod):
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
-    compares_heads: ClassVar[bool] = True
+    traits: ClassVar[Traits] = DroppingMethod.traits._replace(compares_heads=True)
     source: ClassVar[str] = "arXiv 2306.14048"
 
     mode: Mode = "online"
@@ -129,22 +58,22 @@ class H2O(DroppingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.one_of("mode", self.mode, ("online", "oneshot", "decode_only"))
-        knobs.share("recent", self.recent)
+        checks.one_of("mode", self.mode, ("online", "oneshot", "decode_only"))
+        checks.share("recent", self.recent)
         if self.mode == "decode_only":
-            object.__setattr__(self, "phases", ("decode",))
+            self._imply(phases=("decode",))
 
     def new_state(self, shape: LayerShape) -> HeavyState:
         return HeavyState(self.num_rows(shape))
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
-        return (Drops.BYTES + 3 * 4) * self.num_rows(shape)  # the sums, and two earlier ones
+        return (DroppedTokens.BYTES + 3 * 4) * self.num_rows(shape)  # the sums, and two earlier ones
 
     def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
         super().follow(state, shape, start, stop, phase, reader)
         # whole blocks of the prompt, wherever its chunks end
         self._count(state, shape, stop if phase == "decode" else stop // BLOCK * BLOCK, reader)
-        state.answered()
+        state.end_chunk()
 
     def rank(
         self, state: HeavyState, shape: LayerShape, queries: Tensor, start: int, left: Tensor, reader: KVReader
@@ -152,8 +81,8 @@ class H2O(DroppingMethod):
         self._count(state, shape, start, reader)
         if state.sums.scores is None:
             keys = keys_of(reader, left, start, state.drops.ragged)
-            there = left.unsqueeze(1).to(keys.device) >= 0 if state.drops.ragged else None
-            return by_kv_head(shape, attention_weights(shape, queries[:, :1], keys, there)).to(left.device)
+            is_token = left.unsqueeze(1).to(keys.device) >= 0 if state.drops.ragged else None
+            return by_kv_head(shape, attention_weights(shape, queries[:, :1], keys, is_token)).to(left.device)
         scores = torch.nn.functional.pad(state.sums.scores, (0, max(start - state.sums.scores.shape[1], 0)))
         worth = scores.gather(1, state.drops.index(left).to(scores.device)).to(left.device)
         return worth if self.mode != "oneshot" else _generated_last(state, left, worth)
@@ -163,7 +92,7 @@ class H2O(DroppingMethod):
         return worth
 
     def own(self, state: HeavyState, start: int, candidates: Candidates, count: int) -> int:
-        # the recent ones, and of those before them the generated ones where they go last
+        # the recent tokens, and before them the generated ones where those are dropped last
         first, stop = candidates.first, min(candidates.stop - int(self.recent * count), start)
         runs = state.generated if self.mode == "oneshot" and state.sums.scores is not None else ()
         return candidates.stop - stop + sum(max(min(end, stop) - max(begin, first), 0) for begin, end in runs)
@@ -175,21 +104,21 @@ class H2O(DroppingMethod):
             edges = [edge for run in state.generated for edge in run if edge > start]
             last = min(stop, (start // BLOCK + 1) * BLOCK, *edges)
             prompt = not state.is_generated(start, last)
-            wanted = self.mode == "online" or prompt == (self.mode == "oneshot")
-            queries = state.read(start, last) if wanted else None
+            counts = self.mode == "online" or prompt == (self.mode == "oneshot")
+            queries = state.read(start, last) if counts else None
             sums = state.sums._replace(position=last)
-            state.move_on(sums if queries is None else self._added(state, shape, sums, queries, start, reader))
+            state.update(sums if queries is None else self._added(state, shape, sums, queries, start, reader))
 
     def _added(
         self, state: HeavyState, shape: LayerShape, sums: Sums, queries: Tensor, start: int, reader: KVReader
     ) -> Sums:
-        """The sums with those of queries from ``start`` on, [num_query_heads, num_queries, head_dim]."""
+        """Add the weights of queries from ``start`` on, [num_query_heads, num_queries, head_dim], to the sums."""
         stop, drops = sums.position, state.drops
-        tokens = drops.left_for(start, stop, queries.device)  # what the first of them saw, and what came since
+        tokens = drops.left_for(start, stop, queries.device)  # those that the first query saw, and later ones
         keys = keys_of(reader, tokens, stop, drops.ragged)
         tokens, scores = tokens.to(keys.device), _room(sums.scores, shape, keys, stop)
-        # only of the block's own tokens is the future to be hidden, unless some were dropped within it (a roll-back) or
-        # there are pads
+        # causality concerns the block's own tokens alone, unless some were dropped within it (a roll-back) or there are
+        # pads
         open_from = 0 if drops.newest > start or drops.ragged else tokens.shape[1] - (stop - start)
         tile = max(1, MAX_WEIGHTS // (shape.num_query_heads * keys.shape[1]))
         for first in range(start, stop, tile):
@@ -206,18 +135,18 @@ def by_kv_head(shape: LayerShape, weights: Tensor) -> Tensor:
 
 
 def _room(scores: Tensor | None, shape: LayerShape, like: Tensor, stop: int) -> Tensor:
-    """The scores, with room for tokens before ``stop``."""
-    held = 0 if scores is None else scores.shape[1]
-    if scores is not None and stop <= held:
+    """Scores with room for the tokens before ``stop``."""
+    capacity = 0 if scores is None else scores.shape[1]
+    if scores is not None and stop <= capacity:
         return scores
-    room = torch.zeros(shape.num_kv_heads, max(stop, held * 5 // 4), device=like.device)
+    grown = torch.zeros(shape.num_kv_heads, max(stop, capacity * 5 // 4), device=like.device)
     if scores is not None:
-        room[:, :held] = scores
-    return room
+        grown[:, :capacity] = scores
+    return grown
 
 
 def _generated_last(state: HeavyState, left: Tensor, worth: Tensor) -> Tensor:
-    """The worth of tokens where generated ones, which nobody counts for, are to be dropped last, the oldest first."""
+    """Worths that drop generated tokens, which have no scores, after all others, the oldest first."""
     most = worth.amax() + 1
     for start, stop in state.generated:
         worth = torch.where((start <= left) & (left < stop), most + (left - start), worth)

@@ -1,12 +1,13 @@
 """LessIsMore: one set of tokens for all heads, chosen in one layer and reused above (https://arxiv.org/abs/2508.07101).
 
-The first sparse layer and a correction layer see everything. They rank all tokens exactly, head by head, and merge the
-rankings: everyone's first choice, then everyone's second, until the budget is full, but for a fraction of it that goes
-to the most recent tokens. The layers above attend that set.
+The first sparse layer and a correction layer attend everything. They rank all tokens exactly, head by head, and merge
+the rankings: the first token of every head, then the second of every head, until the budget is full, except for a
+fraction of it that goes to the most recent tokens. The layers above attend that set.
 
 Deviation from the paper: recent tokens are the budget's window and, where a fraction of the budget is more, those next
-to it. In prefill a chunk chooses by the mean share of its queries. ``full_choice=false`` lets layers that choose attend
-what they chose. The paper finds the correction layer for each model; ``correction=auto`` is as far up as in theirs.
+to it. In prefill a chunk selects by the mean share of its queries. With ``full_choice=false`` the selecting layers
+attend their selection alone. The paper searches the correction layer of each model; ``correction=auto`` takes the same
+relative depth.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import knobs
-from kvsift.methods.base import Phase
-from kvsift.methods.chunked import ChunkedMethod, seen_by_all
-from kvsift.methods.shares import mean_shares
+from kvsift.methods import checks
+from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
+from kvsift.methods.softmax_share import mean_shares
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 FIRST, DEPTH = 2, 32  # the first sparse layer of the papers, and the layers of the models their defaults are for
@@ -31,13 +31,13 @@ FIRST, DEPTH = 2, 32  # the first sparse layer of the papers, and the layers of 
 
 @dataclass(frozen=True)
 class LessIsMore(ChunkedMethod):
-    """The tokens that all heads together rank highest, for all layers up to the correction and for all above.
+    """The tokens that all heads together rank highest, for the layers up to the correction and for those above.
 
     Attributes:
-        correction: true index of the layer that chooses anew; "auto": the published one of a model of 32 layers, in
+        correction: true index of the layer that selects anew; "auto": the published one of a model of 32 layers, in
             proportion; "none": no layer does.
         recent_fraction: of the budget, sinks left out, for the most recent tokens.
-        full_choice: layers that choose see everything.
+        full_choice: layers that select attend everything.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
@@ -51,16 +51,16 @@ class LessIsMore(ChunkedMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.correction not in ("auto", "none"):
-            knobs.whole("correction", self.correction, 0, also=("auto", "none"))
-        knobs.share("recent_fraction", self.recent_fraction)
-        knobs.flag("full_choice", self.full_choice)
+            checks.whole("correction", self.correction, 0, also=("auto", "none"))
+        checks.share("recent_fraction", self.recent_fraction)
+        checks.flag("full_choice", self.full_choice)
 
     def select(
         self, state: object, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
         ranked = None if shape.layer == self.corrects_at(shape.peers) else reader.from_below()
-        if ranked is not None:  # a layer may have fewer than the one that chose
+        if ranked is not None:  # a layer may have a smaller limit than the one that selected
             return Selection(ranked[:, : limit.units].sort(-1).values.to(queries.device), 1, full=True)
         keys = reader.keys(0, seen_by_all(start, queries.shape[1]))
         shares = mean_shares(shape, queries, keys)[:, candidates.tokens]
@@ -72,42 +72,42 @@ class LessIsMore(ChunkedMethod):
         return Selection(ranked.sort(-1).values, 1, full=True, for_above=self.full_choice)
 
     def corrects_at(self, layers: Sequence[int]) -> int | None:
-        """Which of a model's attention layers chooses anew; None: none does, or nobody knows the layers."""
+        """The attention layer that selects anew; None if none does, or the layers are unknown."""
         if isinstance(self.correction, int):
             return self.correction
         if self.correction == "none" or not layers:
             return None
         share = (self.published - FIRST) / (DEPTH - FIRST)  # of the layers above the first sparse one
-        wanted = FIRST + round(share * (layers[-1] + 1 - FIRST))
-        return next((layer for layer in layers if layer >= wanted), layers[-1])
+        depth = FIRST + round(share * (layers[-1] + 1 - FIRST))
+        return next((layer for layer in layers if layer >= depth), layers[-1])
 
     def check_layers(self, layers: Sequence[int]) -> None:
         if isinstance(self.correction, int) and self.correction not in layers:
-            whole = len(layers) == layers[-1] + 1
-            there = f"0 to {layers[-1]}" if whole else ", ".join(map(str, layers))
+            all_layers = len(layers) == layers[-1] + 1
+            possible = f"0 to {layers[-1]}" if all_layers else ", ".join(map(str, layers))
             raise InputError(
-                f"correction={self.correction} is no layer that kvsift attends in this model; those are {there}. Give "
-                "one of them, correction=auto or correction=none."
+                f"correction={self.correction} is no layer that kvsift attends in this model; those are {possible}. "
+                "Give one of them, correction=auto or correction=none."
             )
 
     def ranking(self, shape: LayerShape, shares: Tensor, k: int) -> Tensor:
-        """The k best tokens of each list, best first: float32 [num_query_heads, count] -> int64 [num_lists, k]."""
+        """Rank the k best tokens of each list, best first: float32 [num_query_heads, count] -> int64 [num_lists, k]."""
         return merged_ranking(shares, k)
 
     def _recent(self, start: int, candidates: Candidates, limit: Limit) -> int:
-        """How many of the newest candidates are chosen for being new."""
+        """Number of newest candidates that are selected without ranking."""
         window = start + 1 - candidates.stop
         return min(max(ceil(self.recent_fraction * (limit.units + window)) - window, 0), limit.units)
 
 
 def merged_ranking(scores: Tensor, k: int) -> Tensor:
-    """The first k of everyone's first choice, everyone's second and so on, each token once.
+    """Merge the rankings of all heads: the first token of every head, then the second, up to k, each token once.
 
     scores float32 [num_heads, count] -> int64 [1, k], in that order.
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     num_heads, count = scores.shape
-    head, place = (torch.arange(number, device=scores.device) for number in (num_heads, count))
-    rank = torch.empty_like(order).scatter_(1, order, place.expand_as(order))
+    head, position = (torch.arange(number, device=scores.device) for number in (num_heads, count))
+    rank = torch.empty_like(order).scatter_(1, order, position.expand_as(order))
     turn = rank * num_heads + head.unsqueeze(1)
-    return turn.amin(0, keepdim=True).argsort(-1)[:, :k]  # no two tokens have their turn at once
+    return turn.amin(0, keepdim=True).argsort(-1)[:, :k]  # turns are unique

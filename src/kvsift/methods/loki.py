@@ -1,14 +1,14 @@
 """Loki: tokens by logits in the directions in which keys differ most (https://arxiv.org/abs/2406.02542).
 
-The principal axes of each layer and KV head are taken from a calibration text beforehand (``kvsift calibrate``), from
-its keys after or before RoPE; either way they are applied after it. Keys along the first axes are remembered, ``rank``
-numbers per key, and a query is compared with those.
+The principal axes of each layer and KV head come from a calibration text (``kvsift calibrate``), from its keys after or
+before RoPE; in both cases they are applied after RoPE. The components of each key along the first ``rank`` axes are
+stored, and a query is compared with those.
 
 Deviation from the paper:
-- keys are not stored rotated, so those numbers come on top; attention over what was chosen is the same;
+- keys are not stored rotated, so the components take additional memory; attention over the selection is the same;
 - without a file the axes come from the sequence itself: from its first 2^n keys, as many as there are before the
-  queries. So they depend on nothing but the position, and cost one more look at the keys whenever the context doubles.
-  Whole keys are read then: this is the choice, not the speed.
+  queries. They depend on the position alone, and are computed again whenever the context doubles. Whole keys are read
+  then: this reproduces the selection, not the speed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import calibration, knobs
-from kvsift.methods.base import Phase
-from kvsift.methods.chunked import seen_by_all
-from kvsift.methods.shares import ShareMethod, mean_shares
+from kvsift.methods import calibration, checks
+from kvsift.methods.base import Phase, seen_by_all
+from kvsift.methods.softmax_share import ShareMethod, mean_shares
 from kvsift.methods.token_rows import TokenRows
 from kvsift.types import KVReader, LayerShape
 
 
 @dataclass
 class Axes:
-    """Principal axes of the first keys of a sequence."""
+    """Principal axes of the first keys of one sequence in one layer."""
 
-    length: int = 0  # tokens they were taken from
+    length: int = 0  # tokens that they were computed from
     axes: Tensor | None = None  # float32 [num_kv_heads, head_dim, rank]
 
     def fork(self) -> Axes:
-        return Axes(self.length, self.axes)  # never written in place
+        return Axes(self.length, self.axes)  # shared: never written to
 
     def crop(self, length: int) -> None:
         if length < self.length:
@@ -44,14 +43,14 @@ class Axes:
 
 
 @dataclass
-class Calibrated:
-    """Axes from a file, and the keys of a sequence along them."""
+class CalibratedAxes:
+    """Axes from a file, and the components of the keys of one sequence in one layer."""
 
     axes: Tensor  # float32 [num_kv_heads, head_dim, rank]
     rows: TokenRows
 
-    def fork(self) -> Calibrated:
-        return Calibrated(self.axes, self.rows.fork())
+    def fork(self) -> CalibratedAxes:
+        return CalibratedAxes(self.axes, self.rows.fork())
 
     def crop(self, length: int) -> None:
         self.rows.crop(length)
@@ -63,8 +62,8 @@ class Loki(ShareMethod):
 
     Attributes:
         rank: axes kept.
-        calibration: file with the axes of this model; the sequence's own without it.
-        axes: of the keys "after_rope", or "before_rope"; of a file.
+        calibration: file with the axes of this model; without it they are computed from the sequence.
+        axes: of the keys "after_rope" or "before_rope"; for a file alone.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
@@ -76,17 +75,17 @@ class Loki(ShareMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.whole("rank", self.rank, 1)
-        knobs.one_of("axes", self.axes, ("after_rope", "before_rope"))
+        checks.whole("rank", self.rank, 1)
+        checks.one_of("axes", self.axes, ("after_rope", "before_rope"))
         if self.calibration is not None:
             calibration.check("calibration", self.calibration)
         elif self.axes != "after_rope":
             raise InputError(f"axes={self.axes!r} are those of a file; add calibration=FILE, or leave axes out.")
 
-    def new_state(self, shape: LayerShape) -> Axes | Calibrated:
+    def new_state(self, shape: LayerShape) -> Axes | CalibratedAxes:
         if self.calibration is None:
             return Axes()
-        return Calibrated(
+        return CalibratedAxes(
             calibration.directions(self.calibration, f"keys_{self.axes}", shape)[..., : self.rank], TokenRows()
         )
 
@@ -109,7 +108,7 @@ class Loki(ShareMethod):
 
 
 def along(queries: Tensor, axes: Tensor) -> Tensor:
-    """Queries [num_query_heads, n, d] by the axes of their KV head, [num_kv_heads, d, r] -> float32 [.., n, r]."""
+    """Multiply queries [num_query_heads, n, d] by axes of the KV head [num_kv_heads, d, r]; float32 [.., n, r]."""
     grouped = queries.float().unflatten(0, (len(axes), -1)).flatten(1, 2)
     return (grouped @ axes).reshape(*queries.shape[:2], axes.shape[-1])
 

@@ -1,21 +1,21 @@
-"""MagicPIG: a sample of the tokens, drawn by hash tables, stands for all of them (https://arxiv.org/abs/2410.16179).
+"""MagicPIG: a weighted sample of the tokens, drawn by hash tables (https://arxiv.org/abs/2410.16179).
 
-Keys are centred and hashed by the signs of random projections: K signs make the code of one table, and there are L
+Keys are centred and hashed by the signs of random projections: K signs are the code in one table, and there are L
 tables. A key is sampled if its code is the query's in two tables or more. With theta the angle between the query and
 the centred key that happens with probability
 
     u = 1 - (1 - p^K)^L - L p^K (1 - p^K)^(L-1),    p = 1 - theta / pi,
 
-and a sampled key stands for 1 / u of its kind: -log(u + 1e-4) is added to its logit.
+and a sampled key has the weight 1 / u: -log(u + 1e-4) is added to its logit.
 
 Deviation from the paper:
-- the number of samples has no bound there. Here a budget is met exactly: tables are consulted one after the other as
-  long as their samples fit, and room that they leave is filled with keys drawn evenly from the rest. With u that of the
-  tables consulted and r the share of the rest that is drawn, the probability is u + (1 - u) r. How many tables it takes
-  depends on the samples, so that weights, which are those of a fixed number, are right only nearly;
-- no tables are kept that lead from codes to keys: the codes of all keys are compared, at 2 L bytes per key and KV head,
-  more than the key itself. This is the estimate, not the speed;
-- the centre is the mean of the first ``settled`` candidates, not of the prompt's: keys are hashed once, and again when
+- the number of samples is unbounded in the paper. Here a budget is met exactly: tables are used one after the other as
+  long as their samples fit, and keys drawn evenly from the rest fill the budget. With u of the tables in use and r the
+  sampled share of the rest, the probability is u + (1 - u) r. The number of tables depends on the samples, and weights
+  assume a fixed number, so they are approximate;
+- there are no tables from codes to keys: the codes of all keys are compared, at 2 L bytes per key and KV head, more
+  than the key itself. This reproduces the estimate, not the speed;
+- the centre is the mean of the first ``settled`` candidates, not of the prompt: keys are hashed once, and again when
   the context has grown by a seventh or more.
 """
 
@@ -28,19 +28,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.methods import knobs
-from kvsift.methods.base import Method, top_units
+from kvsift.methods import checks
+from kvsift.methods.base import Method
+from kvsift.methods.scoring import top_units
 from kvsift.methods.token_rows import TokenRows, settled
+from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
-EPSILON = 1e-4  # no weight exceeds its inverse
+EPSILON = 1e-4  # its inverse bounds the weights
 
 
 class Signatures:
     """Codes of the keys of one sequence in one layer.
 
     Args:
-        planes: float32 [head_dim, tables * bits], whose sides make the signs.
+        planes: float32 [head_dim, tables * bits], normals of the hyperplanes.
         tables: codes per key.
     """
 
@@ -51,14 +53,14 @@ class Signatures:
         self.centre = torch.empty(0)  # float64 [num_kv_heads, 1, head_dim]
 
     def read(self, reader: KVReader, candidates: Candidates) -> Tensor:
-        """Of the candidates, int16 [num_kv_heads, count, tables]."""
+        """Codes of the candidates, int16 [num_kv_heads, count, tables]."""
         span = candidates.first, candidates.first + settled(candidates.count)
         if span != self._span:
             self._span, self._rows = span, TokenRows()
             self.centre = reader.keys(*span).double().mean(1, keepdim=True)
-        return self._rows.read(reader, candidates.first, candidates.stop, lambda keys: self.of(keys - self.centre))
+        return self._rows.read(reader, candidates.first, candidates.stop, lambda keys: self.hash(keys - self.centre))
 
-    def of(self, vectors: Tensor) -> Tensor:
+    def hash(self, vectors: Tensor) -> Tensor:
         """Codes of vectors [.., n, head_dim], int16 [.., n, tables]."""
         self._planes = self._planes.to(vectors.device)
         # float64, so that no sign depends on how many vectors come at once
@@ -87,16 +89,16 @@ class MagicPIG(Method):
     """
 
     source: ClassVar[str] = "arXiv 2410.16179"
-    no_mass: ClassVar[str] = "knows the shares of its sample alone"
+    traits: ClassVar[Traits] = Traits(no_mass="estimates the shares of its sample alone")
 
     bits: int = 10
     tables: int = 150
     seed: int = 0
 
     def __post_init__(self) -> None:
-        knobs.whole("bits", self.bits, 1, 15)
-        knobs.whole("tables", self.tables, 2)
-        knobs.whole("seed", self.seed, 0)
+        checks.whole("bits", self.bits, 1, 15)
+        checks.whole("tables", self.tables, 2)
+        checks.whole("seed", self.seed, 0)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
@@ -121,15 +123,15 @@ class MagicPIG(Method):
             every = torch.arange(candidates.first, candidates.stop, device=queries.device)
             return Selection(every.unsqueeze(0), 1, full=True)
         codes = state.read(reader, candidates)
-        asked = state.of(queries[:, 0])  # [num_query_heads, tables]
+        signatures = state.hash(queries[:, 0])  # [num_query_heads, tables]
         draw = self._draw(shape, start, candidates).to(queries.device)
         keys = reader.borrow(candidates.first, candidates.stop)
         rows, weights = [], []
         for head, query in enumerate(queries[:, 0]):
-            of = head // shape.group_size
-            sampled, tables = within_budget(codes[of] == asked[head], limit.units)
+            kv_head = head // shape.group_size
+            sampled, tables = within_budget(codes[kv_head] == signatures[head], limit.units)
             chosen = top_units((draw[head] + sampled.double()).unsqueeze(0), limit.units)[0]
-            angle = angles(query, keys[of, chosen] - state.centre[of])
+            angle = angles(query, keys[kv_head, chosen] - state.centre[kv_head])
             room, rest = limit.units - int(sampled.sum()), candidates.count - int(sampled.sum())
             u = inclusion(angle, self.bits, tables)
             rows.append(chosen + candidates.first)
@@ -138,16 +140,16 @@ class MagicPIG(Method):
         return Selection(torch.stack(rows), 1, log_weight=torch.stack(weights).float(), full=True)
 
     def _draw(self, shape: LayerShape, start: int, candidates: Candidates) -> Tensor:
-        """Numbers from 0 to 1, [num_query_heads, count], that depend on seed, layer and positions alone."""
+        """Uniform numbers, [num_query_heads, count], that depend on seed, layer and positions alone."""
         generator = _generator(self.seed, shape.layer, start)
         draw = torch.rand(shape.num_query_heads, candidates.stop, generator=generator, dtype=torch.float64)
         return draw[:, candidates.units]
 
 
 def within_budget(same: Tensor, most: int) -> tuple[Tensor, int]:
-    """Keys that collide in two tables or more of the first ones, as many tables as sample no more than ``most`` keys.
+    """Sample the keys that collide in two of the first tables, with as many tables as give at most ``most`` keys.
 
-    same bool [count, tables]: where the codes of key and query are equal -> bool [count], and the number of tables.
+    same bool [count, tables]: whether the codes of key and query are equal -> bool [count], and the number of tables.
     """
     often = (same.sum(-1) >= 2).nonzero().squeeze(-1)
     needed = (same[often].cumsum(-1) >= 2).byte().argmax(-1) + 1  # tables until a key is sampled
@@ -158,7 +160,7 @@ def within_budget(same: Tensor, most: int) -> tuple[Tensor, int]:
 
 
 def angles(query: Tensor, keys: Tensor) -> Tensor:
-    """Between a query [head_dim] and keys [n, head_dim], float64 [n], from 0 to pi."""
+    """Angles between a query [head_dim] and keys [n, head_dim], float64 [n], from 0 to pi."""
     cosine = torch.nn.functional.cosine_similarity(query.double().unsqueeze(0), keys.double(), dim=-1)
     return cosine.clamp(-1, 1).acos()
 

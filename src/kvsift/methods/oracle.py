@@ -1,7 +1,7 @@
-"""Oracles: selection by exact logits. A ceiling for what a budget can give, never faster than dense.
+"""Oracles: selection by exact logits. An upper bound for every method at the same budget, never faster than dense.
 
-OracleTokens takes the tokens with the largest logits; OraclePages the pages whose best token has the largest logit,
-which is what a perfect page summary would choose.
+OracleTokens selects the tokens with the largest logits; OraclePages the pages whose best token has the largest logit,
+as a perfect page summary would.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.methods.base import Phase, ScoringMethod
+from kvsift.methods.base import Phase
 from kvsift.methods.pages import PagedMethod
+from kvsift.methods.scoring import ScoringMethod
 from kvsift.types import Candidates, KVReader, LayerShape
 
 
@@ -41,12 +42,12 @@ class OraclePages(PagedMethod):
     ) -> Tensor:
         stop = min(candidates.tokens.stop, reader.length)
         logits = exact_logits(shape, queries, reader.keys(candidates.tokens.start, stop))
-        missing = candidates.count * self.page_size - logits.shape[-1]  # window=0: the page being filled competes
+        missing = candidates.count * self.page_size - logits.shape[-1]  # window=0: the incomplete page is a candidate
         return pad(logits, (0, missing), value=-inf).unflatten(-1, (candidates.count, self.page_size)).amax(-1)
 
 
 def exact_logits(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
-    """scale * q.k in float32, before soft-capping (which keeps the order).
+    """Return scale * q.k in float32, before soft-capping (which keeps the order).
 
     queries [num_query_heads, num_queries, head_dim], keys [num_kv_heads, num_keys, head_dim] -> [num_query_heads,
     num_queries, num_keys].

@@ -1,31 +1,34 @@
-"""Methods whose units are pages, and those that rank pages by a packed summary."""
+"""Methods whose units are pages, ranked by a packed summary or by a score of their own."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
 from kvsift import native
 from kvsift.errors import InputError, unknown
-from kvsift.kernels.page_summary import SUMMARIES, page_scores
-from kvsift.methods.base import ScoringMethod, top_units
+from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
 from kvsift.methods.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
-from kvsift.native.takes import takes
+from kvsift.methods.scoring import RANKS, ScoringMethod, top_units
+from kvsift.methods.traits import Traits
+from kvsift.native.shapes import HeadRows, PooledRows, supports
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+
+RANKS_PAGES = RANKS._replace(granularity="page")
 
 
 @dataclass(frozen=True)
 class PagedMethod(ScoringMethod):
-    """Units are pages.
+    """Units are pages, ranked by ``features`` times the rows of the one summary that the method keeps.
+
+    Decode steps of such a method can be captured (``layer.paged_decode``), unless it overrides ``score`` or ``select``.
 
     Attributes:
         page_size: tokens per page.
     """
-
-    granularity: ClassVar[str] = "page"
 
     page_size: int = 16
 
@@ -35,13 +38,47 @@ class PagedMethod(ScoringMethod):
             raise InputError(f"page_size={self.page_size!r} must be a whole number, 1 or more; 16 is the paper's.")
 
     @property
+    def traits(self) -> Traits:
+        return super().traits._replace(granularity="page")
+
+    @property
     def unit_size(self) -> int:
         return self.page_size
+
+    @property
+    def ranking(self) -> SummaryKind:
+        """The kind of summary that ranks pages, with the method's features."""
+        kind = SUMMARIES[self.summaries[0]]
+        if type(self).features is PagedMethod.features:
+            return kind
+        return kind._replace(features=self.features, features_twin=None, cuda_features=None)
+
+    def features(self, queries: Tensor) -> Tensor:
+        """Query features, the factors of a summary row: by default those of the kind of summary.
+
+        ``queries`` are scaled, float32 [.., head_dim] -> float32 [.., width of a row].
+        """
+        return SUMMARIES[self.summaries[0]].features(queries)
+
+    def score(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+    ) -> Tensor:
+        if len(self.summaries) != 1:
+            return super().score(state, shape, queries, start, candidates, reader)
+        rows = reader.summary(self.summaries[0], candidates.units)  # [num_kv_heads, count, width]
+        return self._scores(shape, queries, rows)
+
+    def _scores(self, shape: LayerShape, queries: Tensor, rows: Tensor) -> Tensor:
+        """Score of each row for each query, [num_query_heads, num_queries, count]; ``rows`` [num_heads, count, width]
+        of a head serve as many consecutive query heads."""
+        features = self.features(queries.float() * shape.scale)
+        grouped = features.unflatten(0, (rows.shape[0], -1)).flatten(1, 2)  # [num_heads, queries of a head, width]
+        return page_scores(grouped, rows).reshape(shape.num_query_heads, queries.shape[1], -1)
 
 
 @dataclass(frozen=True)
 class SummaryMethod(PagedMethod):
-    """Pages by the score of their summary: one matrix product per step, whatever the kind.
+    """Pages by the score of a summary of any kind: one matrix product per step.
 
     Attributes:
         score_by: kind of page summary: "minmax", "minmax_fp8", "mean_std", "centroid_radius" or "log_mass".
@@ -69,7 +106,7 @@ class SummaryMethod(PagedMethod):
                 "the pages to select. 8 is a good start."
             )
         if factor and SUMMARIES[self.score_by].merge is None:
-            able = " and ".join(kind for kind, of in SUMMARIES.items() if of.merge is not None)
+            able = " and ".join(name for name, kind in SUMMARIES.items() if kind.merge is not None)
             raise InputError(
                 f"prefilter={factor} needs summaries that merge into those of larger blocks: {able}. Leave out "
                 f"score_by={self.score_by}, or prefilter."
@@ -84,16 +121,13 @@ class SummaryMethod(PagedMethod):
         return (self.score_by,)
 
     @property
-    def estimates_mass(self) -> bool:  # type: ignore[override]
-        return self.prefilter == 0
-
-    @property
-    def compares_heads(self) -> bool:  # type: ignore[override]
-        return self.prefilter == 0
-
-    @property
-    def no_mass(self) -> str:  # type: ignore[override]
-        return f"with prefilter={self.prefilter} leaves pages unscored, whose share of attention nobody knows"
+    def traits(self) -> Traits:
+        if self.prefilter == 0:
+            return RANKS_PAGES
+        return Traits(
+            granularity="page",
+            no_mass=f"with prefilter={self.prefilter} leaves pages unscored, whose share of attention is unknown",
+        )
 
     def new_state(self, shape: LayerShape) -> BlockRows | None:
         return BlockRows(self.score_by, self.page_size, self.block_pages) if self.prefilter else None
@@ -101,12 +135,6 @@ class SummaryMethod(PagedMethod):
     def state_bytes_per_token(self, shape: LayerShape) -> float:
         pages = super().state_bytes_per_token(shape)
         return pages * (1 + 1 / self.block_pages) if self.prefilter else pages
-
-    def score(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
-    ) -> Tensor:
-        rows = reader.summary(self.score_by, candidates.units)  # [num_kv_heads, count, width]
-        return self._scores(shape, queries, rows)
 
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
@@ -116,8 +144,9 @@ class SummaryMethod(PagedMethod):
         keep = ceil(self.prefilter * limit.units / self.block_pages)
         if not self.prefilter or keep >= len(whole):
             plain = limit.mass is None and not limit.adaptive
-            if self.score_by == "minmax" and plain and queries.shape[1] == 1:
-                pages = self._best_pages(shape, queries, reader.summary(self.score_by, candidates.units), limit.units)
+            if self.ranking is SUMMARIES["minmax"] and plain and queries.shape[1] == 1:
+                read = getattr(reader, "summary_in_place", reader.summary)  # a reader of another make may lack it
+                pages = self._best_pages(shape, queries, read(self.score_by, candidates.units), limit.units)
                 return Selection(pages + candidates.first, candidates.unit_size, full=True)
             return super().select(state, shape, queries, start, candidates, limit, reader)
         blocks = top_units(self._best(shape, queries, state.read(whole, reader)), keep) + whole.start
@@ -125,20 +154,14 @@ class SummaryMethod(PagedMethod):
         places = top_units(self._best(shape, queries, reader.summary(self.score_by, pages)), limit.units)
         return Selection(pages.gather(1, places), candidates.unit_size)
 
-    def _best_pages(self, shape: LayerShape, queries: Tensor, rows: Tensor, k: int) -> Tensor:
-        """The k best of the pages that ``rows`` [num_kv_heads, count, width] describe, for one query per head."""
-        if takes(queries[:, 0], rows):
+    def _best_pages(self, shape: LayerShape, queries: Tensor, rows: HeadRows, k: int) -> Tensor:
+        """Return the k best of the pages with ``rows`` [num_kv_heads, count, width], for one query per head."""
+        if supports(queries[:, 0], rows):
             return native.choose_pages(queries[:, 0], rows, shape.scale, k, self.num_selections(shape))
-        return top_units(self._best(shape, queries, rows), k)
+        summaries = rows.gather() if isinstance(rows, PooledRows) else rows
+        return top_units(self._best(shape, queries, summaries), k)
 
     def _best(self, shape: LayerShape, queries: Tensor, rows: Tensor) -> Tensor:
-        """Largest score of each row among the queries that share a selection, [heads that select, count]."""
+        """Return the largest score of each row among the queries that share a selection, [heads that select, count]."""
         scores = self._scores(shape, queries, rows).amax(1)  # [num_query_heads, count]
         return scores.unflatten(0, (self.num_selections(shape), -1)).amax(1)
-
-    def _scores(self, shape: LayerShape, queries: Tensor, rows: Tensor) -> Tensor:
-        """Score of each row for each query, [num_query_heads, num_queries, count]; the query heads are dealt out to
-        the heads of ``rows`` [num_heads, count, width]."""
-        features = SUMMARIES[self.score_by].features(queries.float() * shape.scale)
-        grouped = features.unflatten(0, (rows.shape[0], -1)).flatten(1, 2)  # [num_heads, queries of a head, width]
-        return page_scores(grouped, rows).reshape(shape.num_query_heads, queries.shape[1], -1)

@@ -1,7 +1,7 @@
 """PQCache: tokens by logits from product-quantised keys (https://arxiv.org/abs/2407.12820).
 
-A key is cut into m sub-vectors, and each is replaced by the nearest of 2^b centroids, so that m codes describe it. The
-products of a query's sub-vectors with the centroids make m tables, and the logit of a token is about
+A key is split into m sub-vectors, each coded by the nearest of 2^b centroids. The products of a query's sub-vectors
+with the centroids are m tables, and the logit of a token is approximately
 
     scale * sum over i of table_i[code_i];
 
@@ -11,8 +11,8 @@ By default a tenth of the context is visible, as for the paper's Llama.
 
 Deviation from the paper:
 - centroids are fitted to the first ``settled`` candidates, and again when the context has grown by a seventh or more;
-  the paper's are those of the prompt for good. In between, tokens that leave the window get the nearest there are;
-- the number of k-means iterations is a knob; the paper's is what time allows while the prompt is read;
+  in the paper they are those of the prompt. In between, tokens that leave the window get present centroids;
+- the number of k-means iterations is a knob; the paper iterates as long as the prefill of the prompt takes;
 - a code takes a byte;
 - half of the paper's budget, a tenth of the context, is the window. Here the window is the budget's, 64 tokens.
 Centring the keys first would change nothing: k-means follows a shift of all points, and a shift of all keys adds the
@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.methods import kmeans, knobs
-from kvsift.methods.base import ScoringMethod, top_units
+from kvsift.methods import checks, kmeans
+from kvsift.methods.scoring import ScoringMethod, top_units
 from kvsift.methods.token_rows import TokenRows, settled
+from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 
@@ -42,11 +43,11 @@ class PQCache(ScoringMethod):
         parts: sub-vectors of a key (m of the paper).
         bits: of a code: 2^bits centroids for each sub-vector and KV head.
         iterations: of k-means.
-        seed: of the tokens that centroids begin at.
+        seed: of the tokens that centroids start at.
     """
 
     source: ClassVar[str] = "arXiv 2407.12820"
-    compares_heads: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(estimates_mass=True, compares_heads=True)
 
     parts: int = 2
     bits: int = 6
@@ -55,17 +56,17 @@ class PQCache(ScoringMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.whole("parts", self.parts, 1)
-        knobs.whole("bits", self.bits, 1, 8)
-        knobs.whole("iterations", self.iterations, 0)
-        knobs.whole("seed", self.seed, 0)
+        checks.whole("parts", self.parts, 1)
+        checks.whole("bits", self.bits, 1, 8)
+        checks.whole("iterations", self.iterations, 0)
+        checks.whole("seed", self.seed, 0)
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
         return {"sinks": 32, "ratio": 0.1}
 
-    def new_state(self, shape: LayerShape) -> Codes:
-        return Codes(self)
+    def new_state(self, shape: LayerShape) -> ProductCodes:
+        return ProductCodes(self)
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
         return self.parts * shape.num_kv_heads
@@ -87,7 +88,7 @@ class PQCache(ScoringMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
-        if limit.always_lse is not None:  # shares are asked for
+        if limit.always_lse is not None:  # the limit depends on shares
             return super().select(state, shape, queries, start, candidates, limit, reader)
         logits = self.score(state, shape, queries, start, candidates, reader)
         if shape.softcap is not None:
@@ -96,11 +97,11 @@ class PQCache(ScoringMethod):
         return Selection(top_units(shares, limit.units) + candidates.first, 1, full=True)
 
 
-class Codes:
+class ProductCodes:
     """Centroids and codes of the keys of one sequence in one layer.
 
     Args:
-        method: says how many.
+        method: its knobs.
     """
 
     def __init__(self, method: PQCache) -> None:
@@ -122,8 +123,8 @@ class Codes:
     def _coded(self, keys: Tensor) -> Tensor:
         return kmeans.nearest(cut(keys, self._method.parts), self.centroids).mT.to(torch.uint8)
 
-    def fork(self) -> Codes:
-        copy = Codes(self._method)
+    def fork(self) -> ProductCodes:
+        copy = ProductCodes(self._method)
         copy._rows, copy._span, copy.centroids = self._rows.fork(), self._span, self.centroids
         return copy
 
@@ -134,7 +135,7 @@ class Codes:
 
 
 def cut(vectors: Tensor, parts: int) -> Tensor:
-    """Sub-vectors of vectors [num_heads, n, head_dim], [num_heads, parts, n, part_dim], the last one filled with zeros
-    where parts would be uneven."""
+    """Split vectors [num_heads, n, head_dim] into sub-vectors [num_heads, parts, n, part_dim], the last one padded with
+    zeros."""
     missing = -vectors.shape[-1] % parts
     return pad(vectors, (0, missing)).unflatten(-1, (parts, -1)).transpose(1, 2)

@@ -1,12 +1,12 @@
-"""Quest: pages by an upper bound of their logits (https://arxiv.org/abs/2406.10774), and its better-informed kin.
+"""Quest: pages by an upper bound of their logits (https://arxiv.org/abs/2406.10774), or by another page summary.
 
 score(page) = sum over channels c of max(q_c * min_c, q_c * max_c), the largest logit the page could hold.
 
 Deviation from the paper, unless ``compat`` asks for it:
-- sinks and a local window are always visible, the page being filled among them, and count in the budget;
+- sinks and a local window, which includes the incomplete page, are always visible and count in the budget;
 - query heads that share a KV head share a selection (by their largest scaled score), so a page is fetched once;
-- ``score_by`` may rank by another summary, at the same price or, with minmax_fp8, at half of it;
-- ``prefilter`` ranks blocks of pages first, by the same bound, and only then the pages of the best blocks.
+- ``score_by`` names another summary, which costs as much or, with minmax_fp8, half as much;
+- ``prefilter`` ranks blocks of pages first, by the same bound, and then the pages of the best blocks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvsift.methods.pages import SummaryMethod
 
 @dataclass(frozen=True)
 class Quest(SummaryMethod):
-    """Quest's choice of pages in decode; prefill is dense.
+    """Pages by the score of their summary, in decode; prefill is dense.
 
     Attributes:
-        compat: "paper": Algorithm 1, each query head for itself and every page competes, the one being filled
-            included, which may then be dropped (so does the public accuracy evaluation). "code": the public
-            kernels, where the page being filled is always attended and counts. Both without sinks or window.
+        compat: "paper": Algorithm 1: each query head selects, and every page is a candidate, even the incomplete one,
+            which may not be selected (as in the public accuracy evaluation). "code": the public kernels, where the
+            incomplete page is always attended and counts. Both without sinks or window.
     """
 
     compat: Literal["paper", "code"] | None = None
@@ -42,7 +42,7 @@ class Quest(SummaryMethod):
                 "out, or compat."
             )
         if self.compat is not None:
-            object.__setattr__(self, "heads", "query")
+            self._imply(heads="query")
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""QuoKA: tokens whose direction a few telling queries of the chunk share (https://arxiv.org/abs/2602.08722).
+"""QuoKA: tokens with the direction of a few distinctive queries of the chunk (https://arxiv.org/abs/2602.08722).
 
 The queries least like their mean are kept, s(q) = -cos(mean, q); a key's score is its largest cosine with one of them,
 averaged over the query heads of a KV head before the product: mean_h cos(q_h, k) = mean_h(q_h / |q_h|) . k / |k|.
 
 Deviation from the paper:
-- the chunk itself is always visible, with exact causality, and so are sinks and window; what came before competes;
+- the chunk itself is always visible, with exact causality, and so are sinks and window; earlier tokens are candidates;
 - ``mode="shared"`` keeps the same queries for all heads of a group, which makes the average above exact. The paper
-  pairs the j-th kept query of one head with the j-th of the next, whatever they ask: ``mode="paired_sorted"``;
-- where queries cancel out, so that they have no mean to differ from, evenly spaced ones are kept;
-- ``prefilter`` ranks pages by their summaries first, and reads the keys of the best alone.
+  pairs the j-th kept query of one head with the j-th of the next: ``mode="paired_sorted"``;
+- where the mean of the queries is zero, evenly spaced queries are kept;
+- ``prefilter`` ranks pages by their summaries first, and reads the keys of the best pages alone.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES, page_scores
 from kvsift.kernels.probe_scores import probe_scores
 from kvsift.kernels.unlikeness import unlikeness
-from kvsift.methods import knobs
-from kvsift.methods.base import Asked, Phase, top_units
+from kvsift.methods import checks
+from kvsift.methods.base import ChunkedMethod, Phase, SegmentRequest
 from kvsift.methods.blocks import pages_in, whole_blocks
-from kvsift.methods.chunked import ChunkedMethod
 from kvsift.methods.key_norms import SMALLEST_NORM, KeyNorms
-from kvsift.methods.together import alike, best_of_segments
+from kvsift.methods.scoring import top_units
+from kvsift.methods.segment_batch import alike, best_of_segments
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 Mode = Literal["shared", "paired_sorted", "max_of_mean_exact"]
@@ -49,7 +49,7 @@ class QuoKA(ChunkedMethod):
         queries: kept of each chunk (N_Q of the paper).
         mode: "shared": the heads of a group keep the same queries; "paired_sorted": each head its own, averaged by
             rank, as in the paper; "max_of_mean_exact": each head its own and its own scores, averaged only then.
-        score: "cosine", or "dot" for products that keys of large norm win.
+        score: "cosine", or "dot" for products, which favour keys of large norm.
         reduce: over the kept queries, "max" or "mean".
         prefilter: rank pages by the bound of their summaries first, and score the tokens of the best ones alone: as
             many pages as hold ``prefilter`` times the tokens to select, rounded up. 0 scores every token. Pages that
@@ -69,12 +69,12 @@ class QuoKA(ChunkedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.whole("queries", self.queries, 1)
-        knobs.one_of("mode", self.mode, ("shared", "paired_sorted", "max_of_mean_exact"))
-        knobs.one_of("score", self.score, ("cosine", "dot"))
-        knobs.one_of("reduce", self.reduce, ("max", "mean"))
-        knobs.prefilter(self.prefilter, "token")
-        knobs.whole("page_size", self.page_size, 1)
+        checks.whole("queries", self.queries, 1)
+        checks.one_of("mode", self.mode, ("shared", "paired_sorted", "max_of_mean_exact"))
+        checks.one_of("score", self.score, ("cosine", "dot"))
+        checks.one_of("reduce", self.reduce, ("max", "mean"))
+        checks.prefilter(self.prefilter, "token")
+        checks.whole("page_size", self.page_size, 1)
         if self.page_size != PAGE_SIZE and not self.prefilter:
             raise InputError(
                 f"page_size={self.page_size} means nothing without prefilter; add for instance prefilter=8."
@@ -102,7 +102,7 @@ class QuoKA(ChunkedMethod):
         cosine, exact = self.score == "cosine", self.mode == "max_of_mean_exact"
         kept = kept_queries(queries, 1, shape.num_kv_heads, self.queries, self.mode, cosine)[0]
         if not cosine:
-            kept = kept * shape.scale  # half precision ends at 65504
+            kept = kept * shape.scale  # the largest number in half precision is 65504
         num_heads, tokens = shape.group_size if exact else 1, candidates.tokens
         norms = state.read(reader, tokens.start, tokens.stop) if cosine else None
         pages = whole_blocks(candidates, self.page_size)
@@ -116,43 +116,43 @@ class QuoKA(ChunkedMethod):
         after = reader.keys(pages.stop * self.page_size, tokens.stop)
         keys = torch.cat([before, reader.keys_of(best), after], 1)  # of the units
         norms = None if norms is None else norms.gather(1, units - candidates.first)
-        places = top_units(key_scores(kept, keys, norms, self.reduce, num_heads), limit.units)
-        return Selection(units.gather(1, places), 1, full=True)
+        best = top_units(key_scores(kept, keys, norms, self.reduce, num_heads), limit.units)
+        return Selection(units.gather(1, best), 1, full=True)
 
     def select_segments(
-        self, state: Any, shape: LayerShape, queries: Tensor, asked: Sequence[Asked], reader: KVReader
+        self, state: Any, shape: LayerShape, queries: Tensor, requests: Sequence[SegmentRequest], reader: KVReader
     ) -> Sequence[Selection]:
-        if self.prefilter or not alike(asked):
-            return super().select_segments(state, shape, queries, asked, reader)
+        if self.prefilter or not alike(requests):
+            return super().select_segments(state, shape, queries, requests, reader)
         cosine, exact = self.score == "cosine", self.mode == "max_of_mean_exact"
-        kept = kept_queries(queries, len(asked), shape.num_kv_heads, self.queries, self.mode, cosine)
+        kept = kept_queries(queries, len(requests), shape.num_kv_heads, self.queries, self.mode, cosine)
         if not cosine:
             kept = kept * shape.scale
         if exact:  # a list of probes for each query head
             kept = kept.unflatten(2, (shape.group_size, -1)).flatten(1, 2)
-        tokens = asked[-1].candidates.tokens
+        tokens = requests[-1].candidates.tokens
         keys = reader.keys(tokens.start, tokens.stop)
         scores = probe_scores(kept.to(keys.dtype), keys, cosine=cosine, mean=self.reduce == "mean")
         if exact:
             scores = scores.unflatten(1, (shape.num_kv_heads, -1)).mean(2)
-        return best_of_segments(scores, asked)
+        return best_of_segments(scores, requests)
 
     def _page_scores(
         self, kept: Tensor, num_heads: int, norms: Tensor | None, pages: range, candidates: Candidates, reader: KVReader
     ) -> Tensor:
-        """Of whole candidate pages, [num_kv_heads, num_pages]: the bound of their products with the kept queries."""
+        """Bounds of the products of whole candidate pages with the kept queries, [num_kv_heads, num_pages]."""
         rows = reader.summary(SUMMARY, slice(pages.start, pages.stop))
         bounds = reduced(page_scores(SUMMARIES[SUMMARY].features(kept), rows), self.reduce, num_heads)
         if norms is None:
             return bounds
-        # a page of long keys has a large bound whatever their direction
+        # the bound of a page grows with the norms of its keys
         first = pages.start * self.page_size - candidates.first
         inside = norms[:, first : first + len(pages) * self.page_size].unflatten(1, (len(pages), self.page_size))
         return bounds * inside.mean(-1)
 
 
 def kept_queries(queries: Tensor, num_segments: int, num_kv_heads: int, count: int, mode: Mode, cosine: bool) -> Tensor:
-    """The queries least like the mean query of their head, ready for a product with the keys; all of few.
+    """Return the queries least like the mean query of their head, prepared for a product with the keys; all if few.
 
     queries [num_query_heads, num_segments * num_queries, head_dim] -> float32 [num_segments, num_kv_heads, num_kept,
     head_dim]: unit queries (with ``cosine``) averaged over the heads of the group, or the queries of all its heads one
@@ -163,7 +163,7 @@ def kept_queries(queries: Tensor, num_segments: int, num_kv_heads: int, count: i
         unlike = unlikeness(queries, num_segments, count).unflatten(1, (num_kv_heads, -1))
         if mode == "shared":
             unlike = unlike.mean(-2, keepdim=True)
-        chosen = unlike.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # in order: heads are paired
+        chosen = unlike.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # sorted, to pair heads by rank
         q = q.gather(-2, chosen.unsqueeze(-1).expand(*q.shape[:-2], count, q.shape[-1]))
     q = q.float()
     if cosine:
@@ -172,14 +172,14 @@ def kept_queries(queries: Tensor, num_segments: int, num_kv_heads: int, count: i
 
 
 def key_scores(kept: Tensor, keys: Tensor, norms: Tensor | None, reduce: Reduce, num_heads: int = 1) -> Tensor:
-    """Score of each key: its product with the kept queries, reduced over them, times one over the key's length.
+    """Score each key: its product with the kept queries, reduced over them, times its inverse norm.
 
     kept float32 [num_kv_heads, num_kept, head_dim], of ``num_heads`` query heads one after the other; keys
     [num_kv_heads, num_keys, head_dim]; norms float32 [num_kv_heads, num_keys], or None -> float32 [num_kv_heads,
     num_keys].
     """
-    products = _products(kept.to(keys.dtype), keys)  # a float32 copy of all keys would cost more than the product
-    # the factor of a key is positive, so it may wait until the largest is known
+    products = _products(kept.to(keys.dtype), keys)  # a float32 copy of the keys costs more than the product
+    # the factor of a key is positive, so it applies after the reduction
     scores = reduced(products, reduce, num_heads)
     return scores if norms is None else scores * norms
 
@@ -190,14 +190,14 @@ def _products(kept: Tensor, keys: Tensor) -> Tensor:
         return kept @ keys.mT
     # head by head: on the host, a batched product copies keys that are a view of a pool
     products = kept.new_empty(*kept.shape[:2], keys.shape[1])
-    for head, of in enumerate(keys):
-        torch.mm(kept[head], of.mT, out=products[head])
+    for head, head_keys in enumerate(keys):
+        torch.mm(kept[head], head_keys.mT, out=products[head])
     return products
 
 
 def reduced(products: Tensor, reduce: Reduce, num_heads: int) -> Tensor:
-    """[num_kv_heads, num_heads * num_kept, count] -> float32 [num_kv_heads, count]: over the kept queries of each
-    head, then the mean of the heads."""
+    """[num_kv_heads, num_heads * num_kept, count] -> float32 [num_kv_heads, count]: reduced over the kept queries
+    of each head, then averaged over heads."""
     products = products.unflatten(1, (num_heads, -1))
     by_head = products.amax(2).float() if reduce == "max" else products.mean(2, dtype=torch.float32)
     return by_head.mean(1)

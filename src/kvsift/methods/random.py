@@ -1,4 +1,4 @@
-"""Random: units drawn with equal chance. The floor that any method must clear at the same budget."""
+"""Random: units drawn with equal probability. The floor for every method at the same budget."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.methods.base import Phase
 from kvsift.methods.pages import PagedMethod
+from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape
 
 
 @dataclass(frozen=True)
 class Random(PagedMethod):
-    """Uniformly random units; the draw depends on seed, layer, head and position alone, so runs repeat.
+    """Uniformly random units; the draw depends on seed, layer, head and position alone, so runs are reproducible.
 
     Attributes:
         seed: of the draw.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
-    estimates_mass: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(granularity="page")
 
     seed: int = 0
 

@@ -1,66 +1,66 @@
-"""The newest queries of a sequence, for methods that judge keys by them."""
+"""The newest queries of a sequence, for methods that rank keys by them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-KEPT_BACK = 256  # tokens that can be taken back without losing sight of the queries before them
+KEPT_BACK = 256  # tokens that can be rolled back while the queries before them stay available
 
 
 class RecentQueries:
-    """Keeps the newest ``wanted`` + 256 queries or more: after a roll-back by up to 256 tokens ``wanted`` are known.
+    """The newest ``wanted`` + 256 queries or more: ``wanted`` are available after a roll-back by up to 256 tokens.
 
     Args:
-        wanted: newest queries that are asked for.
+        wanted: newest queries that stay available.
 
     Attributes:
         length: tokens seen.
-        first: the oldest position from which on all queries are known.
+        first: position from which on all queries are available.
     """
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self.length = self.first = 0
-        self._room: Tensor | None = None  # [num_query_heads, capacity, head_dim], from ``first`` on
+        self._buffer: Tensor | None = None  # [num_query_heads, capacity, head_dim], from ``first`` on
 
-    @torch.inference_mode()  # the room outlives the block it was made in
+    @torch.inference_mode()  # the buffer outlives the caller's inference mode
     def observe(self, queries: Tensor | None, start: int, stop: int) -> None:
-        """See the queries of new tokens, [num_query_heads, stop - start, head_dim]; None: they are not known."""
-        held, self.length = start - self.first, stop
+        """Receive the queries of new tokens, [num_query_heads, stop - start, head_dim]; None if they are unknown."""
+        count, self.length = start - self.first, stop
         if queries is None:
-            self.first, self._room = stop, None
+            self.first, self._buffer = stop, None
             return
-        if self._room is None or held + stop - start > self._room.shape[1]:
-            held = self._make_room(queries, held)
-            self.first = max(stop - self.wanted - KEPT_BACK, start - held)
+        if self._buffer is None or count + stop - start > self._buffer.shape[1]:
+            count = self._grow(queries, count)
+            self.first = max(stop - self.wanted - KEPT_BACK, start - count)
         new = queries[:, max(self.first - start, 0) :]
-        self._room[:, held : held + new.shape[1]] = new  # type: ignore[index]
+        self._buffer[:, count : count + new.shape[1]] = new  # type: ignore[index]
 
-    def _make_room(self, like: Tensor, held: int) -> int:
-        """A room with the newest of ``held`` queries at its front, and how many those are."""
-        kept = self.wanted + KEPT_BACK
-        old = min(held, max(kept - like.shape[1], 0)) if self._room is not None else 0
-        room = like.new_empty(like.shape[0], 2 * kept, like.shape[2])
-        if self._room is not None:
-            room[:, :old] = self._room[:, held - old : held]
-        self._room = room
+    def _grow(self, like: Tensor, count: int) -> int:
+        """Make a buffer that begins with the newest of ``count`` queries, and return how many those are."""
+        least = self.wanted + KEPT_BACK
+        old = min(count, max(least - like.shape[1], 0)) if self._buffer is not None else 0
+        buffer = like.new_empty(like.shape[0], 2 * least, like.shape[2])
+        if self._buffer is not None:
+            buffer[:, :old] = self._buffer[:, count - old : count]
+        self._buffer = buffer
         return old
 
     def read(self, start: int, stop: int) -> Tensor | None:
-        """Queries at positions start to stop, [num_query_heads, stop - start, head_dim]; None if one is not known."""
-        if self._room is None or start < self.first or stop > self.length:
+        """Queries at positions start to stop, [num_query_heads, stop - start, head_dim]; None if one is unknown."""
+        if self._buffer is None or start < self.first or stop > self.length:
             return None
-        return self._room[:, start - self.first : stop - self.first]
+        return self._buffer[:, start - self.first : stop - self.first]
 
     def fork(self) -> RecentQueries:
         copy = RecentQueries(self.wanted)
         copy.length, copy.first = self.length, self.first
-        copy._room = None if self._room is None else self._room.clone()  # both will write on
+        copy._buffer = None if self._buffer is None else self._buffer.clone()  # both append to it
         return copy
 
     def crop(self, length: int) -> None:
         """Forget the queries from position ``length`` on."""
         self.length = min(self.length, length)
         if self.length < self.first:
-            self.first, self._room = self.length, None
+            self.first, self._buffer = self.length, None

@@ -1,10 +1,10 @@
 """SampleAttention: tokens that a few evenly spaced queries of the chunk attend to (https://arxiv.org/abs/2406.15486).
 
-By default as QuoKA's tables use it: a fixed number of queries, and the best tokens that a budget holds. The paper takes
+The default follows the tables of QuoKA: a fixed number of queries, and the best tokens within a budget. The paper takes
 5 % of the queries and, per query head, as few tokens as reach 95 % of their attention: ``compat="paper"``.
 
-Deviation from the paper: the local window is the budget's, in tokens; the paper's is 8 % of the context. All candidates
-are seen by every sampled query, so that sums need no correction for causality.
+Deviation from the paper: the local window is the budget's, in tokens; the paper's is 8 % of the context. Every
+sampled query sees all candidates, so sums need no correction for causality.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import knobs
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
-from kvsift.methods.shares import ShareMethod
+from kvsift.methods.softmax_share import ShareMethod
 from kvsift.types import KVReader, LayerShape
 
 PAPER_SHARE, PAPER_MASS = 0.05, 0.95
@@ -27,7 +27,7 @@ PAPER_SHARE, PAPER_MASS = 0.05, 0.95
 
 @dataclass(frozen=True)
 class SampleAttention(ShareMethod):
-    """Tokens by their exact share in the attention of sampled queries.
+    """Tokens by their exact share of the attention of sampled queries.
 
     Attributes:
         queries: sampled of each chunk, evenly spaced, the last one among them.
@@ -42,12 +42,11 @@ class SampleAttention(ShareMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.whole("queries", self.queries, 1)
+        checks.whole("queries", self.queries, 1)
         if self.compat not in (None, "paper"):
             raise InputError(f"compat={self.compat!r} must be 'paper' or left out.")
         if self.compat is not None:
-            object.__setattr__(self, "heads", "query")
-            object.__setattr__(self, "queries", ceil(PAPER_SHARE * self.chunk))
+            self._imply(heads="query", queries=ceil(PAPER_SHARE * self.chunk))
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
@@ -58,7 +57,7 @@ class SampleAttention(ShareMethod):
 
 
 def sampled(num_queries: int, count: int) -> Tensor:
-    """``count`` evenly spaced indices, the last one included; all if there are no more."""
+    """Return ``count`` evenly spaced indices, the last one included; all indices if there are no more."""
     if num_queries <= count:
         return torch.arange(num_queries)
     return (torch.arange(1, count + 1) * num_queries) // count - 1

@@ -1,17 +1,17 @@
 """SparQ: tokens by logits over the channels that the queries use most (https://arxiv.org/abs/2312.04985).
 
 The channels of a KV head are those with the largest |q|, summed over the heads of the group (in prefill over the
-queries of the chunk too); a head whose kept channels hold a share f of its |q| has a softmax as sharp as sqrt(f) says:
+queries of the chunk too). The share f of |q| in the kept channels sets the temperature of the softmax of a head:
 
     logit = scale * q.k over the kept channels / sqrt(f),    share = softmax(logit).
 
-A query that comes alone is answered with y, attention over what is visible, and v, the mean of all values so far:
+The answer to a single query combines y, attention over the visible tokens, and v, the mean of all values so far:
 
-    a * y + (1 - a) * v,    a = the shares of what is visible.
+    a * y + (1 - a) * v,    a = the shares of the visible tokens.
 
 Deviation from the paper: sinks and a larger window are always visible, unless ``compat`` says otherwise. The paper
-reads channels from a second copy of the keys; here that takes ``second_copy``, else whole keys are read. In prefill a
-single query's criterion is applied to a chunk, as in QuoKA's tables, and nothing is put in place of what was left out.
+reads channels from a second copy of the keys (``second_copy``); by default whole keys are read. In prefill the
+criterion of a single query is applied to a chunk, as in the tables of QuoKA, without the mean value.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import knobs
-from kvsift.methods.base import Phase, chosen_units, top_units, wanted
+from kvsift.methods import checks
+from kvsift.methods.base import Phase
 from kvsift.methods.channel_rows import ChannelRows
-from kvsift.methods.shares import ShareMethod, mean_shares
+from kvsift.methods.scoring import chosen_units, top_units, units_per_head
+from kvsift.methods.softmax_share import ShareMethod, mean_shares
 from kvsift.methods.value_mean import BLOCK, ValueMean
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Rest, Selection
 
-MOST_SHARE = 1 - 2.0**-20  # of what is left out: a part that weighs infinitely more than another cannot be merged
+MOST_SHARE = 1 - 2.0**-20  # of the other tokens: a part with infinitely more weight than another cannot be merged
 
 
 @dataclass
-class Remembered:
-    """Of one sequence in one layer."""
+class SparQState:
+    """Mean value and second copy of the keys of one sequence in one layer."""
 
     mean: ValueMean
     channels: ChannelRows
 
-    def fork(self) -> Remembered:
-        return Remembered(self.mean.fork(), self.channels.fork())
+    def fork(self) -> SparQState:
+        return SparQState(self.mean.fork(), self.channels.fork())
 
     def crop(self, length: int) -> None:
         self.mean.crop(length)
@@ -54,9 +55,9 @@ class SparQ(ShareMethod):
 
     Attributes:
         channels: kept of each KV head (r of the paper).
-        mean_value: put the mean value in place of what a query that comes alone does not see.
-        second_copy: keep the keys by channel too, so that only the kept channels are read in decode; as much memory as
-            the keys.
+        mean_value: put the mean value in place of the tokens that a single query does not see.
+        second_copy: store the keys by channel too, so that decode reads the kept channels alone; takes as much memory
+            as the keys.
         compat: "paper": k = 128 tokens, the most recent 32 among them, in all layers. "code": the notebook's k = 64
             with 16 recent ones (its r is channels=16), and tokens by the sum of the heads' logits, where the paper
             sums shares.
@@ -72,9 +73,9 @@ class SparQ(ShareMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        knobs.whole("channels", self.channels, 1)
-        knobs.flag("mean_value", self.mean_value)
-        knobs.flag("second_copy", self.second_copy)
+        checks.whole("channels", self.channels, 1)
+        checks.flag("mean_value", self.mean_value)
+        checks.flag("second_copy", self.second_copy)
         if self.compat not in (None, "paper", "code"):
             raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
 
@@ -83,8 +84,8 @@ class SparQ(ShareMethod):
         sizes = {"paper": (128, 32), "code": (64, 16)}.get(self.compat or "")
         return {} if sizes is None else {"tokens": sizes[0], "window": sizes[1], "sinks": 0, "dense_layers": ()}
 
-    def new_state(self, shape: LayerShape) -> Remembered:
-        return Remembered(ValueMean(), ChannelRows())
+    def new_state(self, shape: LayerShape) -> SparQState:
+        return SparQState(ValueMean(), ChannelRows())
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
         sums = 8 / BLOCK if self.mean_value else 0
@@ -97,16 +98,16 @@ class SparQ(ShareMethod):
         shares = self.shares(state, shape, queries, start, reader)  # [num_query_heads, num_tokens]
         by_list = shares.unflatten(0, (self.num_selections(shape), -1))[..., candidates.tokens]
         mean = by_list.mean(1)
-        keep = wanted(mean, 1 - mean.sum(-1), limit)
-        # the softmax subtracts the same from all logits of a head, so logarithms of shares rank as logits do
+        keep = units_per_head(mean, 1 - mean.sum(-1), limit)
+        # the softmax subtracts one number from all logits of a head, so logarithms of shares rank as logits do
         ranked = by_list.log().mean(1) if self.compat == "code" else mean
         chosen = chosen_units(ranked, keep, limit, candidates)
         if queries.shape[1] > 1 or not self.mean_value:
             return chosen
         unseen = shares[:, candidates.tokens].clone()
         units = chosen.units.repeat_interleave(shape.num_query_heads // len(chosen.units), 0)
-        places = torch.where(units < 0, candidates.count, units - candidates.first)
-        unseen = torch.nn.functional.pad(unseen, (0, 1)).scatter_(1, places, 0.0)
+        index = torch.where(units < 0, candidates.count, units - candidates.first)
+        unseen = torch.nn.functional.pad(unseen, (0, 1)).scatter_(1, index, 0.0)
         share = unseen.sum(-1)[None, :, None].clamp_max(MOST_SHARE)
         value = state.mean.read(reader, start + 1).repeat_interleave(shape.group_size, 0)
         return replace(chosen, rest=Rest(value[None, :, None], share))
@@ -116,9 +117,9 @@ class SparQ(ShareMethod):
             return super().shares(state, shape, queries, start, reader)
         kept = kept_channels(shape, queries, self.channels)
         rows = state.channels.read(reader, start + 1, kept)  # [num_kv_heads, number of kept, num_tokens]
-        asked = self.stand_ins(state, shape, queries, start, reader)
-        of_each = kept.repeat_interleave(shape.group_size, 0).unsqueeze(1)
-        return mean_shares(shape, asked.gather(2, of_each), rows.mT)
+        surrogates = self.stand_ins(state, shape, queries, start, reader)
+        of_heads = kept.repeat_interleave(shape.group_size, 0).unsqueeze(1)
+        return mean_shares(shape, surrogates.gather(2, of_heads), rows.mT)
 
     def stand_ins(self, state: Any, shape: LayerShape, queries: Tensor, start: int, reader: KVReader) -> Tensor:
         grouped = queries.float().unflatten(0, (shape.num_kv_heads, -1))  # [kv heads, group, queries, head_dim]
@@ -130,6 +131,6 @@ class SparQ(ShareMethod):
 
 
 def kept_channels(shape: LayerShape, queries: Tensor, count: int) -> Tensor:
-    """Channels with the largest |q| over queries and heads of a group, int64 [num_kv_heads, count], ascending."""
+    """Channels with the largest |q| in a group, summed over queries, int64 [num_kv_heads, count], ascending."""
     size = queries.float().abs().unflatten(0, (shape.num_kv_heads, -1))
     return top_units(size.sum((1, 2)), count)

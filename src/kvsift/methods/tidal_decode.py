@@ -1,10 +1,10 @@
 """TidalDecode: each head's tokens, chosen in one layer and reused above (https://arxiv.org/abs/2410.05076).
 
-The first sparse layer and a second one further up see everything and rank all tokens exactly; the layers above attend
-the best of their own heads. LessIsMore chooses in the same layers, but one set for all heads.
+The first sparse layer and a later one attend everything and rank all tokens exactly; the layers above attend the best
+tokens of the same head. LessIsMore selects in the same layers, but one set for all heads.
 
 Deviation from the paper: sinks and window are always visible, and query heads that share a KV head share a set,
-``heads="query"`` aside.
+unless ``heads="query"``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsift.methods.base import ScoringMethod
 from kvsift.methods.less_is_more import LessIsMore
+from kvsift.methods.scoring import ScoringMethod
+from kvsift.methods.traits import Traits
 from kvsift.types import LayerShape
 
 
@@ -26,9 +27,7 @@ class TidalDecode(LessIsMore, ScoringMethod):
     Attributes: see ``LessIsMore``.
     """
 
-    estimates_mass: ClassVar[bool] = False
-    compares_heads: ClassVar[bool] = False
-    no_mass: ClassVar[str] = "chooses for layers whose attention it does not look at"
+    traits: ClassVar[Traits] = Traits(no_mass="selects for layers whose attention it does not compute")
     source: ClassVar[str] = "arXiv 2410.05076"
     published: ClassVar[int] = 13
 

@@ -1,7 +1,7 @@
-"""A row per token of a sequence, worked out from its keys when asked for: codes, signatures.
+"""A row per token of a sequence, computed from its key when it is read: codes, signatures.
 
-What rows are made with (a centre, centroids) is taken from the sequence itself, from its first tokens: ``settled`` says
-from how many. That depends on how many there are and on nothing else, so that no chunk, fork or roll-back changes it.
+Parameters of the rows (a centre, centroids) come from the first tokens of the sequence itself; ``settled`` returns from
+how many. The number depends on the length alone, so chunks, forks and roll-backs do not change it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvsift.types import KVReader
 
-AT_ONCE = 512  # tokens whose rows are made together, bounding what is needed besides
+AT_ONCE = 512  # tokens whose rows are computed together, which bounds temporary memory
 
 
 def settled(count: int) -> int:
@@ -26,38 +26,38 @@ def settled(count: int) -> int:
 
 
 class TokenRows:
-    """Rows of the first tokens of a sequence, in room that grows geometrically."""
+    """Rows of the first tokens of a sequence, in a buffer that grows geometrically."""
 
     def __init__(self) -> None:
         self.length = 0
-        self._room: Tensor | None = None  # [num_kv_heads, capacity, width]
+        self._buffer: Tensor | None = None  # [num_kv_heads, capacity, width]
 
-    @torch.inference_mode()  # the room outlives the block it was made in
+    @torch.inference_mode()  # the buffer outlives the caller's inference mode
     def read(self, reader: KVReader, start: int, stop: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """Rows of the tokens start to stop, [num_kv_heads, stop - start, width], a view.
 
-        ``make`` turns keys [num_kv_heads, n, head_dim] into rows [num_kv_heads, n, width], each key by itself.
+        ``make`` computes rows [num_kv_heads, n, width] from keys [num_kv_heads, n, head_dim], each from its key alone.
         """
         while self.length < stop:
             upto = min(self.length + AT_ONCE, stop)
             self._append(make(reader.keys(self.length, upto)), stop)
-        assert self._room is not None
-        return reader.counted(self._room[:, start:stop])
+        assert self._buffer is not None
+        return reader.counted(self._buffer[:, start:stop])
 
-    def _append(self, rows: Tensor, wanted: int) -> None:
+    def _append(self, rows: Tensor, least: int) -> None:
         stop = self.length + rows.shape[1]
-        if self._room is None or self._room.shape[1] < stop:
-            room = rows.new_empty(rows.shape[0], max(wanted, 2 * self.length), rows.shape[2])
-            if self._room is not None:
-                room[:, : self.length] = self._room[:, : self.length]
-            self._room = room
-        self._room[:, self.length : stop] = rows
+        if self._buffer is None or self._buffer.shape[1] < stop:
+            buffer = rows.new_empty(rows.shape[0], max(least, 2 * self.length), rows.shape[2])
+            if self._buffer is not None:
+                buffer[:, : self.length] = self._buffer[:, : self.length]
+            self._buffer = buffer
+        self._buffer[:, self.length : stop] = rows
         self.length = stop
 
     def fork(self) -> TokenRows:
         copy = TokenRows()
-        if self._room is not None:
-            copy.length, copy._room = self.length, self._room[:, : self.length].clone()  # both will write on
+        if self._buffer is not None:
+            copy.length, copy._buffer = self.length, self._buffer[:, : self.length].clone()  # both append to it
         return copy
 
     def crop(self, length: int) -> None:

@@ -1,17 +1,17 @@
 """TOVA: tokens that the last query attended to (https://arxiv.org/abs/2401.06104).
 
-Before each token is generated, softmax weights of the query before it, averaged over all heads of the layer, rank the
-tokens that are left, and the heads keep the same set:
+Before each token is generated, softmax weights of the previous query, averaged over all heads of the layer, rank the
+remaining tokens, and the heads keep the same set:
 
 worth(j) = mean over heads h of softmax_j(scale * q_h . k_j), q the last query, j over what it saw.
 
-After a prompt, which is attended in full, everything above the budget is dropped at once; then one token at a time.
-Drops for good: hidden by default, freed with ``evict=true``.
+A prompt is attended in full; then all tokens above the budget are dropped at once, and later one token at a time.
+Dropped tokens are lost: hidden by default, freed with ``evict=true``.
 
 Deviations from the paper:
 - sinks and a window are visible whatever their weight, as for every method; ``compat`` says otherwise;
-- the query being answered sees its own token within the budget, the paper on top of it: budget=513 is its 512;
-- where the last query is not known, because the cache was filled before, the one being answered stands in.
+- the own token of the query counts in the budget, in the paper it does not: budget=513 is its 512;
+- where the last query is unknown, because another plan filled the cache, the query being answered ranks the tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.methods.dropped_tokens import keys_of
 from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
-from kvsift.methods.drops import keys_of
 from kvsift.types import KVReader, LayerShape
 
 
 @dataclass(frozen=True)
 class TOVA(DroppingMethod):
-    """Tokens with the largest weight for the query before, one set for all heads.
+    """Tokens with the largest weight for the previous query, one set for all heads.
 
     Attributes:
         compat: "paper": every token competes, the newest too, in all layers, 512 in all; "code": as widespread
@@ -49,7 +49,7 @@ class TOVA(DroppingMethod):
     def budget_defaults(self) -> dict[str, Any]:
         if self.compat is None:
             return {}
-        window = 1 if self.compat == "paper" else 2  # the query's own token, and the one before it
+        window = 1 if self.compat == "paper" else 2  # the query's own token, and the previous one
         return {"tokens": 513, "sinks": 0, "window": window, "dense_layers": ()}
 
     def new_state(self, shape: LayerShape) -> DroppingState:

@@ -1,7 +1,7 @@
-"""The mean of all values of a sequence so far: sums of whole blocks are remembered, the rest is read when asked for.
+"""The mean of all values of a sequence: sums of complete blocks are kept, the other values are read from the store.
 
-Sums are float64 and of blocks at absolute places, so that the mean does not depend on how tokens came, and a roll-back
-cuts.
+Sums are float64 and of blocks at absolute positions, so that the mean does not depend on the chunks, and a roll-back
+removes the last sums.
 """
 
 from __future__ import annotations
@@ -14,16 +14,14 @@ from torch import Tensor
 from kvsift.types import KVReader
 
 BLOCK = 256  # tokens
-AT_ONCE = 16  # blocks that are summed together, bounding what is needed besides
+AT_ONCE = 16  # blocks that are summed together, which bounds temporary memory
 
 
 @dataclass
 class ValueMean:
-    """Of one sequence in one layer."""
+    """Mean value of one sequence in one layer."""
 
-    sums: Tensor | None = (
-        None  # float64 [num_kv_heads, n + 1, head_dim], of the first 0 to n blocks; a new one each time
-    )
+    sums: Tensor | None = None  # float64 [num_kv_heads, n + 1, head_dim], of the first 0 to n blocks; never written to
 
     def read(self, reader: KVReader, stop: int) -> Tensor:
         """Mean of the first ``stop`` values, float32 [num_kv_heads, head_dim]."""
@@ -39,7 +37,7 @@ class ValueMean:
     def num_blocks(self) -> int:
         return 0 if self.sums is None else self.sums.shape[1] - 1
 
-    @torch.inference_mode()  # what is remembered outlives the block it was made in
+    @torch.inference_mode()  # the sums outlive the caller's inference mode
     def _append(self, reader: KVReader, stop_block: int) -> None:
         first = self.num_blocks
         values = reader.values(first * BLOCK, stop_block * BLOCK).double()
@@ -50,7 +48,7 @@ class ValueMean:
             self.sums = torch.cat([self.sums, self.sums[:, -1:] + added], 1)
 
     def fork(self) -> ValueMean:
-        return ValueMean(self.sums)  # never written in place
+        return ValueMean(self.sums)  # shared: never written to
 
     def crop(self, length: int) -> None:
         if self.sums is not None:

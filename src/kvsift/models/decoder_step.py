@@ -1,7 +1,7 @@
-"""One token per sequence through a Llama-like decoder, in a handful of launches per layer and without the host.
+"""A decode step of a Llama-like decoder, in a handful of launches per layer and without the host.
 
-The weights are those of the transformers model. Everything that changes from step to step lives on the device, so the
-step can be captured in a CUDA graph; the composed path through transformers stays the specification.
+The weights are those of the transformers model. Everything that changes from step to step is on the device, so the
+step can be captured in a CUDA graph; the composed path through transformers is the specification.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from kvsift.kernels.rotary_append import qkv_rotary_append
+from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.projection import Norm, Projection
-from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
 
 
 @dataclass(frozen=True)
-class StepLayer:
-    """What one decoder layer multiplies with."""
+class LayerWeights:
+    """The weights of one decoder layer, joined where they are read together."""
 
     qkv: Projection
     output: Projection
@@ -36,7 +36,7 @@ class StepLayer:
     head_eps: float
 
     @classmethod
-    def of(cls, layer: Any) -> StepLayer:
+    def of(cls, layer: Any) -> LayerWeights:
         attention, mlp = layer.self_attn, layer.mlp
         q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         return cls(
@@ -53,7 +53,7 @@ class StepLayer:
 
 
 class DecoderStep:
-    """A decode step of a whole model.
+    """A ``Step`` of fused launches.
 
     Args:
         model: a causal language model for which ``reason_against`` has no objection. Weights that are read together
@@ -64,7 +64,7 @@ class DecoderStep:
     @torch.no_grad()
     def __init__(self, model: Any) -> None:
         self.embedding: Tensor = model.model.embed_tokens.weight.data
-        self.layers = [StepLayer.of(layer) for layer in model.model.layers]
+        self.layers = [LayerWeights.of(layer) for layer in model.model.layers]
         self.norm = _norm(model.model.norm)
         self.head = Projection.of(model.lm_head)
         self._rotary = model.model.rotary_emb
@@ -74,7 +74,7 @@ class DecoderStep:
 
     @staticmethod
     def reason_against(model: Any) -> str | None:
-        """Why this model needs the composed path; None if its steps can run here."""
+        """Return why this model needs the composed path; None if it does not."""
         config = model.config
         if config.model_type not in MODEL_TYPES:
             return f"{type(model).__name__} is none of the architectures whose steps are captured"
@@ -82,7 +82,7 @@ class DecoderStep:
 
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
-        """Cosines and sines of all positions, [num_positions, 2, head_dim], by the model's own embedding."""
+        """Return cosines and sines of all positions, [num_positions, 2, head_dim], by the model's own embedding."""
         parts = []
         for start in range(0, num_positions, TABLE_CHUNK):
             stop = min(start + TABLE_CHUNK, num_positions)
@@ -90,34 +90,15 @@ class DecoderStep:
         return torch.cat(parts)
 
     def angles_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions [n], each [n, head_dim]."""
+        """Return cosines and sines of positions [n], each [n, head_dim]."""
         cos, sin = self._rotary(self.norm[0], positions.unsqueeze(0))
         return cos[0], sin[0]
 
     def __call__(
-        self,
-        tokens: Tensor,
-        angles: Tensor,
-        batch: DecodeBatch,
-        attention: Sequence[DecodeLayer],
-        summaries: Sequence[Mapping[str, Tensor]],
-        dense: bool,
-        watched: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Logits after one more token per sequence; its keys and values are stored on the way.
-
-        Args:
-            tokens: int64 [batch].
-            angles: [positions, 2, head_dim], see ``angles``.
-            batch: already advanced, so that its lengths count the tokens.
-            attention: of every layer.
-            summaries: kind -> pool, of every layer.
-            dense: show everything.
-            watched: gets the queries of every layer, [batch, num_query_heads, head_dim].
-
-        Returns:
-            float32 [batch, vocabulary].
-        """
+        self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
+        summaries: Sequence[Mapping[str, Tensor]], mode: StepMode, watched: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the logits after one more token per sequence; ``angles`` is [positions, 2, head_dim]."""
         cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, head_dim]
         x = nn.functional.embedding(tokens, self.embedding)  # [batch, hidden]
         for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
@@ -128,7 +109,8 @@ class DecoderStep:
             )  # fmt: skip
             if watched is not None:
                 watched.append(queries)
-            x = layer.output(attend.attend(queries, dense, early=self.pdl).flatten(1), residual=x, pdl=self.pdl)
+            heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
+            x = layer.output(heads, residual=x, pdl=self.pdl and mode != "mixed")  # behind two kernels then
             x = layer.down(layer.gate_up.gated(x, layer.before_mlp, pdl=self.pdl), residual=x, pdl=self.pdl)
         return self.head(x, self.norm, pdl=self.pdl).float()
 
@@ -148,7 +130,7 @@ def _structural_reason(model: Any) -> str | None:
 
 
 def placement_reason(model: Any) -> str | None:
-    """Why no step of a model can be captured, whatever its architecture: where its weights are, or what they are."""
+    """Return why no step of a model can be captured, whatever its architecture: for where or what its weights are."""
     name, devices = type(model).__name__, {parameter.device for parameter in model.parameters()}
     if len(devices) > 1:
         return f"{name} is spread over {len(devices)} devices"

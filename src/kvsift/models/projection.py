@@ -1,4 +1,4 @@
-"""Linear layers that read the same input, as one: their weights in one storage, so that they take one launch."""
+"""Linear layers of the same input, fused into one: their weights share one storage and take one launch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Norm = tuple[Tensor, float]  # weight [in], eps
 
 @dataclass(frozen=True)
 class Projection:
-    """Outputs of the modules side by side.
+    """Linear modules of one input; their outputs are concatenated.
 
     Attributes:
         modules: linear layers of one input.
         weight: [out of all, in] if all are plain ``nn.Linear``; their own weights are views of it. Else None, and
-            the modules are called as they are (quantised weights).
-        bias: [out of all], if they have one.
+            the modules are called one by one (quantised weights).
+        bias: [out of all], if they have biases.
     """
 
     modules: tuple[nn.Module, ...]
@@ -33,7 +33,7 @@ class Projection:
 
     @classmethod
     def of(cls, *modules: nn.Module) -> Projection:
-        """One storage for the modules' parameters, which they share from now on; nothing is kept twice."""
+        """Move the modules' parameters into one storage, which they share; nothing is stored twice."""
         if any(type(module) is not nn.Linear for module in modules):
             return cls(modules)
         biases = [module.bias for module in modules]
@@ -68,7 +68,7 @@ class Projection:
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One tensor whose rows are those of the parameters, in order; they become views of it."""
+    """Return one tensor of the parameters' rows, in order; the parameters become views of it."""
     first, rows = parameters[0], [len(parameter) for parameter in parameters]
     if len(parameters) == 1:
         return first.data
@@ -81,7 +81,7 @@ def _joined(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _whole(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """The tensor that the parameters are consecutive views of, if they were joined before."""
+    """Return the tensor that the parameters are consecutive views of, if they were joined before."""
     first = parameters[0]
     start = first.storage_offset()
     for parameter in parameters:

@@ -1,4 +1,4 @@
-"""A transformers cache made of kvsift's layers, and the run that counts what they read."""
+"""A transformers cache of kvsift's layers, and a block in which every fresh cache is one."""
 
 from __future__ import annotations
 
@@ -11,32 +11,25 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from kvsift.errors import NothingSkipped
+from kvsift.layer.accounting import RunStats, SharedStats
+from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_layer import SparseLayer
-from kvsift.models.transformers_run import Run
-from kvsift.runtime.beside import new_thread
-from kvsift.runtime.moved import check_rope
-from kvsift.runtime.plan import PHASES, Plan
-from kvsift.runtime.sequence import SparseAttention
-from kvsift.runtime.spec import parse_plan
-from kvsift.runtime.stats import RunStats, SharedStats
+from kvsift.models.transformers_run import SparseRun
+from kvsift.plan.plan import PHASES, Plan
+from kvsift.plan.refusals import check_rope
+from kvsift.plan.syntax import parse_plan
+from kvsift.stores.background import new_thread
+from kvsift.stores.page_table import PageTable
 
 PlanSpec = str | Mapping[str, Any] | Plan | None
 
 
-class SparseRun(Run):
-    """The run of an explicit cache, as its user sees it: the plan, the counters and their report."""
-
-    def report(self) -> dict[str, Any]:
-        """Plan and counters, ready for JSON."""
-        return {"plan": str(self.plan), **self.stats.report()}
-
-
 class SparseBlock:
-    """A ``kvsift.sparse`` block, as its user sees it: the plan, and what all caches of the block have counted.
+    """A ``kvsift.sparse`` block: the plan, and the counters of all its caches.
 
     Args:
-        run: settings of the caches to come; each gets a run of its own.
+        run: settings of the caches; each cache gets a run of its own.
 
     Attributes:
         plan: rules by phase.
@@ -49,17 +42,17 @@ class SparseBlock:
         self._run = run
 
     def open(self) -> SparseRun:
-        """The run of another cache."""
+        """Return the run of another cache."""
         run = self._run.fresh()
         run.block_stats, run.stats = self.stats, self.stats.open(run)
         return run
 
     def report(self) -> dict[str, Any]:
-        """Plan and counters, ready for JSON."""
+        """Return the plan and the counters, ready for JSON."""
         return {"plan": str(self.plan), **self.stats.report()}
 
     def check(self, strict: bool = False) -> None:
-        """Warn if the model was not run under the plan, or a phase that should have been sparse read everything.
+        """Warn if the model did not run under the plan, or a sparse phase skipped nothing.
 
         Raises:
             NothingSkipped: instead of a warning, when ``strict``.
@@ -67,8 +60,8 @@ class SparseBlock:
         messages = [self.plan.skipped_nothing(phase) for phase in PHASES if self._skipped_nothing(phase)]
         if not self.stats.opened:
             messages = [
-                f"the model did not run under the plan {self.plan}: the block of kvsift.sparse has seen no query. Call "
-                "the model inside the block. A cache that was made outside keeps its own plan and counts for itself."
+                f"the model did not run under the plan {self.plan}: the block of kvsift.sparse attended no query. "
+                "Call the model inside the block. A cache made outside of it keeps its own plan and its own counters."
             ]
         for message in messages:
             if strict:
@@ -77,7 +70,7 @@ class SparseBlock:
 
     def _skipped_nothing(self, phase: Phase) -> bool:
         rule = self.plan.rule(phase)
-        return rule is not None and not rule.method.unbounded and self.stats.skipped_nothing(phase)
+        return rule is not None and not rule.method.traits.unbounded and self.stats.skipped_nothing(phase)
 
 
 class SparseCache(DynamicCache):
@@ -102,91 +95,108 @@ class SparseCache(DynamicCache):
 
     @property
     def num_device_bytes(self) -> int:
-        """Those of them that are on the device of the model, and copies there of what is in host memory."""
+        """Those of ``num_bytes`` on the model's device, and copies on it of tokens in host memory."""
         layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
         return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
 
     @property
     def rotation(self) -> int | None:
-        """Rotation of the keys, where RoPE depends on the length (``transformers_pinning``); None: not decided."""
+        """Rotation of the keys, where RoPE depends on the length (``transformers_pinning``); None: not set yet."""
         return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
 
     def pin(self, rotation: int | None) -> None:
-        """Decide it before the first pass does."""
+        """Set the rotation before the first pass does."""
         for layer in self.layers:
             if isinstance(layer, SparseLayer):
                 layer.rotation = rotation
 
     @property
     def attentions(self) -> list[SparseAttention]:
-        """Of every layer, where all of them are kvsift's and have seen a token."""
-        found = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
-        return [attention for attention in found if attention is not None] if len(found) == len(self.layers) else []
+        """The attention of every layer; empty unless all layers are kvsift's. Layers without a token have none."""
+        attentions = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
+        return [each for each in attentions if each is not None] if len(attentions) == len(self.layers) else []
+
+    @property
+    def table(self) -> PageTable:
+        """Pages of the rows, in all layers; made when the first layer needs them."""
+        assert self.run.table is not None, "no layer has seen a token"
+        return self.run.table
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.attentions[0].store.page_size
+
+    def reserve_rows(self, lengths: Sequence[int]) -> None:
+        """Reserve pages for rows of these lengths: up to them, no pool moves."""
+        for attention in self.attentions:
+            attention.store.reserve_rows(lengths)
 
     def prepare(self) -> None:
-        """Let decode build what it needs over what is cached."""
+        """Build what decode needs over the cached tokens."""
         for layer in self.layers:
             if isinstance(layer, SparseLayer) and layer.attention is not None:
                 layer.attention.prepare()
 
     def prepare_after_next(self) -> None:
-        """Let every layer whose KV is apart from the device do that as soon as the next chunk is attended, the last of
-        a prompt, while the layers above read it. Layers that have seen no token yet are left to ``prepare``."""
+        """Prepare each layer with KV in host memory in the background once it has attended the next chunk, the last of
+        a prompt, while the layers above attend it. Layers without a token are left to ``prepare``."""
         thread = new_thread()
         for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None and layer.attention.is_apart:
+            if isinstance(layer, SparseLayer) and layer.attention is not None and layer.attention.store.is_remote:
                 layer.attention.prepare_after_next(thread)
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
-        """What the method of decode says, for every layer and row."""
-        found = {layer.layer: layer.attention.describe() for layer in self.layers if getattr(layer, "attention", None)}
-        return {layer: rows for layer, rows in found.items() if any(rows)}
+        """Return the decode method's description of its index, for every layer and row."""
+        attending = [layer for layer in self.layers if getattr(layer, "attention", None)]
+        rows_of_layer = {layer.layer: layer.attention.describe() for layer in attending}
+        return {layer: rows for layer, rows in rows_of_layer.items() if any(rows)}
 
     def turn_to(self, row: int, stats: RunStats) -> None:
-        """Feed one row of a ragged batch from now on, and count for it."""
+        """Feed one row of a ragged batch from now on, with its counters."""
         self.run.row, self.run.stats = row, stats
         for layer in self.layers:
             layer.turn_to(row)
 
     def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
-        """A captured loop has written a row up to ``written`` tokens, of which the first ``kept`` count, and no
-        summaries from position ``stale_from`` on."""
+        """Record that captured steps have written a row up to ``written`` tokens, without summaries from position
+        ``stale_from`` on, and keep the first ``kept`` tokens."""
         for layer in self.layers:
             layer.attention.store.advance(row, written, stale_from)
             layer.attention.crop(row, kept)
             layer.columns = kept
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Forget all tokens and keep pages for rows of these lengths; what was allocated stays."""
+        """Remove all tokens, and reserve pages for rows of these lengths; allocated memory stays."""
         for layer in self.layers:
             layer.columns = 0
             layer.attention.store.clear()
-            layer.attention.store.reserve_rows(rows)
+        self.reserve_rows(rows)
 
     def mark(self) -> None:
-        """Remember this point for ``rewind``. Sliding and linear layers, which forget, are copied; they are small."""
+        """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""
         others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
         self._mark = self.get_seq_length(), others
         for layer in self.layers:
             if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.mark()
+                layer.attention.checkpoint()
 
     @property
     def can_rewind(self) -> bool:
-        """Whether nothing was dropped for good since the marked point that is needed to go back there."""
-        sparse = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
-        return all(attention is None or attention.can_crop(0, self._mark[0]) for attention in sparse)
+        """Whether the checkpoint can be restored: no token before it was evicted."""
+        attentions = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return all(attention is None or attention.store.can_crop(0, self._mark[0]) for attention in attentions)
 
     def rewind(self) -> None:
-        """Go back to the marked point; what was cached after it is forgotten.
+        """Restore the checkpoint; tokens after it are removed.
 
         Raises:
-            InputError: if something was dropped for good to make room for it.
+            InputError: if tokens before it were evicted.
         """
         columns, others = self._mark
         for layer in self.layers:
             if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.check_crop(0, columns)
+                layer.attention.store.check_crop(0, columns)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SparseLayer):
                 layer.crop(columns - layer.columns)
@@ -194,22 +204,28 @@ class SparseCache(DynamicCache):
                 self.layers[index] = deepcopy(others[index])
 
     def replan(self, plan: PlanSpec) -> None:
-        """Go on with another plan over what is cached; counters start anew."""
-        wanted = parse_plan(plan)
-        check_rope(wanted, self.run.rope, self.run.no_rope)
-        wanted.check_layers(self.run.peers)
-        self.run.plan = wanted
+        """Continue with another plan over the cached tokens; counters are reset."""
+        new_plan = parse_plan(plan)
+        check_rope(new_plan, self.run.rope, self.run.no_rope)
+        new_plan.check_layers(self.run.peers)
+        self.run.plan = new_plan
         self.run.stats.clear()
-        for layer in self.layers:
-            if isinstance(layer, SparseLayer) and layer.attention is not None:
-                layer.attention.replan(self.run.plan)
+        layers = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
+        attentions = [attention for attention in layers if attention is not None]
+        paged = [attention for attention in attentions if attention.table is not None]
+        for attention in paged:
+            attention.replan(new_plan)
+        self.run.table = next((attention.table for attention in paged if attention.table is not None), None)
+        for attention in attentions:
+            if attention not in paged:  # it had pages of its own, and shares those of the others if it may
+                attention.replan(new_plan, self.run.table_of(attention.store.num_rows))
 
 
 def take_layers(cache: Cache, run: SparseRun, config: Any) -> None:
-    """Put kvsift's layers where the cache has stock full-attention ones over text; the run is this cache's alone.
+    """Replace the full-attention layers over text of a cache by kvsift's. The run belongs to this cache alone.
 
     Raises:
-        InputError: for a plan that names a layer which is not there.
+        InputError: for a plan that names a layer which the model lacks.
     """
     over_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
     run.peers = tuple(

@@ -1,4 +1,4 @@
-"""Which of its own methods a model is running, in each thread."""
+"""Methods of a model that each thread is running, which tell prompt tokens from generated ones."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ CHUNK_BUG_FIXED = (5, 21)  # until then, prefill_chunk_size on a filled cache pr
 
 
 class Calls(local):
-    """Which of the model's own methods this thread is inside of: that tells prompt tokens from generated ones."""
+    """Methods of the model that this thread is running."""
 
     generate = prefill = False
     chunked = False  # the prompt comes in chunks
 
     def __reduce__(self) -> tuple[type[Calls], tuple[()]]:
-        return Calls, ()  # a copy of the model is inside of none
+        return Calls, ()  # a copy of the model runs none
 
 
 class Watched:
-    """A method of the model that notes in the ``Calls`` of its adapter while it runs."""
+    """A wrapper of a model's method that marks it as running in the ``Calls`` of the adapter."""
 
     def __init__(self, adapter: Any, name: str) -> None:
         self._adapter, self._name = adapter, name
@@ -42,7 +42,7 @@ class Watched:
             self._adapter.check_generate(kwargs)
         else:
             calls.chunked = _is_chunked(*args, **kwargs)
-        outer = getattr(calls, flag)  # a model that drafts for itself generates while it generates
+        outer = getattr(calls, flag)  # a model that drafts for itself calls generate() inside generate()
         setattr(calls, flag, True)
         try:
             return self.__wrapped__(*args, **kwargs)
@@ -56,7 +56,7 @@ def _is_chunked(
     """Whether generate() will prefill in chunks.
 
     Raises:
-        InputError: if the version at hand gets that wrong.
+        InputError: if the installed version does that wrongly.
     """
     cache = model_kwargs.get("past_key_values")
     version = tuple(int(number) for number in transformers.__version__.split(".")[:2])

@@ -1,8 +1,8 @@
-"""Queries foreseen one layer below: what a layer would ask, had it read what the attention below it read.
+"""Foreseen queries: approximate queries of a layer, computed from the input of the layer below.
 
-The input of an attention is nearly that of the one below, because a layer adds little to the residual stream. A layer's
-queries of that input are its own forward pass with that input, cut short where attention would begin, so that norms,
-biases and positions are the model's, whatever its architecture.
+The inputs of two consecutive attention modules are similar, because a layer adds little to the residual stream.
+Foreseen queries come from the module's own forward pass over the lower input, up to its attention function, so norms,
+biases and positions are those of the model, whatever its architecture.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import Cache
 
-from kvsift.models.transformers_layer import AttendingLayer, SparseLayer, UnsupportedModel
+from kvsift.models.transformers_attention import AttendingLayer, UnsupportedModel
+from kvsift.models.transformers_layer import SparseLayer
 from kvsift.types import LayerShape
 
 
 class Foresight:
-    """Hooks on the attentions of a model that tell every layer of a cache what it would have asked.
+    """Hooks on the attention modules of a model that give every layer of a cache its foreseen queries.
 
     Args:
-        model: whose attention kvsift has taken over.
+        model: with kvsift's attention.
 
     Raises:
-        UnsupportedModel: if its attentions cannot be found.
+        UnsupportedModel: if it has no known attention modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = attentions_of(model)
-        if not found:
+        modules = attentions_of(model)
+        if not modules:
             raise UnsupportedModel(
                 f"{type(model).__name__} has no attention modules whose layer is known, so the queries of a layer "
                 "cannot be foreseen; infinigen cannot run on it."
             )
-        self._handles = [each.register_forward_pre_hook(self._before_attention, with_kwargs=True) for each in found]
+        self._handles = [m.register_forward_pre_hook(self._before_attention, with_kwargs=True) for m in modules]
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -52,8 +53,8 @@ class Foresight:
             layer.foreseen = foreseen(attention, below, args, kwargs)
 
 
-class Listener(AttendingLayer):
-    """Stands in for a cache: remembers what is asked of it, stores nothing and answers 0."""
+class QueryCapture(AttendingLayer):
+    """A substitute for a cache that keeps the queries, stores nothing and returns 0."""
 
     queries: Tensor
 
@@ -72,27 +73,28 @@ class Listener(AttendingLayer):
 
 
 def foreseen(attention: nn.Module, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """What an attention that is called with these arguments would ask of other hidden states, after RoPE.
+    """Return the queries, after RoPE, of an attention module for other hidden states than those of its arguments.
 
     hidden [batch, num_new, hidden] -> [batch, num_query_heads, num_new, head_dim].
     """
-    listener = Listener(int(attention.layer_idx))  # type: ignore[arg-type]
-    given = {name: listener if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    capture = QueryCapture(int(attention.layer_idx))  # type: ignore[arg-type]
+    changed = {name: capture if isinstance(value, Cache) else value for name, value in kwargs.items()}
     if args:
         args = (hidden, *args[1:])
     else:
-        given["hidden_states"] = hidden
-    attention.forward(*args, **given)  # not a call, which would come by the hook again
-    return listener.queries
+        changed["hidden_states"] = hidden
+    attention.forward(*args, **changed)  # not a call, which would run the hook again
+    return capture.queries
 
 
 def attentions_of(model: nn.Module) -> list[nn.Module]:
-    """Modules that attend for one layer: those that know their layer, hold none that does, and read hidden states."""
+    """Return the innermost modules with a layer index whose forward takes hidden states."""
 
-    def knows(module: nn.Module) -> bool:
+    def is_indexed(module: nn.Module) -> bool:
         return isinstance(getattr(module, "layer_idx", None), int)
 
-    found = [
-        m for m in model.modules() if knows(m) and not any(knows(inner) for inner in m.modules() if inner is not m)
-    ]
-    return [m for m in found if "hidden_states" in signature(m.forward).parameters]
+    def is_innermost(module: nn.Module) -> bool:
+        return not any(is_indexed(inner) for inner in module.modules() if inner is not module)
+
+    modules = [module for module in model.modules() if is_indexed(module) and is_innermost(module)]
+    return [module for module in modules if "hidden_states" in signature(module.forward).parameters]

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face directory: check what is there first, then the tokenizer, then the weights."""
+"""Hugging Face model directories: checks of their files, the tokenizer, the weights."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def embedded_model() -> Path:
 
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A directory that holds a configuration, weights and a tokenizer.
+    """A directory with a configuration, weights and a tokenizer.
 
     Attributes:
         path: the directory.
         config: its transformers configuration, of the text decoder.
         num_weight_bytes: size of the weight files.
-        is_quantised: whether the weights stay as the files have them, whatever dtype is asked for.
+        is_quantised: whether the weights keep the format of the files, whatever the dtype.
     """
 
     path: Path
@@ -55,11 +55,11 @@ class ModelDirectory:
 
     @classmethod
     def check(cls, path: str | Path | None) -> ModelDirectory:
-        """Look without loading; a model of the Hub is downloaded first, unless it is in its cache. None is the
-        embedded model.
+        """Check the files without loading them; a model of the Hub is downloaded first, unless it is in its cache. None
+        is the embedded model.
 
         Raises:
-            InputError: saying which file is missing.
+            InputError: naming the missing file.
         """
         directory = _directory_of(path)
         if not (directory / "config.json").is_file():
@@ -73,7 +73,7 @@ class ModelDirectory:
             if "trust_remote_code" in str(error):
                 raise InputError(
                     f"{directory} brings its own modeling code (auto_map in config.json), which kvsift does not run. "
-                    "It runs architectures that the installed transformers knows."
+                    "It runs architectures of the installed transformers."
                 ) from error
             raise InputError(f"{directory}/config.json cannot be used: {_reason(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
@@ -82,7 +82,7 @@ class ModelDirectory:
 
     @property
     def name(self) -> str:
-        """The directory's name; in the Hub's cache, the model's name there."""
+        """Name of the directory, or of the model if the directory is in the Hub's cache."""
         repository = self.path.parent.parent.name
         if self.path.parent.name == "snapshots" and repository.startswith("models--"):
             return repository.removeprefix("models--").replace("--", "/")
@@ -90,15 +90,19 @@ class ModelDirectory:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions the model was made for, if it says so."""
+        """Maximum number of positions that the model was made for, if its configuration has one."""
         positions = getattr(self.config, "max_position_embeddings", None)
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if positions and rope.get("rope_type") == "dynamic":  # the one type whose configurations give the original ones
-            positions *= rope.get("factor", 1)
-        return int(positions) if positions else None
+        if not positions:
+            return None
+        rope, extended = getattr(self.config, "rope_parameters", None) or {}, 0
+        if rope.get("rope_type") == "dynamic":  # max_position_embeddings is the original length
+            extended = positions * rope.get("factor", 1)
+        elif rope.get("rope_type") == "yarn":  # either the original length or the extended one
+            extended = (rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1)
+        return int(max(positions, extended))
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Keys and values of one token in all layers; 0 for a model without attention."""
+        """Return the size of one token's keys and values in all layers; 0 for a model without attention."""
         config = self.config
         num_query_heads = getattr(config, "num_attention_heads", None)
         if not num_query_heads:
@@ -118,11 +122,11 @@ class ModelDirectory:
         """Load the weights, ready for inference.
 
         Raises:
-            InputError: if they cannot be read, or are not all there: a weight that is not in the files would be random.
+            InputError: if they cannot be read, or some are missing: a weight that is not in the files would be random.
         """
         transformers_logging.disable_progress_bar()
         verbosity = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # what its report says is said below
+        transformers_logging.set_verbosity_error()  # its report is checked below
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
                 self.path,
@@ -143,10 +147,10 @@ class ModelDirectory:
 
 
 def choose_device(name: str) -> torch.device:
-    """A torch device from "auto", "cpu", "cuda" or "cuda:1".
+    """Return a torch device from "auto", "cpu", "cuda" or "cuda:1".
 
     Raises:
-        InputError: if there is no such device here.
+        InputError: if this machine has no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,16 +159,16 @@ def choose_device(name: str) -> torch.device:
     except RuntimeError:
         raise unknown("device", name, ["auto", "cpu", "cuda"]) from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"device {name!r} was asked for, but torch sees no NVIDIA GPU here. Use --device cpu.")
+        raise InputError(f"device {name!r} is not available: torch finds no NVIDIA GPU. Use --device cpu.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs, from cuda:0.")
+        raise InputError(f"device {name!r} is not available: there are {torch.cuda.device_count()} GPUs, from cuda:0.")
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device {name!r} is not supported; choose cpu or cuda.")
     return device
 
 
 def choose_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
-    """A dtype by name; "auto" is the checkpoint's, or float32 on a CPU that is slow at 16-bit arithmetic.
+    """Return a dtype by name; "auto" is the checkpoint's, or float32 on a CPU with slow 16-bit arithmetic.
 
     Raises:
         InputError: for an unknown name.
@@ -190,7 +194,7 @@ def cpu_has_fast_bf16() -> bool:
 
 
 def _directory_of(model: str | Path | None) -> Path:
-    """Where a model's files are; a local directory is preferred to a model of the Hub with that name."""
+    """Return the directory of a model's files; a local directory is preferred to a model of the Hub of that name."""
     if model is None:
         return embedded_model()
     directory = Path(model)
@@ -206,7 +210,7 @@ def _directory_of(model: str | Path | None) -> Path:
 
 
 def _download(name: str) -> str:
-    """The cached snapshot of a model of the Hub, completed if need be; huggingface_hub shows the progress."""
+    """Return the cached snapshot of a model of the Hub, completed if necessary; huggingface_hub prints progress."""
     try:
         return snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=NOT_HUB_FILES)
     except GatedRepoError:
@@ -215,7 +219,7 @@ def _download(name: str) -> str:
         why = "huggingface.co has no such model, or it is private; log in with hf auth login if it is yours"
     except (LocalEntryNotFoundError, OfflineModeIsEnabled):
         why = (
-            "it is not in the cache, or not wholly, and huggingface.co cannot be reached; check the connection, or "
+            "it is not completely in the cache, and huggingface.co cannot be reached; check the connection, or "
             "unset HF_HUB_OFFLINE if it is set"
         )
     except Exception as error:
@@ -224,7 +228,7 @@ def _download(name: str) -> str:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files that the weights will be read from, each complete."""
+    """Return the files of the weights, each complete."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         files = _shards(index)
@@ -260,7 +264,7 @@ def _require_whole(file: Path) -> None:
             pass
     except Exception as error:
         raise InputError(
-            f"{file} is not a whole safetensors file ({_reason(error)}). Is the download complete?"
+            f"{file} is not a complete safetensors file ({_reason(error)}). Is the download complete?"
         ) from error
 
 
@@ -268,10 +272,10 @@ def _check_report(path: Path, report: dict[str, Any]) -> None:
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"the weights in {path} lack what config.json calls for: {_some(missing)}.")
     if mismatched := sorted(report["mismatched_keys"]):
-        _, stored, wanted = mismatched[0]
+        _, stored, expected = mismatched[0]
         raise InputError(
             f"the weights in {path} are not of the shape that config.json calls for: "
-            f"{_some([each[0] for each in mismatched])}. The first is {list(stored)} and should be {list(wanted)}."
+            f"{_some([name for name, _, _ in mismatched])}. The first is {list(stored)} and should be {list(expected)}."
         )
     if unused := sorted(report["unexpected_keys"]):
         log.warning("%s holds weights that the model does not use: %s", path, _some(unused))
@@ -282,10 +286,10 @@ def _some(names: list[str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, on one line of bearable length."""
+    """Return the message of an error on one line of at most 300 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     detail = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])  # "Validation error for field 'x':\n    ..."
     text = " ".join(detail.split()).rstrip(".")
     if isinstance(error, KeyError):
-        text = f"there is no {text} in it"
+        text = f"it has no {text}"
     return text if len(text) <= 300 else text[:300] + " ..."

@@ -1,4 +1,4 @@
-"""Which model layers belong to."""
+"""Identity of the model that a layer belongs to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvsift.types import Origin
 
 
 def origin_of(model: Any) -> Origin | None:
-    """The model as files that were made for it know it; None where it has no embedding of tokens to tell it by."""
+    """Return the identity of a model, as files made for it store it; None without a token embedding."""
     weights = getattr(model.get_input_embeddings(), "weight", None)
     if weights is None:
         return None

@@ -1,17 +1,16 @@
-"""RoPE whose frequencies depend on the length of the sequence (longrope, dynamic NTK): one rotation per cache.
+"""Pinned rotation: one set of frequencies per cache for a RoPE that depends on the length (longrope, dynamic NTK).
 
-transformers chooses the frequencies anew in every forward pass, by its largest position. A cache filled by several
-passes can then hold keys of two rotations, whose products with a query mean nothing. Here the first pass over a cache
-decides, by the length that the sequence will reach as far as that is known, and every later pass rotates alike.
+transformers chooses the frequencies in every forward pass, by its largest position. A cache filled by several passes
+can then hold keys of two rotations, whose products with a query are meaningless. Here the first pass over a cache
+chooses the rotation by the final length of the sequence, as far as it is known, and every later pass uses it.
 
-Rotations are told apart by the least length that has them: 0 for the frequencies of short sequences.
+A rotation is identified by the least length that has it: 0 for the frequencies of short sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from threading import local
 from typing import Any
 
@@ -21,86 +20,34 @@ from transformers import Cache
 
 from kvsift.errors import InputError
 from kvsift.models.transformers_layer import SparseLayer
+from kvsift.models.transformers_rope import RopeLimits, limits_of
 
 MOST_ROTATIONS = 64  # of one module; dynamic NTK has one for every length
 
 
-@dataclass(frozen=True)
-class RopeLimits:
-    """Original maximum lengths, beyond which a model rotates otherwise.
-
-    Attributes:
-        longrope: two sets of frequencies, up to such a length and beyond.
-        dynamic: frequencies of their own for every length beyond such a one.
-    """
-
-    longrope: tuple[int, ...] = ()
-    dynamic: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, model: nn.Module) -> RopeLimits | None:
-        """Those of a model; None if its frequencies never change."""
-        limits = {limit for module in model.modules() for limit in _limits(module)}
-        if not limits:
-            return None
-        of_kind = (tuple(sorted(limit for kind, limit in limits if kind == name)) for name in ("longrope", "dynamic"))
-        return cls(*of_kind)
-
-    def least(self, length: int) -> int:
-        """The least length that is rotated as this one; a cache made for a longer one has the greater number."""
-        dynamic = length if any(length > limit for limit in self.dynamic) else 0
-        return max([dynamic, *(limit + 1 for limit in self.longrope if length > limit)])
-
-    def most(self, least: int) -> int:
-        """The greatest length that is rotated as ``least``, or will do with its frequencies."""
-        if any(least > limit for limit in self.dynamic):
-            return least
-        return min((limit for limit in self.longrope + self.dynamic if limit >= least), default=least)
-
-    def stepped(self, length: int) -> int:
-        """For dynamic NTK, the next multiple of the original maximum: lengths that differ by a question share it."""
-        step = next((limit for limit in self.dynamic if length > limit), 1)
-        return -(-length // step) * step
-
-    def __str__(self) -> str:
-        kinds = [f"longrope, original maximum {limit}" for limit in self.longrope]
-        return "; ".join(kinds + [f"dynamic NTK, original maximum {limit}" for limit in self.dynamic])
-
-
-def _limits(module: nn.Module) -> Iterator[tuple[str, int]]:
-    types = getattr(module, "rope_type", None)
-    for layer_type, kind in (types if isinstance(types, dict) else {None: types}).items():
-        if kind == "longrope":
-            parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]
-            own = parameters if layer_type is None else parameters[layer_type]
-            yield "longrope", int(own["original_max_position_embeddings"])
-        elif isinstance(kind, str) and "dynamic" in kind:
-            yield "dynamic", int(module.original_max_seq_len)  # type: ignore[arg-type]
-
-
 class CurrentPass(local):
-    """The rotation of the forward pass that this thread is in; None leaves the choice to transformers."""
+    """Rotation of the current forward pass of this thread; None: chosen by transformers."""
 
     rotation: int | None = None
 
     def __reduce__(self) -> tuple[type[CurrentPass], tuple[()]]:
-        return type(self), ()  # a copied or unpickled model is in no pass
+        return type(self), ()  # a copied or unpickled model is not in a pass
 
 
 class PinnedRotary:
     """The forward function of a rotary embedding, with the frequencies of the current pass.
 
-    The module itself changes with every pass that it serves, so each rotation is computed by a copy of it.
+    The module changes its frequencies in every pass, so each rotation has a copy of the module.
     """
 
     def __init__(self, module: nn.Module, current: CurrentPass) -> None:
         self._module, self._current = module, current
-        self._replaced = module.__dict__.get("forward")  # put there by another library
+        self._replaced = module.__dict__.get("forward")  # set by another library
         self._copies: dict[tuple[Any, ...], nn.Module] = {}
         module.__dict__["forward"] = self
 
     def detach(self) -> None:
-        """Leave the module as it was."""
+        """Restore the module."""
         del self._module.__dict__["forward"]
         if self._replaced is not None:
             self._module.__dict__["forward"] = self._replaced
@@ -110,28 +57,28 @@ class PinnedRotary:
         if rotation is None:
             stock = self._replaced or forward.__get__(self._module)
             return stock(x, position_ids, *args, **kwargs)
-        key = rotation, *args, *kwargs.values()  # a layer type, where a module serves several
+        key = rotation, *args, *kwargs.values()  # a layer type, if the module has several
         module = self._copies.get(key)
         if module is None:
             module = self._copy(x, position_ids, rotation, *args, **kwargs)
             self._keep(key, module)
-        # PhiMoE chooses a factor by the largest position inside its forward, so that has to be there each time
-        reaching = torch.cat([position_ids, _last_position(position_ids, rotation)], -1)
-        rotated = forward(module, x, reaching, *args, **kwargs)
+        # PhiMoE chooses a factor by the largest position inside its forward, so every call includes that position
+        positions = torch.cat([position_ids, _last_position(position_ids, rotation)], -1)
+        rotated = forward(module, x, positions, *args, **kwargs)
         if isinstance(rotated, Tensor):
             return rotated[..., :-1, :]
         return tuple(part[..., :-1, :] for part in rotated)
 
-    @torch.inference_mode(False)  # or the copy's frequencies would be of no use outside inference mode
+    @torch.inference_mode(False)  # or the copy's frequencies could not be used outside inference mode
     @torch.no_grad()
     def _copy(self, x: Tensor, position_ids: Tensor, rotation: int, *args: Any, **kwargs: Any) -> nn.Module:
-        """The module with the frequencies of a rotation, which it keeps."""
+        """Return a copy of the module with the fixed frequencies of a rotation."""
         module, forward = copy(self._module), type(self._module).forward
         del module.__dict__["forward"]
         module.__dict__["_buffers"] = {
             name: None if buffer is None else buffer.clone() for name, buffer in self._module._buffers.items()
         }
-        for length in (0, rotation):  # the first takes back what longer sequences have left
+        for length in (0, rotation):  # length 0 resets the frequencies of longer sequences
             forward(module, x, _last_position(position_ids, length), *args, **kwargs)
         types = module.rope_type
         module.rope_type = dict.fromkeys(types, "default") if isinstance(types, dict) else "default"  # type: ignore
@@ -148,31 +95,31 @@ def _last_position(position_ids: Tensor, length: int) -> Tensor:
 
 
 class RopePinning:
-    """What keeps a model from changing the rotation of a cache: see the head of this file.
+    """Hooks and wrappers that keep the rotation of every cache of a model.
 
     Args:
-        model: one that has ``limits``.
-        limits: beyond which it rotates otherwise.
-        sifts: whether kvsift holds, or would hold, what a cache is given.
+        model: with ``limits``.
+        limits: lengths beyond which its rotation changes.
+        is_sparse: whether the layers of a cache are kvsift's, or will be.
     """
 
-    def __init__(self, model: Any, limits: RopeLimits, sifts: Callable[[Any], bool]) -> None:
-        self.limits, self._model, self._sifts = limits, model, sifts
+    def __init__(self, model: Any, limits: RopeLimits, is_sparse: Callable[[Any], bool]) -> None:
+        self.limits, self._model, self._is_sparse = limits, model, is_sparse
         self._current = CurrentPass()
-        self._rotaries = [PinnedRotary(module, self._current) for module in model.modules() if any(_limits(module))]
+        self._rotaries = [PinnedRotary(module, self._current) for module in model.modules() if any(limits_of(module))]
         self._replaced: dict[str, Any] = {}
         self._watch("_prepare_cache_for_generation", self._announce)
         self._watch("prepare_inputs_for_generation", self._prepare_inputs)
         self._handle = model.register_forward_hook(self._end, always_call=True)
 
     @classmethod
-    def attach(cls, model: Any, sifts: Callable[[Any], bool]) -> RopePinning | None:
+    def attach(cls, model: Any, is_sparse: Callable[[Any], bool]) -> RopePinning | None:
         """Pin the rotations of a model; None if there is only one."""
         limits = RopeLimits.of(model)
-        return None if limits is None else cls(model, limits, sifts)
+        return None if limits is None else cls(model, limits, is_sparse)
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model."""
         self._handle.remove()
         for rotary in self._rotaries:
             rotary.detach()
@@ -182,14 +129,14 @@ class RopePinning:
                 self._model.__dict__[name] = replaced
 
     def begin(self, cache: Any, layers: Sequence[SparseLayer], kwargs: dict[str, Any]) -> None:
-        """A forward pass begins, over a cache with these layers of ours.
+        """Set the rotation of a forward pass over a cache with these layers of kvsift.
 
         Raises:
-            InputError: if its tokens would need another rotation than the cache has.
+            InputError: if its tokens need another rotation than the cached ones.
         """
         if layers:
             self._current.rotation = self._rotation(cache, layers, kwargs)
-        else:  # a captured step, or a cache that is not ours
+        else:  # a captured step, or a cache without such layers
             self._current.rotation = getattr(cache, "rotation", None)
 
     def _end(self, *args: Any) -> None:
@@ -201,11 +148,11 @@ class RopePinning:
         columns = first.columns + tokens.shape[1]
         length = columns if positions is None else int(positions.max()) + 1
         if first.rotation is None:
-            length_to_be = length + max(announced - columns, 0)
-            first.rotation = self.limits.least(max(length_to_be, first.run.reserve, *first.run.rows))
+            final_length = length + max(announced - columns, 0)
+            first.rotation = self.limits.least(max(final_length, first.run.reserve, *first.run.rows))
         kept = kwargs.get("logits_to_keep")
         drafts = kept - 1 if announced and isinstance(kept, int) and kept > 1 else 0
-        # drafts of assisted decoding beyond the end that generate() announced are dropped again
+        # drafts of assisted decoding beyond the announced length are removed again
         self._check(first.rotation, first.columns, length - min(drafts, max(columns - announced, 0)))
         return first.rotation
 
@@ -214,15 +161,15 @@ class RopePinning:
             raise InputError(
                 f"this cache holds {cached} tokens whose keys are rotated for at most {self.limits.most(rotation)}, "
                 f"and a sequence of {length} is rotated otherwise ({self.limits}). One cache cannot hold both. Start "
-                f"again with an empty cache and say how long the conversation will be, with reserve={length} or more "
-                "for kvsift.sparse or kvsift.make_cache, or generate fewer tokens."
+                f"again with an empty cache for the length of the conversation, with reserve={length} or more for "
+                "kvsift.sparse or kvsift.make_cache, or generate fewer tokens."
             )
 
     def _announce(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, batch_size: int,
         max_cache_length: int, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """generate() says how many tokens its cache will hold in the end."""
+        """Record the final length of the cache, which generate() announces."""
         result = self._stock("_prepare_cache_for_generation")(
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length, **kwargs
         )
@@ -235,11 +182,11 @@ class RopePinning:
         return result
 
     def _prepare_inputs(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The Phi models drop a cache that is shorter than their original maximum when the sequence is longer: keys of
-        short sequences are of no use then. In a pinned cache they are."""
+        """Keep the cache where the Phi models drop it: when a sequence grows beyond their original maximum, where keys
+        of a short sequence are rotated differently. In a pinned cache they are not."""
         prepare, cache = self._stock("prepare_inputs_for_generation"), kwargs.get("past_key_values")
         inputs = prepare(input_ids, *args, **kwargs)
-        if cache is None or inputs.get("past_key_values") is not None or not self._sifts(cache):
+        if cache is None or inputs.get("past_key_values") is not None or not self._is_sparse(cache):
             return inputs
         return {**prepare(input_ids, *args, **{**kwargs, "past_key_values": None}), "past_key_values": cache}
 

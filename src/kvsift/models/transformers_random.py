@@ -1,4 +1,4 @@
-"""Models of a known shape with random weights: as fast as real ones, and there without a download."""
+"""Models of a known shape with random weights, for measurements without a download."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 64,
     },
 }
-MAX_POSITIONS = 1 << 21  # of these models: their angles are good for any of them
+MAX_POSITIONS = 1 << 21  # rotary angles are defined for all of them
 
 
 def random_model(
     shape: str, device: torch.device, dtype: torch.dtype, seed: int = 0, layers: int | None = None
 ) -> PreTrainedModel:
-    """A Llama with weights drawn where they stay; ``layers`` instead of the shape's.
+    """Return a Llama whose weights are drawn on the device; ``layers`` replaces the shape's number.
 
     Raises:
         InputError: for an unknown shape.

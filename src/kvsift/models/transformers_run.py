@@ -1,4 +1,4 @@
-"""What the layers of one transformers cache share."""
+"""Settings and state that the layers of one transformers cache share."""
 
 from __future__ import annotations
 
@@ -8,80 +8,94 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.layer.accounting import RunStats, SharedStats
+from kvsift.layer.layer_messages import LayerMessages
 from kvsift.methods.base import Phase
-from kvsift.runtime.moved import check_rope
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.relay import Relay
-from kvsift.runtime.sequence import Placement, reason_against
-from kvsift.runtime.stats import RunStats, SharedStats
+from kvsift.plan.placement import PlacementSpec
+from kvsift.plan.plan import Plan
+from kvsift.plan.refusals import check_placement, check_rope
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_table import PageTable
 from kvsift.types import Origin, Rope
 
 
-class Run:
-    """What all layers of one cache share: the plan, the counters, and the state of the forward pass under way.
+class SparseRun:
+    """The plan and the counters of one cache, with a report for its user, and the state of the current forward pass.
 
     Args:
         plan: rules by phase.
-        stats: where to count.
-        reserve: tokens a row is expected to reach.
-        rows: lengths that the rows of a ragged batch will not exceed; they are fed one at a time, ``row`` next.
-            Empty: rows come together, as many as the first chunk has.
+        stats: counters.
+        reserve: expected tokens of a row.
+        rows: maximum lengths of the rows of a ragged batch, which are fed one at a time, ``row`` next. Empty: all rows
+            are fed together, as many as the first chunk has.
         placement: see ``SparseAttention``.
 
     Raises:
-        InputError: for a plan that cannot run with its KV there.
+        InputError: for a plan that does not support the placement.
     """
 
     def __init__(
-        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (), placement: Placement = "device",
+        self, plan: Plan, stats: RunStats, reserve: int = 0, rows: Sequence[int] = (),
+        placement: PlacementSpec = "device",
     ) -> None:  # fmt: skip
-        if (reason := reason_against(placement, plan)) is not None:
-            raise InputError(reason)
+        check_placement(plan, placement)
         self.plan = plan
         self.stats = stats
-        self.block_stats: SharedStats | None = None  # of the block whose counters ``stats`` belong to
+        self.block_stats: SharedStats | None = None  # counters of the block that this run is part of
         self.reserve = reserve
         self.rows = tuple(rows)
-        self.rope: Rope | None = None  # how the model rotates queries and keys, where that is known
-        self.no_rope = ""  # why it is not
+        self.rope: Rope | None = None  # how the model rotates queries and keys, if known
+        self.no_rope = ""  # why it is not known
         self.placement = placement
-        self.peers: tuple[int, ...] = ()  # true indices of the model's layers that are kvsift's
+        self.kv: KVPool | None = None  # pages shared with other caches; None: this cache has its own
+        self.peers: tuple[int, ...] = ()  # indices of the model's layers that are kvsift's
         self.origin: Origin | None = None  # the model
-        self.attention_in_use: Callable[[], str] = str  # the model's attention implementation by now
+        self.attention_in_use: Callable[[], str] = str  # the model's current attention implementation
         self.row = 0
         self._begin()
 
     def _begin(self) -> None:
-        self.relay = Relay()  # between the layers, within a forward pass
-        self.feeding: Phase | None = None  # what the tokens of coming forward passes are; None: to be found out
-        self.decode_tokens = 0  # of the forward pass under way, at the end of each row
-        self.hidden_below: Tensor | None = None  # what the attention below has read in it
+        self.messages = LayerMessages()  # between the layers, within a forward pass
+        self.table: PageTable | None = None  # pages of the rows, of all layers
+        self.feeding: Phase | None = None  # phase of all tokens; None: derived from each call of the model
+        self.decode_tokens = 0  # generated tokens at the end of each row, in the current forward pass
+        self.hidden_below: Tensor | None = None  # input of the attention below, in the current forward pass
 
     def fresh(self) -> Self:
-        """The same settings for another cache."""
+        """Return a run with the same settings for another cache."""
         run = copy(self)
         run._begin()
         return run
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """For the copy of a cache: a run of its own, counted by the same block; what describes the model is shared."""
+        """Return the run of a copied cache: counted by the same block; the description of the model is shared."""
         run = self.fresh()
+        run.table = deepcopy(self.table, memo)
         run.stats = deepcopy(self.stats, memo) if self.block_stats is None else self.block_stats.open(run)
-        memo |= {id(self): run, id(self.stats): run.stats, id(self.relay): run.relay}
+        memo |= {id(self): run, id(self.stats): run.stats, id(self.messages): run.messages}
         memo |= {id(shared): shared for shared in (self.rope, self.origin)}
         return run
 
+    def table_of(self, num_rows: int) -> PageTable:
+        """Return the pages of the rows; they are made when the first layer needs them."""
+        if self.table is None:
+            self.table = PageTable(num_rows, self.kv)
+        return self.table
+
     @property
     def foresees(self) -> bool:
-        """Whether layers want to know, in this forward pass, what they would ask of the input of the layer below."""
+        """Whether the plan uses queries that are foreseen one layer below, in the current forward pass."""
         return self.plan.wants_hidden and self.decode_tokens > 0
 
-    def know_rope(self, rope: Rope | None, no_rope: str) -> None:
-        """How the model rotates queries and keys, or why that is not known.
+    def set_rope(self, rope: Rope | None, no_rope: str) -> None:
+        """Set how the model rotates queries and keys, or why that is not known.
 
         Raises:
-            InputError: for a plan that needs to know.
+            InputError: for a plan that depends on it.
         """
         check_rope(self.plan, rope, no_rope)
         self.rope, self.no_rope = rope, no_rope
+
+    def report(self) -> dict[str, Any]:
+        """Return the plan and the counters, ready for JSON."""
+        return {"plan": str(self.plan), **self.stats.report()}

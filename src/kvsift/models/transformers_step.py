@@ -1,4 +1,4 @@
-"""One token per sequence through any model that the adapter takes, by its own forward pass.
+"""A decode step of any model that the adapter takes, by its own forward pass.
 
 Slower than ``decoder_step``, whose launches are fused, but captured in a CUDA graph it costs no Python either. The
 forward pass gets a cache whose layers append and attend on the device; positions come from the lengths there.
@@ -14,23 +14,25 @@ from torch import Tensor
 from transformers import Cache
 
 from kvsift.kernels.append import append
-from kvsift.models.transformers_cache import SparseCache, SparseRun
-from kvsift.models.transformers_layer import AttendingLayer, SparseLayer
-from kvsift.models.transformers_pinning import RopeLimits
-from kvsift.runtime.paged_decode import DecodeBatch, DecodeLayer
-from kvsift.runtime.plan import Plan
-from kvsift.runtime.stats import RunStats
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.models.transformers_attention import AttendingLayer
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.transformers_layer import SparseLayer
+from kvsift.models.transformers_rope import RopeLimits
+from kvsift.models.transformers_run import SparseRun
+from kvsift.plan.plan import Plan
 from kvsift.types import LayerShape
 
 
 class StepLayer(AttendingLayer):
-    """A layer that appends one token per sequence and attends it, as ``decode`` says."""
+    """A layer that appends one token per sequence and attends it through ``decode``."""
 
     def __init__(
-        self, decode: DecodeLayer, summaries: Mapping[str, Tensor], dense: bool, watched: list[Tensor] | None
+        self, decode: DecodeLayer, summaries: Mapping[str, Tensor], mode: StepMode, watched: list[Tensor] | None
     ) -> None:
         super().__init__(decode.shape.layer)
-        self._decode, self._summaries, self._dense, self._watched = decode, summaries, dense, watched
+        self._decode, self._summaries, self._mode, self._watched = decode, summaries, mode, watched
 
     def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         keys, values = self.taken()
@@ -39,7 +41,7 @@ class StepLayer(AttendingLayer):
         if self._watched is not None:
             self._watched.append(queries)
         self._decode.sink_logit = sink_logit
-        return self._decode.attend(queries, self._dense).unsqueeze(2)
+        return self._decode.attend(queries, self._mode).unsqueeze(2)
 
     def get_seq_length(self) -> int:
         return 0  # only masks ask, and a single query needs none
@@ -52,7 +54,7 @@ class StepLayer(AttendingLayer):
 
 
 class TransformersStep:
-    """A decode step of a whole model, as ``DecoderStep`` is one.
+    """A ``Step`` by the model's own forward pass.
 
     Args:
         model: one that ``Adapter.attach`` has taken, and for which ``reason_against`` has no objection.
@@ -64,7 +66,7 @@ class TransformersStep:
 
     @staticmethod
     def reason_against(model: Any) -> str | None:
-        """Why this model needs the composed path; None if its steps can run here."""
+        """Return why this model needs the composed path; None if it does not."""
         layers = SparseCache(model.config, SparseRun(Plan(), RunStats())).layers
         if not all(isinstance(layer, SparseLayer) for layer in layers):
             return f"{type(model).__name__} has layers without full attention"
@@ -74,21 +76,15 @@ class TransformersStep:
         return None
 
     def angles(self, num_positions: int) -> Tensor:
-        """Nothing: the model computes its own. [0]"""
+        """Return an empty tensor: the model computes its own angles."""
         return torch.empty(0, device=self._model.get_input_embeddings().weight.device)
 
     def __call__(
-        self,
-        tokens: Tensor,
-        angles: Tensor,
-        batch: DecodeBatch,
-        attention: Sequence[DecodeLayer],
-        summaries: Sequence[Mapping[str, Tensor]],
-        dense: bool,
-        watched: list[Tensor] | None = None,
-    ) -> Tensor:
-        """Logits after one more token per sequence, float32 [batch, vocabulary]; see ``DecoderStep``."""
-        layers = [StepLayer(layer, pools, dense, watched) for layer, pools in zip(attention, summaries, strict=True)]
+        self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
+        summaries: Sequence[Mapping[str, Tensor]], mode: StepMode, watched: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the logits after one more token per sequence."""
+        layers = [StepLayer(layer, pools, mode, watched) for layer, pools in zip(attention, summaries, strict=True)]
         cache = Cache(layers=layers)
         cache.rotation = self._rotation
         output = self._model(

@@ -1,4 +1,4 @@
-"""The transformers model inside a wrapper, and whether kvsift can run it."""
+"""The transformers model inside a wrapper, its input device, and unsupported architectures."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvsift.models.transformers_layer import UnsupportedModel
+from kvsift.models.transformers_attention import UnsupportedModel
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """The transformers model inside torch.compile, PEFT, TRL's value heads or data parallelism; itself where it is one.
+    """Return the transformers model inside torch.compile, PEFT, TRL's value heads or data parallelism, or itself.
 
     Raises:
         UnsupportedModel: if there is none.
@@ -24,7 +24,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
             names = (name for name in ("_orig_mod", "pretrained_model", "module") if hasattr(inner, name))
             if (name := next(names, None)) is None:
                 raise UnsupportedModel(
-                    f"{model!r:.60} is a {type(model).__name__}; kvsift takes a model of transformers (a "
+                    f"{model!r:.60} is a {type(model).__name__}; kvsift needs a model of transformers (a "
                     'PreTrainedModel), as AutoModelForCausalLM.from_pretrained("...") returns it. For a directory or a '
                     'name use kvsift.LLM("...").'
                 )
@@ -33,7 +33,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """Where a forward pass wants its tokens; weights that accelerate has offloaded are on no device until then."""
+    """Return the device of a forward pass's tokens; weights offloaded by accelerate are on no device before it."""
     embedding = model.get_input_embeddings()
     for module in (embedding, model):
         if (device := getattr(getattr(module, "_hf_hook", None), "execution_device", None)) is not None:
@@ -43,6 +43,11 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
 
 
 def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Refuse architectures that kvsift cannot run.
+
+    Raises:
+        UnsupportedModel: naming the architecture and the reason.
+    """
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; kvsift runs decoders with causal self-attention.")

@@ -1,6 +1,6 @@
-"""The compiled core: attention, page scores and exact search on the host, at the speed of its memory.
+"""The compiled core: attention, page scores and exact search in host memory, at the speed of that memory.
 
-``available`` says whether it is here. Where it is not, everything else here raises InputError with ``why_missing()``;
+``available`` tells whether it is installed. Without it the other functions raise InputError with ``why_missing()``;
 ``kvsift.native.twins`` has the same functions in plain torch.
 """
 
@@ -10,9 +10,11 @@ from kvsift.native.loader import available, core, level, levels, num_threads, us
 from kvsift.native.memory import advise_huge, bandwidth
 from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import scan, scan_codes
+from kvsift.native.shapes import PooledRows
 
 __all__ = [
     "Codes",
+    "PooledRows",
     "advise_huge",
     "attend_dense",
     "attend_units",

@@ -1,4 +1,4 @@
-"""Attention of one token over keys and values on the host: dense, or over chosen units and spans."""
+"""Attention of one token over keys and values in host memory: dense, or over listed units and spans."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.native.loader import core, num_threads
-from kvsift.native.shapes import check_pair, check_queries, shape_of
+from kvsift.native.shapes import HeadRows, address_of, check_pair, check_queries, shape_of
 
 
 def attend_dense(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: HeadRows,
+    values: HeadRows,
     scale: float,
     softcap: float | None = None,
     *,
@@ -23,15 +23,16 @@ def attend_dense(
 ) -> tuple[Tensor, Tensor]:
     """Attention over all keys -> (output [num_query_heads, head_dim] in the queries' dtype, lse float32).
 
-    queries [num_query_heads, head_dim]; keys, values [num_kv_heads, n, head_dim]; lse [num_query_heads]. logit =
-    scale * q.k, and softcap * tanh(logit / softcap) if there is a softcap. n = 0 gives output 0 and lse -inf. With bf16
-    queries the softmax weights may be rounded to bf16, as the output is; lse is not.
+    queries [num_query_heads, head_dim]; keys, values [num_kv_heads, n, head_dim], both tensors or both ``PooledRows``
+    with the same runs (the result is the same, bit for bit); lse [num_query_heads]. logit = scale * q.k, then
+    softcap * tanh(logit / softcap) if there is a softcap. n = 0 gives output 0 and lse -inf. With bf16 queries the
+    softmax weights may be rounded to bf16, as the output is; lse is not.
     """
     check_pair(keys, values)
     check_queries(queries, keys.shape[0], keys.shape[2])
     q, output, lse = _prepared(queries)
     core().attend_dense(
-        shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0),
+        shape_of(q, keys), q.data_ptr(), *address_of(keys), *address_of(values),
         keys.dtype == torch.bfloat16, scale, _cap(softcap), queries.dtype == torch.bfloat16, num_threads(threads),
         output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
@@ -40,8 +41,8 @@ def attend_dense(
 
 def attend_units(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: HeadRows,
+    values: HeadRows,
     units: Tensor,
     unit_size: int,
     spans: Sequence[tuple[int, int]],
@@ -50,11 +51,11 @@ def attend_units(
     *,
     threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the tokens of units and of spans -> as ``attend_dense``.
+    """Attention over the tokens of units and of spans; arguments and result as of ``attend_dense``.
 
-    units int64 [num_lists, capacity], num_lists 1, num_kv_heads or num_query_heads, -1 where there is none; unit u is
-    the tokens [u * unit_size, (u + 1) * unit_size), those beyond the keys are not there. spans (start, stop) of tokens
-    that all heads see; a token that is in both, or twice, counts twice.
+    units int64 [num_lists, capacity], num_lists 1, num_kv_heads or num_query_heads, padded with -1; unit u is the
+    tokens [u * unit_size, (u + 1) * unit_size) as far as there are keys. spans (start, stop) of tokens that all heads
+    attend. A token that is listed twice counts twice.
     """
     check_pair(keys, values)
     check_queries(queries, keys.shape[0], keys.shape[2])
@@ -68,7 +69,7 @@ def attend_units(
     ids = units.contiguous()
     q, output, lse = _prepared(queries)
     core().attend_units(
-        shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), values.data_ptr(), values.stride(0),
+        shape_of(q, keys), q.data_ptr(), *address_of(keys), *address_of(values),
         keys.dtype == torch.bfloat16, ids.data_ptr(), ids.shape[0], ids.shape[1], unit_size,
         [(int(start), int(stop)) for start, stop in spans], scale, _cap(softcap), queries.dtype == torch.bfloat16,
         num_threads(threads), output.data_ptr(), lse.data_ptr(),

@@ -1,8 +1,8 @@
-"""Keys in 8 bits per number, laid out for a scan.
+"""Keys in 8 bits per number, in the layout of a scan.
 
-key[j] is about centre[j] + scale[j] * (code - 128), with a centre and a scale per KV head and channel, so that a few
-large channels cost the others nothing. A query takes the scales into its own numbers; the centres add the same to every
-key and do not change their order.
+key[j] is about centre[j] + scale[j] * (code - 128). Each KV head and channel has its own centre and scale, so that a
+few large channels do not cost the others precision. A query is multiplied by the scales; the centres add the same to
+every key and do not change their order.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from kvsift.errors import InputError
 from kvsift.native.shapes import check_rows
 
 ROWS = 16  # per block: one register of 32-bit sums, 4 channels at a time
-LARGEST = 2.0**120  # of a number that is coded: sums of two are finite in float32
-MARGIN = 1.25  # by how much a range is widened when keys fall outside: not again for each new token
-_CHUNK = 8192  # rows that are coded at a time, bounding what is needed besides
+LARGEST = 2.0**120  # number that has a code of its own: sums of two are finite in float32
+MARGIN = 1.25  # factor of a range that new keys exceed, so that it does not grow with each token
+_CHUNK = 8192  # rows per step of coding, which bounds the temporary memory
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Codes:
         blocks: uint8 [num_kv_heads, capacity, head_dim / 4, 16, 4], block b holding the keys 16 b to 16 b + 15.
         scale: float32 [num_kv_heads, head_dim], the step of a channel.
         centre: float32 [num_kv_heads, head_dim].
-        length: keys coded so far.
+        length: number of keys.
     """
 
     blocks: Tensor
@@ -48,9 +48,9 @@ class Codes:
         return codes
 
     def extend(self, keys: Tensor) -> None:
-        """Code the keys beyond ``length``; keys are all of them, [num_kv_heads, n, head_dim].
+        """Code the keys from ``length`` on; keys are all keys, [num_kv_heads, n, head_dim].
 
-        A KV head whose new keys leave its range is coded anew, all of it, over a range that is wider by MARGIN.
+        If new keys exceed the range of a KV head, all its keys are coded again over a range wider by MARGIN.
         """
         check_rows("keys", keys)
         heads, n, dim = keys.shape
@@ -81,23 +81,23 @@ class Codes:
         self.length = n
 
     def crop(self, length: int) -> None:
-        """Keys from ``length`` on are gone."""
+        """Drop the keys from ``length`` on."""
         self.length = min(self.length, length)
 
     def fork(self) -> Codes:
-        """A copy that shares nothing."""
+        """Copy the codes; the copy shares no memory."""
         used = (self.length + ROWS - 1) // ROWS
         return Codes(self.blocks[:, :used].clone(), self.scale.clone(), self.centre.clone(), self.length)
 
     @property
     def nbytes(self) -> int:
-        """Bytes held, unused capacity included."""
+        """Bytes, unused capacity included."""
         return self.blocks.numel() + 2 * self.scale.numel() * 4
 
     def _coded_extremes(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest and smallest number of each channel that has a code of its own. Infinities and what is nearly as
-        large would make every other code of their channel the same; they get the outermost ones."""
-        coded = keys.abs() <= LARGEST  # no NaN either
+        """Return the largest and smallest number of each channel that has a code of its own. Infinities and numbers
+        nearly as large get the outermost codes: as bounds they would make all other codes of a channel equal."""
+        coded = keys.abs() <= LARGEST  # False for NaN
         top, bottom = keys.masked_fill(~coded, -torch.inf).amax(1), keys.masked_fill(~coded, torch.inf).amin(1)
         some = coded.any(1)
         return torch.where(some, top.float(), self.centre), torch.where(some, bottom.float(), self.centre)

@@ -1,4 +1,4 @@
-"""Per-channel extremes of pages, as the compiled core computes them."""
+"""Extremes of pages per channel, by the compiled core."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from kvsift.native.loader import available, core
 from kvsift.native.shapes import ROW_DTYPES
 
-MOST_PAGES = 4  # for more, torch's own loops are as fast
+MAX_PAGES = 4  # for more, torch's loops are as fast
 
 
 def takes_pages(keys: Tensor) -> bool:
-    """Whether the compiled core is here and takes keys [num_kv_heads, num_pages, page_size, head_dim]."""
-    few = keys.shape[1] <= MOST_PAGES and keys.device.type == "cpu" and keys.dtype in ROW_DTYPES
+    """Whether the compiled core is available and takes keys [num_kv_heads, num_pages, page_size, head_dim]."""
+    few = keys.shape[1] <= MAX_PAGES and keys.device.type == "cpu" and keys.dtype in ROW_DTYPES
     return few and keys[0].is_contiguous() and available()
 
 
@@ -21,7 +21,7 @@ def page_extremes(keys: Tensor, valid: Tensor | None) -> Tensor:
     """[num_kv_heads, num_pages, 2 * head_dim]: the largest numbers of a page's tokens, then the smallest.
 
     keys [num_kv_heads, num_pages, page_size, head_dim]; valid bool [num_pages, page_size], at least one token per page;
-    None if all are.
+    None: all tokens are valid.
     """
     rows = keys.new_empty(*keys.shape[:2], 2 * keys.shape[3])
     valid = None if valid is None else valid.contiguous()

@@ -1,7 +1,7 @@
-"""Whether the compiled core is here, and which instruction set it uses.
+"""The compiled module and its instruction set.
 
-The core has its kernels once per instruction set, and starts with the best that the processor has. The environment
-variable ``KVSIFT_ISA`` names another to start with; ``use_level`` changes it later, for the whole process.
+The core has its kernels once per instruction set and starts with the widest that the processor has. The environment
+variable ``KVSIFT_ISA`` names another; ``use_level`` changes it later, for the whole process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 def why_missing() -> str:
-    """What is missing and what to do; empty where the core is available."""
+    """What is missing and what to do; empty if the core is available."""
     if _core is not None:
         return ""
     return (
@@ -46,7 +46,7 @@ def core() -> ModuleType:
 
 
 def levels() -> list[str]:
-    """Instruction sets that both this build and this processor have, the plainest first."""
+    """Instruction sets that both this build and this processor have, the narrowest first."""
     return list(core().levels())
 
 
@@ -63,8 +63,8 @@ def use_level(name: str) -> None:
 
 
 def num_threads(threads: int | None) -> int:
-    """Threads of a call: those given, else torch's; one in a forked process, as OpenMP's threads stay behind in the
-    parent, and waiting for them would never end."""
+    """Threads of a call: the argument, else torch's; one in a forked process, because OpenMP's threads stay in the
+    parent and a wait for them would never end."""
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads} must be at least 1, or None for torch.get_num_threads().")
     if os.getpid() != _PROCESS:

@@ -1,4 +1,4 @@
-"""How fast this machine reads memory, and larger pages for tensors that are read as a whole."""
+"""The speed at which this machine reads memory, and huge pages for tensors that are read as a whole."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
 
 
 def advise_huge(tensor: Tensor) -> int:
-    """Ask the system for huge pages under a CPU tensor -> bytes it was asked for, 0 where it has no such pages.
+    """Request huge pages for the storage of a CPU tensor -> bytes of the request, 0 if the system has no such pages.
 
-    It works best before the tensor is first written. Memory of the tensor's whole storage is meant.
+    It works best before the tensor is first written.
     """
     if tensor.device.type != "cpu":
-        raise InputError(f"the tensor is on {tensor.device}; pages of the host lie under CPU tensors only.")
+        raise InputError(f"the tensor is on {tensor.device}; huge pages are for CPU tensors only.")
     storage = tensor.untyped_storage()
     return int(core().advise_huge(storage.data_ptr(), storage.nbytes()))

@@ -1,4 +1,4 @@
-"""Scores of pages from their channel-wise extremes, and the choice of pages (Quest, arXiv 2406.10774)."""
+"""Scores of pages by their extremes per channel, and the pages with the best scores (Quest, arXiv 2406.10774)."""
 
 from __future__ import annotations
 
@@ -7,32 +7,40 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.native.loader import core, num_threads
-from kvsift.native.shapes import LARGEST_HEAD_DIM, check_finite, check_queries, check_rows, shape_of
+from kvsift.native.shapes import (
+    LARGEST_HEAD_DIM,
+    HeadRows,
+    address_of,
+    check_finite,
+    check_queries,
+    check_rows,
+    shape_of,
+)
 
 
-def page_scores(queries: Tensor, rows: Tensor, scale: float, *, threads: int | None = None) -> Tensor:
+def page_scores(queries: Tensor, rows: HeadRows, scale: float, *, threads: int | None = None) -> Tensor:
     """An upper bound of each page's scaled logits, float32 [num_query_heads, num_pages].
 
-    queries [num_query_heads, head_dim]; rows [num_kv_heads, num_pages, 2 * head_dim], a page's maxima, then its minima
-    (kind "minmax" of kernels/page_summary.py).
+    queries [num_query_heads, head_dim]; rows [num_kv_heads, num_pages, 2 * head_dim], the maxima of a page, then its
+    minima (kind "minmax" of kernels/page_summary.py), a tensor or ``PooledRows``.
     """
     _check(queries, rows)
     q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], rows.shape[1])
     core().page_scores(
-        shape_of(q, rows), q.data_ptr(), rows.data_ptr(), rows.stride(0), rows.dtype == torch.bfloat16, scale,
+        shape_of(q, rows), q.data_ptr(), *address_of(rows), rows.dtype == torch.bfloat16, scale,
         num_threads(threads), scores.data_ptr(),
     )  # fmt: skip
     return scores
 
 
 def choose_pages(
-    queries: Tensor, rows: Tensor, scale: float, k: int, num_selections: int, *, threads: int | None = None
+    queries: Tensor, rows: HeadRows, scale: float, k: int, num_selections: int, *, threads: int | None = None
 ) -> Tensor:
     """The k pages of the largest scores for each selection, int64 [num_selections, min(k, num_pages)], ascending.
 
-    The query heads that share a selection count by their largest score; ties go to the lower page. Shapes as in
-    ``page_scores``; num_selections divides num_query_heads.
+    The score of a page for a selection is the largest of the query heads that share it; ties go to the lower page.
+    Shapes as in ``page_scores``; num_selections divides num_query_heads.
     """
     _check(queries, rows)
     if k < 0:
@@ -44,13 +52,13 @@ def choose_pages(
     if chosen.numel() == 0:
         return chosen
     core().choose_pages(
-        shape_of(q, rows), q.data_ptr(), rows.data_ptr(), rows.stride(0), rows.dtype == torch.bfloat16, scale,
+        shape_of(q, rows), q.data_ptr(), *address_of(rows), rows.dtype == torch.bfloat16, scale,
         chosen.shape[1], num_selections, num_threads(threads), chosen.data_ptr(),
     )  # fmt: skip
     return chosen
 
 
-def _check(queries: Tensor, rows: Tensor) -> None:
+def _check(queries: Tensor, rows: HeadRows) -> None:
     check_rows("rows", rows, largest=2 * LARGEST_HEAD_DIM, multiple=16)
     check_queries(queries, rows.shape[0], rows.shape[2] // 2)
     check_finite(queries)

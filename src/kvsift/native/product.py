@@ -1,4 +1,4 @@
-"""What a step of a decoder computes beside its attention: norms, a few rows times weight matrices, rotation."""
+"""The work of a decoder step beside its attention: norms, a few rows times weight matrices, rotation."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from kvsift.native.loader import available, core, num_threads
 from kvsift.native.shapes import ROW_DTYPES
 
-MOST_ROWS = 4  # of x: they share each reading of the weights
+MAX_ROWS = 4  # of x, which share one read of the weights
 
 
 def takes_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the compiled core is here and multiplies x [rows, in] with weight [out, in]."""
+    """Whether the compiled core is available and multiplies x [rows, in] with weight [out, in]."""
     return (
         x.device.type == weight.device.type == "cpu"
-        and 0 < x.shape[0] <= MOST_ROWS
+        and 0 < x.shape[0] <= MAX_ROWS
         and x.dtype == weight.dtype
         and weight.dtype in ROW_DTYPES
         and x.shape[1] % 8 == 0
@@ -51,8 +51,8 @@ def product(
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> None:
-    """Turn the heads [num_heads, head_dim] of one token in place, normalised first if they have a norm [head_dim]; cos,
-    sin [head_dim] in the dtype of the heads."""
+    """Rotate the heads [num_heads, head_dim] of one token in place, after an RMS norm if there is a norm weight
+    [head_dim]; cos, sin [head_dim] in the dtype of the heads."""
     core().rotate(
         heads.dtype == torch.bfloat16, heads.data_ptr(), *heads.shape, cos.data_ptr(), sin.data_ptr(),
         0 if norm is None else norm.data_ptr(), eps,

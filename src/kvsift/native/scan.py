@@ -1,4 +1,4 @@
-"""Exact search that scores every key, those of a KV head once for all queries of its group."""
+"""Exact search that scores every key once for all queries of a group."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.native.codes import Codes
 from kvsift.native.loader import core, num_threads
-from kvsift.native.shapes import check_finite, check_queries, check_rows, shape_of
+from kvsift.native.shapes import HeadRows, address_of, check_finite, check_queries, check_rows, shape_of
 
 
-def scan(queries: Tensor, keys: Tensor, k: int, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
+def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """The k keys of the largest q.k of each query head -> (ids int64, scores float32), both [num_query_heads, k].
 
-    queries [num_query_heads, head_dim]; keys [num_kv_heads, n, head_dim]. Best first, ties to the lower id; where n < k
-    rows end with id -1 and score -inf. Scores are not scaled. A key that holds NaN scores -inf.
+    queries [num_query_heads, head_dim]; keys [num_kv_heads, n, head_dim], a tensor or ``PooledRows``. Best first, ties
+    to the lower id; if n < k the last places hold id -1 and score -inf. Scores are not scaled. The score of a key that
+    holds NaN is -inf.
     """
     q, ids, scores = _prepared(queries, keys, k)
     if k > 0:
         core().scan(
-            shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), keys.dtype == torch.bfloat16, k,
+            shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, k,
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip
     return ids, scores
 
 
 def scan_codes(
-    queries: Tensor, codes: Codes, keys: Tensor, k: int, overfetch: float = 1.5, *, threads: int | None = None
+    queries: Tensor, codes: Codes, keys: HeadRows, k: int, overfetch: float = 1.5, *, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As ``scan``, but only the best ``overfetch`` * k keys by their 8-bit codes are scored, by the keys themselves.
+    """Search as ``scan``, but score only the best ``overfetch`` * k keys by their 8-bit codes.
 
-    Scores are exact; a key that its code ranks below the candidates is missed. codes are those of all the keys.
+    Scores are exact; a key whose code ranks below the candidates is missed. codes hold all the keys.
     """
     q, ids, scores = _prepared(queries, keys, k)
     if codes.length != keys.shape[1] or codes.scale.shape != (keys.shape[0], keys.shape[2]):
         raise InputError(
-            f"codes are of {codes.length} keys of {list(codes.scale.shape)} channels, keys are {list(keys.shape)}; "
+            f"codes hold {codes.length} keys of {list(codes.scale.shape)} channels, keys are {list(keys.shape)}; "
             "call codes.extend(keys) after keys were added, codes.crop(length) after they were removed."
         )
     if not overfetch >= 1:
         raise InputError(f"overfetch={overfetch} must be at least 1.")
     if k > 0:
         core().scan_codes(
-            shape_of(q, keys), q.data_ptr(), keys.data_ptr(), keys.stride(0), keys.dtype == torch.bfloat16,
+            shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16,
             codes.blocks.data_ptr(), codes.blocks.stride(0), codes.scale.data_ptr(), k, math.ceil(overfetch * k),
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip
     return ids, scores
 
 
-def _prepared(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _prepared(queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor, Tensor]:
     check_rows("keys", keys)
     check_queries(queries, keys.shape[0], keys.shape[2])
     check_finite(queries)

@@ -1,22 +1,78 @@
-"""What the compiled core takes, checked: it gets addresses and trusts the shapes."""
+"""Tensors that the compiled core reads, checked: it gets addresses and trusts the shapes."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.native.loader import core
+from kvsift.native.loader import available, core
 
 LARGEST_HEAD_DIM = 256
 ROW_DTYPES = (torch.bfloat16, torch.float32)
 
 
-def check_rows(name: str, rows: Tensor, *, largest: int = LARGEST_HEAD_DIM, multiple: int = 8) -> None:
-    """Raise InputError unless rows [num_kv_heads, n, width] lie in memory as the core reads them."""
+class PooledRows(NamedTuple):
+    """Rows of one sequence in a pool of several; the compiled core reads them like a tensor [num_kv_heads, n, width].
+
+    The runs are in the order of the rows; they may hold more than ``length``, as the last page of a sequence does.
+    """
+
+    pool: Tensor  # [num_kv_heads, num_slots, width]
+    runs: Tensor  # int64 [num_runs, 2] on the CPU: first slot and number of slots
+    length: int
+    start: int = 0  # rows of the runs before these
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[num_kv_heads, length, width]."""
+        return self.pool.shape[0], self.length, self.pool.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.pool.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.pool.device
+
+    def gather(self) -> Tensor:
+        """A copy in logical order, [num_kv_heads, length, width]."""
+        slots = [torch.arange(first, first + count) for first, count in self.runs.tolist()]
+        return self.pool[:, torch.cat(slots)[self.start : self.start + self.length]] if slots else self.pool[:, :0]
+
+
+HeadRows = Tensor | PooledRows  # [num_kv_heads, length, width], anywhere on the host
+
+
+def pool_of(rows: HeadRows) -> Tensor:
+    """The tensor that holds the rows."""
+    return rows.pool if isinstance(rows, PooledRows) else rows
+
+
+def is_row_major(rows: Tensor) -> bool:
+    """Whether each row of [num_kv_heads, n, width] follows the one before it in memory."""
+    return rows.stride(2) == 1 and (rows.shape[1] <= 1 or rows.stride(1) == rows.shape[2])
+
+
+def supports(queries: Tensor, rows: HeadRows) -> bool:
+    """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token; rows
+    [num_kv_heads, n, width], keys or page summaries."""
+    rows = pool_of(rows)
+    if queries.device.type != "cpu" or rows.device.type != "cpu" or queries.dtype != rows.dtype:
+        return False
+    head_dim = queries.shape[1]
+    if rows.dtype not in ROW_DTYPES or head_dim % 8 or head_dim > LARGEST_HEAD_DIM or not rows.shape[0]:
+        return False
+    return is_row_major(rows) and available()
+
+
+def check_rows(name: str, rows: HeadRows, *, largest: int = LARGEST_HEAD_DIM, multiple: int = 8) -> None:
+    """Raise InputError unless the core can read rows [num_kv_heads, n, width]; ``shape_of`` checks their runs."""
+    rows = pool_of(rows)
     if rows.dim() != 3 or rows.shape[0] == 0:
         raise InputError(f"{name} have shape {list(rows.shape)}; they must be [num_kv_heads, n, head_dim].")
     if rows.device.type != "cpu" or rows.dtype not in ROW_DTYPES:
@@ -24,8 +80,8 @@ def check_rows(name: str, rows: Tensor, *, largest: int = LARGEST_HEAD_DIM, mult
     width = rows.shape[2]
     if width % multiple or not 0 < width <= largest:
         raise InputError(f"{name} are {width} wide; that must be a multiple of {multiple}, at most {largest}.")
-    if rows.numel() and (rows.stride(2) != 1 or (rows.shape[1] > 1 and rows.stride(1) != width)):
-        raise InputError(f"{name} have strides {rows.stride()}; rows must lie one behind the other: use contiguous().")
+    if rows.numel() and not is_row_major(rows):
+        raise InputError(f"{name} have strides {rows.stride()}; each row must follow the one before: use contiguous().")
 
 
 def check_queries(queries: Tensor, num_kv_heads: int, head_dim: int) -> None:
@@ -40,13 +96,13 @@ def check_queries(queries: Tensor, num_kv_heads: int, head_dim: int) -> None:
 
 
 def check_finite(queries: Tensor) -> None:
-    """Raise InputError if a query holds NaN or infinity: nothing can be ranked by it."""
+    """Raise InputError if a query holds NaN or infinity, which rank nothing."""
     if not math.isfinite(float(queries.float().abs().sum())) and not bool(queries.isfinite().all()):
-        raise InputError("queries hold NaN or infinity; no key can be ranked by them. Look at what computed them.")
+        raise InputError("queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them.")
 
 
-def check_pair(keys: Tensor, values: Tensor) -> None:
-    """Raise InputError unless there is one value for each key, of the same width and dtype."""
+def check_pair(keys: HeadRows, values: HeadRows) -> None:
+    """Raise InputError unless there is one value for each key, of the same width and dtype, at the same slots."""
     check_rows("keys", keys)
     check_rows("values", values)
     if keys.shape != values.shape or keys.dtype != values.dtype:
@@ -54,8 +110,35 @@ def check_pair(keys: Tensor, values: Tensor) -> None:
             f"keys are {list(keys.shape)} {keys.dtype} and values {list(values.shape)} {values.dtype}; "
             "they must have the same shape and dtype."
         )
+    (key_runs, first_key), (value_runs, first_value) = (
+        (rows.runs, rows.start) if isinstance(rows, PooledRows) else (None, 0) for rows in (keys, values)
+    )
+    if key_runs is not value_runs or first_key != first_value:
+        raise InputError("keys and values are not at the same slots; give both the same tensor of runs, or none.")
 
 
-def shape_of(queries: Tensor, rows: Tensor) -> Any:
-    """The core's Shape for queries [num_query_heads, _] and rows [num_kv_heads, n, width]."""
-    return core().Shape(queries.shape[0], rows.shape[0], rows.shape[2], rows.shape[1])
+def shape_of(queries: Tensor, rows: HeadRows) -> Any:
+    """The core's Shape for queries [num_query_heads, _] and rows [num_kv_heads, n, width]; raises InputError for runs
+    that are not in the pool or hold too few rows."""
+    num_kv_heads, length, width = rows.shape
+    if not isinstance(rows, PooledRows):
+        return core().Shape(queries.shape[0], num_kv_heads, width, length)
+    runs, num_slots = rows.runs, rows.pool.shape[1]
+    is_list = runs.dim() == 2 and runs.shape[1] == 2 and runs.dtype == torch.int64
+    if not is_list or not runs.is_cpu or not runs.is_contiguous():
+        raise InputError(
+            f"runs are {list(runs.shape)} {runs.dtype} on {runs.device}; they must be int64 [num_runs, 2] on the CPU, "
+            "first slots and numbers of slots, contiguous."
+        )
+    try:
+        return core().Shape(
+            queries.shape[0], num_kv_heads, width, length, runs.data_ptr(), len(runs), num_slots, rows.start
+        )
+    except ValueError as error:
+        raise InputError(f"runs of a pool of {num_slots} slots: {error}") from None
+
+
+def address_of(rows: HeadRows) -> tuple[int, int]:
+    """Address of the rows' pool and stride of its heads."""
+    pool = pool_of(rows)
+    return pool.data_ptr(), pool.stride(0)

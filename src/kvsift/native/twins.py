@@ -1,4 +1,4 @@
-"""The compiled functions in plain torch: what they compute, in float32, for tests and where speed does not matter."""
+"""The compiled functions in plain torch and float32, for tests and for paths where speed does not matter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from kvsift.native.codes import Codes
+from kvsift.native.shapes import HeadRows, PooledRows
 
 
 def attend_dense(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None = None
+    queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """Twin of native.attend_dense."""
     visible = torch.ones(queries.shape[0], keys.shape[1], dtype=torch.int64)
@@ -21,8 +22,8 @@ def attend_dense(
 
 def attend_units(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: HeadRows,
+    values: HeadRows,
     units: Tensor,
     unit_size: int,
     spans: Sequence[tuple[int, int]],
@@ -31,7 +32,7 @@ def attend_units(
 ) -> tuple[Tensor, Tensor]:
     """Twin of native.attend_units."""
     n = keys.shape[1]
-    visible = torch.zeros(units.shape[0], n, dtype=torch.int64)  # how often a list sees a token
+    visible = torch.zeros(units.shape[0], n, dtype=torch.int64)  # times that a list holds a token
     for row, ids in zip(visible, units):
         for unit in ids[ids >= 0].tolist():
             row[unit * unit_size : (unit + 1) * unit_size] += 1
@@ -43,38 +44,38 @@ def attend_units(
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float, softcap: float | None
+    queries: Tensor, keys: HeadRows, values: HeadRows, visible: Tensor, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """visible int64 [num_query_heads, n]: how often a token counts."""
+    """visible int64 [num_query_heads, n]: times that a token counts."""
     logits = _products(queries, keys) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits + visible.float().log()  # -inf where it does not count
     lse = logits.logsumexp(-1) if keys.shape[1] else logits.new_full((queries.shape[0],), -torch.inf)
     weights = (logits - lse.unsqueeze(-1)).exp().masked_fill(visible == 0, 0.0)
-    output = weights.unflatten(0, (keys.shape[0], -1)) @ values.float()  # [num_kv_heads, group_size, head_dim]
+    output = weights.unflatten(0, (keys.shape[0], -1)) @ _tensor(values).float()  # [num_kv_heads, group_size, head_dim]
     return output.flatten(0, 1).to(queries.dtype), lse
 
 
-def page_scores(queries: Tensor, rows: Tensor, scale: float) -> Tensor:
+def page_scores(queries: Tensor, rows: HeadRows, scale: float) -> Tensor:
     """Twin of native.page_scores."""
     q = queries.float() * scale
     return _products(torch.cat([q.clamp_min(0), q.clamp_max(0)], -1), rows)
 
 
-def choose_pages(queries: Tensor, rows: Tensor, scale: float, k: int, num_selections: int) -> Tensor:
+def choose_pages(queries: Tensor, rows: HeadRows, scale: float, k: int, num_selections: int) -> Tensor:
     """Twin of native.choose_pages."""
     best = page_scores(queries, rows, scale).unflatten(0, (num_selections, -1)).amax(1)
     return best.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
 
 
-def scan(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def scan(queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor]:
     """Twin of native.scan."""
     return _best(_products(queries, keys), k)
 
 
-def scan_codes(queries: Tensor, codes: Codes, keys: Tensor, k: int, overfetch: float = 1.5) -> tuple[Tensor, Tensor]:
-    """Twin of native.scan_codes; its queries are not rounded to codes of their own, so candidates may differ."""
+def scan_codes(queries: Tensor, codes: Codes, keys: HeadRows, k: int, overfetch: float = 1.5) -> tuple[Tensor, Tensor]:
+    """Twin of native.scan_codes; it does not round queries to codes, so that candidates may differ."""
     rows = (
         codes.blocks.permute(0, 1, 3, 2, 4).flatten(1, 2).flatten(2)[:, : keys.shape[1]]
     )  # [num_kv_heads, n, head_dim]
@@ -87,9 +88,13 @@ def scan_codes(queries: Tensor, codes: Codes, keys: Tensor, k: int, overfetch: f
     return _best(exact.masked_fill(~chosen, -torch.inf), k)
 
 
-def _products(queries: Tensor, keys: Tensor) -> Tensor:
+def _products(queries: Tensor, keys: HeadRows) -> Tensor:
     """q.k, float32 [num_query_heads, n]."""
-    return (queries.float().unflatten(0, (keys.shape[0], -1)) @ keys.float().mT).flatten(0, 1)
+    return (queries.float().unflatten(0, (keys.shape[0], -1)) @ _tensor(keys).float().mT).flatten(0, 1)
+
+
+def _tensor(rows: HeadRows) -> Tensor:
+    return rows.gather() if isinstance(rows, PooledRows) else rows
 
 
 def _best(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Samples from local files in the formats their benchmarks publish them in. Nothing is downloaded."""
+"""Loaders of local files in the published formats of benchmarks. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvsift.errors import InputError, unknown
 from kvsift.eval.loaders import documents, infinitebench, longbench, pg19, ruler
-from kvsift.eval.loaders.fitting import Fitting
+from kvsift.eval.loaders.fitting import ContextFitter
 from kvsift.eval.tasks.sample import Encode, Sample
 
-Loader = Callable[[Path, Fitting], Iterator[Sample]]
+Loader = Callable[[Path, ContextFitter], Iterator[Sample]]
 
 LOADERS: dict[str, Loader] = {
     "ruler": ruler.load,
@@ -31,20 +31,20 @@ def load_file(
     max_tokens: int | None = None,
     prefix: Sequence[int] = (),
 ) -> list[Sample]:
-    """The samples of a file, in its order.
+    """Return the samples of a file, in its order.
 
     Args:
         kind: a name in ``LOADERS``.
         path: a file; for pg19 a directory of .txt files, or one of them.
         encode: token ids of a piece of text without special tokens.
-        limit: at most so many samples, from the first on.
-        max_tokens: of a whole prompt, the answer not counted. Longer contexts lose their middle, as LongBench cuts
-            them, and the sample's ``notes`` say so. It is the exact length where the length is a choice: pg19 (targets
-            included), squad and hotpotqa (question not included); 32,768 unless told otherwise.
-        prefix: ids to start every context with, such as bos.
+        limit: the most samples to load.
+        max_tokens: of a whole prompt without the answer. Longer contexts lose their middle, as in LongBench, and the
+            sample's ``notes`` say so. It is the exact length where the file leaves it open: pg19 (with targets), squad
+            and hotpotqa (without the question); 32,768 by default.
+        prefix: first ids of every context, such as bos.
 
     Raises:
-        InputError: if a line is not what the format wants, with file and line; if nothing is there to load.
+        InputError: if a line is not in the format, with file and line; if there is no sample.
     """
     if kind not in LOADERS:
         raise unknown("kind of file", kind, LOADERS)
@@ -54,7 +54,7 @@ def load_file(
     path = Path(path).expanduser()
     if not path.exists():
         raise InputError(f"there is no {path}.")
-    samples = list(islice(LOADERS[kind](path, Fitting(encode, max_tokens, tuple(prefix))), limit))
+    samples = list(islice(LOADERS[kind](path, ContextFitter(encode, max_tokens, tuple(prefix))), limit))
     if not samples:
         raise InputError(f"{path} has no samples.")
     return samples

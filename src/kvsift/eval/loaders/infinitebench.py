@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (Chinese prompts have Chinese punctuation)
-"""InfiniteBench's files: ``<task>.jsonl`` with id, context, input, answer, options.
+"""Loader of InfiniteBench's files: ``<task>.jsonl`` with id, context, input, answer, options.
 
 The structure of the prompts, the reading of answers and the new tokens (counted in its models' tokens, and few) follow
 OpenBMB/InfiniteBench (``src/prompt.py``, those for models without a chat format; ``src/eval_utils.py``); the wording is
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.errors import unknown
-from kvsift.eval.loaders.fitting import Fitting, depth_of
-from kvsift.eval.loaders.lines import Line, read_lines
+from kvsift.eval.loaders.fitting import ContextFitter, depth_of
+from kvsift.eval.loaders.lines import JsonLine, read_lines
 from kvsift.eval.tasks.sample import Question, Sample
 
 LETTERS = "ABCD"
 
 
 @dataclass(frozen=True)
-class Format:
+class TaskPrompt:
     """``before`` and ``after`` the context may have {input}, {options}, {prefix} and {call}."""
 
     before: str
@@ -36,53 +36,53 @@ class Format:
 _HIDDEN = (
     "One important piece of information is hidden in a lot of text that says nothing. Find it: you will be asked.\n\n"
 )
-FORMATS: dict[str, Format] = {
-    "passkey": Format(_HIDDEN, "\n\n{input}\n\n", "first_number", 6, "The pass key is"),
-    "number_string": Format(_HIDDEN, "\n\n{input}\n\n", "first_number", 12, "The sequence of digits is"),
-    "kv_retrieval": Format(
+FORMATS: dict[str, TaskPrompt] = {
+    "passkey": TaskPrompt(_HIDDEN, "\n\n{input}\n\n", "first_number", 6, "The pass key is"),
+    "number_string": TaskPrompt(_HIDDEN, "\n\n{input}\n\n", "first_number", 12, "The sequence of digits is"),
+    "kv_retrieval": TaskPrompt(
         "Find the value that belongs to a key of this JSON object.\n\n", "\n\n{input}", "word_match", 50
     ),
-    "math_find": Format("{prefix}\n\n", "\n\n{input}", "math_find", 3),
-    "math_calc": Format(
+    "math_find": TaskPrompt("{prefix}\n\n", "\n\n{input}", "math_find", 3),
+    "math_calc": TaskPrompt(
         "Work out this arithmetic expression from left to right and write down every intermediate result.\n\n",
         "\n\n{input}",
         "math_calc",
         30_000,
         "The intermediate results are:",
     ),
-    "code_run": Format(
+    "code_run": TaskPrompt(
         "This Python code has a function that is called at the end.\n\n",
         "\n\nWork out the exact value of {call}.",
         "code_run",
         5,
         " The value of {call} is",
     ),
-    "code_debug": Format(
+    "code_debug": TaskPrompt(
         "In this Python code exactly one function or method has a deliberate error that stops it.\n\n",
         "\n\nOptions:\n{options}\n\n",
         "code_debug",
         5,
         "The correct option is:",
     ),
-    "longbook_choice_eng": Format(
+    "longbook_choice_eng": TaskPrompt(
         "Read this book and answer a question about it.\n\n",
         "\n\nQuestion: {input}\n{options}\n\n",
         "choice",
         40,
         "The letter of the right answer is",
     ),
-    "longbook_qa_eng": Format(
+    "longbook_qa_eng": TaskPrompt(
         "Read this book and answer a question about it in very few words.\n\n",
         "\n\nQuestion: {input}\n",
         "qa_f1",
         40,
         "Answer:",
     ),
-    "longbook_sum_eng": Format("Summarise this book.\n\n", "\n\n", "summary", 1200, "Summary:"),
-    "longbook_qa_chn": Format(
+    "longbook_sum_eng": TaskPrompt("Summarise this book.\n\n", "\n\n", "summary", 1200, "Summary:"),
+    "longbook_qa_chn": TaskPrompt(
         "请阅读这本书，然后回答问题。\n\n", "\n\n问题：{input}\n", "qa_f1_characters", 40, "答案："
     ),
-    "longdialogue_qa_eng": Format(
+    "longdialogue_qa_eng": TaskPrompt(
         'In this script one name of a character has been replaced by "$$MASK$$". Say whose it is.\n\n',
         "\n\n",
         "speaker",
@@ -92,70 +92,70 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def load(path: Path, fitting: Fitting) -> Iterator[Sample]:
+def load(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
     task = path.stem
     if task not in FORMATS:
         raise unknown("InfiniteBench task (a file is named after its task)", task, FORMATS)
     return (_sample(task, line, fitting) for line in read_lines(path))
 
 
-def _sample(task: str, line: Line, fitting: Fitting) -> Sample:
-    form = FORMATS[task]
+def _sample(task: str, line: JsonLine, fitting: ContextFitter) -> Sample:
+    prompt = FORMATS[task]
     fill = _filler(task, line)
-    context = fill(form.before) + line.text("context")
+    context = fill(prompt.before) + line.text("context")
     references = _references(task, line)
     question = Question(
-        fill(form.after),
+        fill(prompt.after),
         " | ".join(references),
         depth_of(context, references[:1]),
         references,
-        form.scorer,
-        form.max_new_tokens,
-        fill(form.answer_prefix),
+        prompt.scorer,
+        prompt.max_new_tokens,
+        fill(prompt.answer_prefix),
         is_framed=False,
         stop=None,
     )
     return fitting.sample(task, context, question)
 
 
-def _filler(task: str, line: Line) -> Callable[[str], str]:
-    """Puts the line's fields into a template; text in braces that is no slot stays."""
+def _filler(task: str, line: JsonLine) -> Callable[[str], str]:
+    """Return a function that fills the line's fields into a template and leaves other braces as they are."""
     slots = {"{input}": line.text("input")}
     if "{options}" in FORMATS[task].after:
         slots["{options}"] = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, _options(line)))
     if task == "math_find":
-        slots["{prefix}"] = f"What is {_found(line, r'The .+(?= of)').lower()} in the following list?"
+        slots["{prefix}"] = f"What is {_match(line, r'The .+(?= of)').lower()} in the following list?"
     if task == "code_run":
-        slots["{call}"] = _found(line, r"func_[0-9]+\(-?[0-9]+\)")
+        slots["{call}"] = _match(line, r"func_[0-9]+\(-?[0-9]+\)")
     pattern = re.compile("|".join(map(re.escape, slots)))
     return lambda template: pattern.sub(lambda match: slots[match.group()], template)
 
 
-def _found(line: Line, pattern: str) -> str:
-    found = re.search(pattern, line.text("input"))
-    if found is None:
+def _match(line: JsonLine, pattern: str) -> str:
+    match = re.search(pattern, line.text("input"))
+    if match is None:
         raise line.error(f"'input' must have something like {pattern!r}.")
-    return found.group()
+    return match.group()
 
 
-def _options(line: Line) -> tuple[str, ...]:
+def _options(line: JsonLine) -> tuple[str, ...]:
     options = line.texts("options")
     if len(options) != len(LETTERS):
         raise line.error(f"'options' must be four texts; there are {len(options)}.")
     return options
 
 
-def _references(task: str, line: Line) -> tuple[str, ...]:
-    """The answers as text; of a choice the right option and its letter."""
-    given = line.values.get("answer")
-    answers = given if isinstance(given, list) else [given]
-    if not answers or not all(isinstance(each, str | int | float) for each in answers):
-        raise line.error(f"'answer' must be text, a number or a list of these, not {given!r}.")
+def _references(task: str, line: JsonLine) -> tuple[str, ...]:
+    """Return the answers as text; for a choice, the right option and its letter."""
+    value = line.values.get("answer")
+    answers = value if isinstance(value, list) else [value]
+    if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
+        raise line.error(f"'answer' must be text, a number or a list of these, not {value!r}.")
     texts = tuple(map(str, answers))
     return _option(line, texts) if "{options}" in FORMATS[task].after else texts
 
 
-def _option(line: Line, answers: tuple[Any, ...]) -> tuple[str, str]:
+def _option(line: JsonLine, answers: tuple[Any, ...]) -> tuple[str, str]:
     options = _options(line)
     if answers[0] not in options:
         raise line.error(f"'answer' must be one of the options; {answers[0]!r} is none.")

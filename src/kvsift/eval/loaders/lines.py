@@ -1,4 +1,4 @@
-"""JSON lines, read so that every complaint names the file and the line."""
+"""JSON lines with errors that name the file and the line."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvsift.errors import InputError
 
 
 @dataclass(frozen=True)
-class Line:
-    """One object of a file of JSON lines."""
+class JsonLine:
+    """One object of a JSON lines file."""
 
     path: Path
     number: int
@@ -23,16 +23,16 @@ class Line:
         return InputError(f"{self.path}:{self.number}: {what}")
 
     def text(self, key: str) -> str:
-        """A field that must be text."""
+        """Return a field that must be text."""
         value = self._value(key)
         if not isinstance(value, str):
             raise self.error(f"{key!r} must be text, not {_short(value)}.")
         return value
 
     def texts(self, key: str) -> tuple[str, ...]:
-        """A field that must be a list of at least one text."""
+        """Return a field that must be a list of at least one text."""
         value = self._value(key)
-        if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise self.error(f"{key!r} must be a list of texts, at least one, not {_short(value)}.")
         return tuple(value)
 
@@ -42,15 +42,15 @@ class Line:
         return self.values[key]
 
 
-def read_lines(path: Path) -> Iterator[Line]:
-    """The objects of a file in order; empty lines are skipped.
+def read_lines(path: Path) -> Iterator[JsonLine]:
+    """Yield the objects of a file in order; empty lines are skipped.
 
     Raises:
-        InputError: for a line that is no UTF-8, no JSON or no object.
+        InputError: for a line that is not UTF-8, not JSON or not an object.
     """
     if path.is_dir():
         raise InputError(f"{path} is a directory; give one of its files.")
-    with path.open("rb") as file:  # lines end at a newline only; text mode would end them elsewhere too
+    with path.open("rb") as file:  # only a newline ends a line; text mode has other ends
         for number, raw in enumerate(file, 1):
             if not raw.strip():
                 continue
@@ -60,7 +60,7 @@ def read_lines(path: Path) -> Iterator[Line]:
                 raise InputError(f"{path}:{number}: a JSON object per line is expected: {error}.") from None
             if not isinstance(values, dict):
                 raise InputError(f"{path}:{number}: a JSON object is expected, not {_short(values)}.")
-            yield Line(path, number, values)
+            yield JsonLine(path, number, values)
 
 
 def _short(value: Any) -> str:

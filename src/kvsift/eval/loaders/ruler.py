@@ -1,7 +1,8 @@
-"""RULER's files: ``<task>/validation.jsonl`` or ``<task>.jsonl`` with index, input, outputs, length, answer_prefix.
+"""Loader of RULER's files: ``<task>/validation.jsonl`` or ``<task>.jsonl`` with index, input, outputs, length and
+answer_prefix.
 
-``input`` is a whole prompt; it is split where its last question begins, so that context and question can be read apart.
-Files of the time before ``answer_prefix`` have it at the end of ``input``, where it stays. Facts from NVIDIA/RULER.
+``input`` is a whole prompt; it is split at its last question into context and question. Older files have no
+``answer_prefix``: its words are the end of ``input`` and stay there. Facts from NVIDIA/RULER.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvsift.errors import unknown
-from kvsift.eval.loaders.fitting import Fitting, depth_of
-from kvsift.eval.loaders.lines import Line, read_lines
+from kvsift.eval.loaders.fitting import ContextFitter, depth_of
+from kvsift.eval.loaders.lines import JsonLine, read_lines
 from kvsift.eval.tasks import FAMILIES, find_task
 from kvsift.eval.tasks.sample import Question, Sample
 
-# What a task's question begins with.
+# Beginnings of the questions of a task.
 _OPENINGS = {
     "niah": ("What are all the special magic", "What is the special magic"),
     "qa": ("Answer the question based on the given documents",),
@@ -23,13 +24,13 @@ _OPENINGS = {
 }
 
 
-def load(path: Path, fitting: Fitting) -> Iterator[Sample]:
+def load(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
     task = task_of(path)
     return (_sample(task, line, fitting) for line in read_lines(path))
 
 
 def task_of(path: Path) -> str:
-    """The task a file is of, by its name or that of its folder.
+    """Return the task of a file, by its name or that of its folder.
 
     Raises:
         InputError: if neither is one of RULER's.
@@ -42,7 +43,7 @@ def task_of(path: Path) -> str:
     )
 
 
-def _sample(task: str, line: Line, fitting: Fitting) -> Sample:
+def _sample(task: str, line: JsonLine, fitting: ContextFitter) -> Sample:
     style = find_task(task).style
     answers = line.texts("outputs")
     context, tail = _split(task, line)
@@ -54,8 +55,8 @@ def _sample(task: str, line: Line, fitting: Fitting) -> Sample:
     return fitting.sample(task, context, question)
 
 
-def _split(task: str, line: Line) -> tuple[str, str]:
-    """Context and question; the space between them goes to the question."""
+def _split(task: str, line: JsonLine) -> tuple[str, str]:
+    """Return context and question; the space between them belongs to the question."""
     text = line.text("input")
     openings = _OPENINGS.get(task.split("_")[0], _OPENINGS[""])
     start = max(text.rfind(opening) for opening in openings)

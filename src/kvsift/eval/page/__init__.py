@@ -1,4 +1,4 @@
-"""Results as one HTML page: no script, no request, light or dark as the reader's screen is."""
+"""Report of results: one HTML page without scripts or requests, light or dark like the screen."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ SECTIONS = (
     ("Quality against time per token", pareto.render),
     ("Memory", memory.render),
     ("Times", speed.render),
-    ("Where the answer stood", depths.render),
+    ("Score by depth", depths.render),
     ("Layer by layer", layers.render),
     ("Recipe and machine", provenance.render),
 )
 INTERVALS = (
-    "Intervals are 95 %; questions that share a context count as fewer. Visible tokens are counted from selections, "
+    "Intervals are 95 %; questions that share a context count as fewer. Visible tokens are counted in selections, "
     "not taken from the budget."
 )
 
 
 def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """A page over results of ``reading.load_result``, by name.
+    """Return the page of results of ``result_files.load_result``, by name.
 
     Raises:
         InputError: if a result has no scores.
@@ -38,28 +38,27 @@ def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
             raise InputError(f"{name} has no scores, only recall. kvsift report draws results of kvsift eval.")
         result, shared = short_names(result)
         means = means_of(result)
-        found = [(f"r{number}-{place}", title, body) for place, (title, render) in enumerate(SECTIONS)
-                 if (body := render(result, means))]  # fmt: skip
+        bodies = {title: render(result, means) for title, render in SECTIONS}
+        sections = [(f"r{number}-{index}", *item) for index, item in enumerate(bodies.items()) if item[1]]
         link = f'<a href="#r{number}">{escaped(name)}</a>: ' if len(results) > 1 else ""
         leads.append(f"<p class=lead>{link}{plan_name(headline(means))}</p>")
         head = f'<h2 class=result id="r{number}">{escaped(name)}</h2>' if len(results) > 1 else ""
-        links = "".join(f'<a href="#{anchor}">{escaped(title)}</a>' for anchor, title, _ in found)
+        links = "".join(f'<a href="#{anchor}">{escaped(title)}</a>' for anchor, title, _ in sections)
         nav = f'<nav aria-label="Sections of {escaped(name)}">{links}</nav>'
-        parts.append(head + _summary(result, shared) + nav + "".join(section(t, body, a) for a, t, body in found))
+        parts.append(head + _summary(result, shared) + nav + "".join(section(t, body, a) for a, t, body in sections))
     title = f"kvsift: {', '.join(name for name, _ in results)}"
-    return document(
-        title, f"<h1>{escaped(title)}</h1>{''.join(leads)}{''.join(parts)}<p class=soft>{INTERVALS}</p>"
-    )  # fmt: skip
+    body = f"<h1>{escaped(title)}</h1>{''.join(leads)}{''.join(parts)}<p class=soft>{INTERVALS}</p>"
+    return document(title, body)
 
 
 def _summary(result: dict[str, Any], shared: Sequence[str]) -> str:
     recipe = result["recipe"]
     model = recipe.get("model") or "the embedded model"
-    asked = f"{len(result['samples']):,} answers of {model}, {SETUPS[recipe['setup']]}."
-    asked += f" Every plan has {', '.join(shared)}, which names leave out." if shared else ""
+    text = f"{len(result['samples']):,} answers of {model}, {SETUPS[recipe['setup']]}."
+    text += f" Every plan has {', '.join(shared)}, which the names omit." if shared else ""
     notes = [*result["warnings"], *_left(result["left_out"])]
     listed = "".join(f"<li>{escaped(note)}</li>" for note in notes)
-    return f"<p>{escaped(asked)}</p>" + (f"<ul class=warnings>{listed}</ul>" if listed else "")
+    return f"<p>{escaped(text)}</p>" + (f"<ul class=warnings>{listed}</ul>" if listed else "")
 
 
 SETUPS = {
@@ -70,4 +69,4 @@ SETUPS = {
 
 
 def _left(left_out: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{len(left_out)} contexts are not finished; the same command goes on with them."] if left_out else []
+    return [f"{len(left_out)} contexts are not finished; the same command resumes them."] if left_out else []

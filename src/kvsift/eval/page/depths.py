@@ -1,4 +1,4 @@
-"""Heat maps: how often an answer was right, by the length of the context and the depth at which the answer stood."""
+"""Heat maps of the score by length of the context and depth of the answer."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from statistics import fmean
 from typing import Any
 
 from kvsift.eval.page.html import details, heat, table
-from kvsift.eval.page.means import Mean
+from kvsift.eval.page.means import PlanMean
 
-BINS = 10, 5  # of the depth, as many as the samples fill
+BINS = 10, 5  # of the depth; the most that the samples fill
 WIDEST = 24  # columns
-FILLED = 0.8  # of a map's cells have a sample, or there is no map
+FILLED = 0.8  # the least share of cells with samples
 
 Column = tuple[int, int]
 """Length, bin of the depth."""
 
 
-def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
-    """A map per task whose answers stand somewhere, folded up: a row per plan, a column per length and depth."""
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+def render(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
+    """Return a folded map per task with depths: a row per plan, a column per length and depth."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         if sample["length"] and sample.get("depth") is not None and "nll" not in sample:
-            found[sample["task"]].append(sample)
+            groups[sample["task"]].append(sample)
     rows = {row["plan"]: (row["name"], row["budget"]) for row in result["rows"]}
-    order = {(each.name, each.budget): each for each in means}
+    order = {(mean.name, mean.budget): mean for mean in means}
     parts: list[str] = []
-    for task in (task for task in result["recipe"]["tasks"] if task in found):
-        if count := _num_bins(found[task]):
-            parts.append(details(task, _map(task, found[task], count, rows, order)))
+    for task in (task for task in result["recipe"]["tasks"] if task in groups):
+        if count := _num_bins(groups[task]):
+            parts.append(details(task, _map(task, groups[task], count, rows, order)))
     if not parts:
         return ""
-    note = "Columns are depths, from the beginning of the context to its end."
+    note = "Columns are depths, from the start of the context to its end."
     return f"<p class=soft>{note}</p>" + "".join(parts)
 
 
 def _num_bins(samples: Sequence[dict[str, Any]]) -> int:
-    """The most bins that are filled for every length and fit a screen; 0 if none are."""
-    plan = samples[0]["plan"]  # all plans are asked the same
+    """Return the most bins that are filled for every length and fit a screen, or 0."""
+    plan = samples[0]["plan"]  # all plans have the same questions
     own = [sample for sample in samples if sample["plan"] == plan]
     num_lengths = len({sample["length"] for sample in own})
     for count in BINS:
@@ -54,7 +54,7 @@ def _column(sample: dict[str, Any], count: int) -> Column:
 
 def _map(
     task: str, samples: Sequence[dict[str, Any]], count: int, rows: dict[str, tuple[str, int | None]],
-    order: dict[tuple[str, int | None], Mean],
+    order: dict[tuple[str, int | None], PlanMean],
 ) -> str:  # fmt: skip
     scores: dict[tuple[tuple[str, int | None], Column], list[float]] = defaultdict(list)
     for sample in samples:
@@ -63,11 +63,11 @@ def _map(
     columns = [(length, depth) for length in lengths for depth in range(count)]
     names = [_depth(length, depth, count, len(lengths) > 1) for length, depth in columns]
     lines = []
-    for key, each in order.items():
+    for key, mean in order.items():
         cells = [scores.get((key, column), []) for column in columns]
-        hints = [f"{each.label}, {column[0]:,} tokens, {_depth(*column, count, False)}" for column in columns]
-        lines.append([each.label, *(heat(fmean(own) if own else None, hint) for own, hint in zip(cells, hints))])
-    soft = [index for index, each in enumerate(order.values()) if each.is_reference]
+        hints = [f"{mean.label}, {column[0]:,} tokens, {_depth(*column, count, False)}" for column in columns]
+        lines.append([mean.label, *(heat(fmean(own) if own else None, hint) for own, hint in zip(cells, hints))])
+    soft = [index for index, mean in enumerate(order.values()) if mean.is_reference]
     caption = task if len(lengths) > 1 else f"{task}, {lengths[0]:,} tokens"
     return table(["plan", *names], lines, caption, soft)
 

@@ -1,4 +1,4 @@
-"""Parts of a page: escaping, tables and their cells, sections."""
+"""Parts of an HTML page: escaping, tables, cells, sections."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from kvsift.eval.page.style import style_sheet
 
-DARKEST = 65  # percent of the heat colour, on which the ink can still be read
+DARKEST = 65  # percent of the heat colour, so that text stays readable
 
 
 class Cell(NamedTuple):
-    """A table cell of HTML; whatever else stands in a table is text."""
+    """A table cell of HTML; any other value in a table is text."""
 
     body: str
     kind: str = ""
@@ -28,17 +28,17 @@ class Cell(NamedTuple):
 
 
 def escaped(text: Any) -> str:
-    """Text for HTML."""
+    """Return text escaped for HTML."""
     return escape(str(text))
 
 
 def plan_name(name: Any) -> str:
-    """A plan for HTML, which may break after its settings."""
+    """Return a plan for HTML with line breaks allowed after its settings."""
     return re.sub(r"([:,])(?=[a-z])", r"\1<wbr>", escaped(name))
 
 
 def document(title: str, body: str) -> str:
-    """A whole page."""
+    """Return a whole page."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -48,12 +48,12 @@ def document(title: str, body: str) -> str:
 
 
 def section(title: str, body: str, anchor: str) -> str:
-    """A part of the page."""
+    """Return a section."""
     return f'<section id="{anchor}"><h2>{escaped(title)}</h2>{body}</section>'
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "", soft: Iterable[int] = ()) -> str:
-    """A table whose first column names its rows; ``soft`` are the numbers of rows that are references."""
+    """Return a table with row names in the first column; ``soft`` are the indices of reference rows."""
     dimmed, rows = set(soft), list(rows)
     lines = "".join(
         f"<tr{' class=ref' if index in dimmed else ''}>{_row(row)}</tr>" for index, row in enumerate(rows)
@@ -77,37 +77,37 @@ def _row(row: Sequence[Any]) -> str:
 
 
 def heat(share: float | None, hint: str = "") -> Cell:
-    """A number from 0 to 1 on ground as dark as it is large; an empty cell for None."""
+    """Return a heat cell of a number from 0 to 1; an empty cell for None."""
     if share is None:
         return Cell("", "heat", "background:none", hint)
     return Cell(f"{share:.2f}", "heat", f"--v:{DARKEST * share:.0f}%", f"{hint}: {share:.3f}" if hint else "")
 
 
 def tint(text: str, beside: str, share: float) -> Cell:
-    """Text, and more of it in small letters, on ground that is faintly darker for a larger share."""
+    """Return text with small text beside it, on a light heat colour."""
     return Cell(f"{escaped(text)} <small>{escaped(beside)}</small>", "tint", f"--v:{40 * min(share, 1.0):.0f}%")
 
 
 def text_cell(text: Any) -> Cell:
-    """Text that may wrap."""
+    """Return a cell of text that may wrap."""
     return Cell(plan_name(text), "text")
 
 
 def details(title: str, body: str, is_open: bool = False) -> str:
-    """A part that is folded away at first."""
+    """Return a foldable part, closed by default."""
     return f"<details{' open' if is_open else ''}><summary>{escaped(title)}</summary>{body}</details>"
 
 
 def figure(title: str, drawing: str) -> str:
-    """A drawing under its name."""
+    """Return a drawing with its caption."""
     return f"<figure><figcaption>{escaped(title)}</figcaption>{drawing}</figure>"
 
 
 def shown(value: float | None, digits: int) -> str:
-    """A number, or a dash where there is none."""
+    """Return a number, or a dash for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None, whole: float | None) -> str:
-    """What share a value is of another, or a dash."""
+    """Return a value as percent of another, or a dash."""
     return "-" if value is None or not whole else f"{100 * value / whole:.0f} %"

@@ -1,4 +1,4 @@
-"""Plans over all tasks of a length: mean score, visible tokens, time per token, memory; and the best in one line."""
+"""Means of plans over all tasks of a length: score, visible tokens, times and memory; and the best plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDER = "ceiling", "plan", "floor"
 
 
 @dataclass(frozen=True)
-class Mean:
+class PlanMean:
     """One plan at one budget and length.
 
     Attributes:
@@ -23,7 +23,7 @@ class Mean:
         tokens: visible tokens, counted.
         tpot_s: first quartile, median, third quartile.
         kv_bytes: median.
-        path: how decode steps ran, "captured" if as a CUDA graph.
+        path: decode path, "captured" for CUDA graphs.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Mean:
     kv_bytes: float | None
     path: str
     num_answers: int
-    label: str  # name, and budget where there are several
+    label: str  # name, with the budget if there are several
 
     @property
     def is_reference(self) -> bool:
@@ -49,8 +49,8 @@ class Mean:
         return self.phase is None
 
 
-def means_of(result: dict[str, Any]) -> list[Mean]:
-    """All plans at all budgets and lengths: dense, then oracles, plans, and floors."""
+def means_of(result: dict[str, Any]) -> list[PlanMean]:
+    """Return the means of all plans at all budgets and lengths: dense, oracles, plans, floors."""
     samples: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
     cells: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
@@ -60,25 +60,25 @@ def means_of(result: dict[str, Any]) -> list[Mean]:
     lengths = sorted({length for length, _ in cells}, key=lambda length: length or 0)
     rows = sorted(result["rows"], key=lambda row: (ORDER.index(row["role"]), row["phase"] is not None))  # stable
     several = len({row["budget"] for row in rows if row["budget"] is not None}) > 1
-    found = []
+    means = []
     for length in lengths:
         num_tasks = len({cell["task"] for cell in result["cells"] if cell["length"] == length})
         for row in rows:
             if own := cells.get((length, row["plan"])):
                 complete = len(own) == num_tasks
-                found.append(_mean(row, length, own if complete else [], samples[length, row["plan"]], several))
-    return found
+                means.append(_mean(row, length, own if complete else [], samples[length, row["plan"]], several))
+    return means
 
 
 def _mean(
     row: dict[str, Any], length: int | None, cells: list[dict[str, Any]], samples: list[dict[str, Any]],
     with_budget: bool,
-) -> Mean:  # fmt: skip
-    times, kept, first, tokens = (
-        [value for each in group if (value := each.get(key)) is not None]
+) -> PlanMean:  # fmt: skip
+    times, sizes, first, tokens = (
+        [value for item in group if (value := item.get(key)) is not None]
         for group, key in ((samples, "tpot_s"), (samples, "kv_bytes"), (samples, "ttft_s"), (cells, "counted_tokens"))
     )
-    return Mean(
+    return PlanMean(
         name=row["name"],
         budget=row["budget"],
         role=row["role"],
@@ -88,8 +88,8 @@ def _mean(
         tokens=fmean(tokens) if tokens else None,
         ttft_s=median(first) if first else None,
         tpot_s=_quartiles(times) if times else None,
-        kv_bytes=median(kept) if kept else None,
-        path=next((each["path"] for each in samples if each.get("path")), ""),
+        kv_bytes=median(sizes) if sizes else None,
+        path=next((sample["path"] for sample in samples if sample.get("path")), ""),
         num_answers=len(samples),
         label=row["name"] if row["budget"] is None or not with_budget else f"{row['name']}, {row['budget']:,}",
     )
@@ -100,54 +100,54 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def dense_of(means: Sequence[Mean], length: int | None) -> Mean | None:
-    """The dense run of a length."""
-    return next((each for each in means if each.is_dense and each.length == length), None)
+def dense_of(means: Sequence[PlanMean], length: int | None) -> PlanMean | None:
+    """Return the dense plan of a length."""
+    return next((mean for mean in means if mean.is_dense and mean.length == length), None)
 
 
-def percent_of_dense(own: Mean, dense: Mean | None) -> str:
-    """What share the score is of dense's."""
+def percent_of_dense(own: PlanMean, dense: PlanMean | None) -> str:
+    """Return the score as percent of the dense score."""
     return percent(own.score, dense.score if dense else None)
 
 
 def place(where: tuple[str, Any]) -> str:
-    """A task and a length in words."""
+    """Return a task and a length in words."""
     task, length = where
     return f"{task}, {length:,} tokens" if length else task
 
 
-def headline(means: Sequence[Mean]) -> str:
-    """The plan with the highest mean over all tasks and lengths, with the fewest tokens of those; next to dense."""
-    lengths = {each.length for each in means}
-    scores: dict[tuple[str, int | None, str], list[Mean]] = defaultdict(list)
-    for each in means:
-        if each.score is not None and (each.is_dense or not each.is_reference):
-            scores[each.name, each.budget, "dense" if each.is_dense else "plan"].append(each)
+def headline(means: Sequence[PlanMean]) -> str:
+    """Return the plan with the highest mean over all tasks and lengths; of equals, that with fewest visible tokens."""
+    lengths = {mean.length for mean in means}
+    scores: dict[tuple[str, int | None, str], list[PlanMean]] = defaultdict(list)
+    for mean in means:
+        if mean.score is not None and (mean.is_dense or not mean.is_reference):
+            scores[mean.name, mean.budget, "dense" if mean.is_dense else "plan"].append(mean)
     whole = {key: own for key, own in scores.items() if len(own) == len(lengths)}
     plans = [own for (*_, kind), own in whole.items() if kind == "plan"]
     if not plans:
         return "No plan has answered every task yet."
     best = max(plans, key=lambda own: (round(_score(own), 6), -_tokens(own)))
     dense = next((own for (*_, kind), own in whole.items() if kind == "dense"), None)
-    shown = _tokens(best) if best[0].budget is None else best[0].budget
-    line = f"{best[0].name} at {shown:,.0f} tokens: mean {_score(best):.3f}"
+    tokens = _tokens(best) if best[0].budget is None else best[0].budget
+    line = f"{best[0].name} at {tokens:,.0f} tokens: mean {_score(best):.3f}"
     if dense is None:
-        return f"{line}; dense was not asked."
+        return f"{line}; dense is not in the recipe."
     if not _score(dense):
         return f"{line}; dense scores 0."
     return f"{line}, {percent(_score(best), _score(dense))} of dense's {_score(dense):.3f}."
 
 
-def _score(own: Sequence[Mean]) -> float:
-    return fmean(each.score or 0.0 for each in own)
+def _score(own: Sequence[PlanMean]) -> float:
+    return fmean(mean.score or 0.0 for mean in own)
 
 
-def _tokens(own: Sequence[Mean]) -> float:
-    return fmean(each.tokens or 0.0 for each in own)
+def _tokens(own: Sequence[PlanMean]) -> float:
+    return fmean(mean.tokens or 0.0 for mean in own)
 
 
 def short_names(result: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The result with names that leave out the settings which all its plans share, and those settings."""
+    """Return the result with names without the settings that all plans share, and these settings."""
     plans = {row["name"] for row in result["rows"] if row["role"] == "plan"}
     shared = set.intersection(*(set(re.findall(r":([^:,]+)", name)) for name in plans)) if len(plans) > 1 else set()
     names = {row["name"]: row["name"] for row in result["rows"]}
@@ -155,5 +155,5 @@ def short_names(result: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         names = {name: re.sub(f":{re.escape(setting)}(?=[:,]|$)", "", short) for name, short in names.items()}
     if not shared or len(set(names.values())) < len(names):
         return result, []
-    renamed = {key: [{**each, "name": names[each["name"]]} for each in result[key]] for key in ("rows", "cells")}
+    renamed = {key: [{**item, "name": names[item["name"]]} for item in result[key]] for key in ("rows", "cells")}
     return {**result, **renamed}, sorted(shared)

@@ -1,4 +1,4 @@
-"""Mean scores at a glance, and score tables as papers print them: a row per plan, a column per task."""
+"""Tables of mean scores, and of scores as in papers: a row per plan, a column per task."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from statistics import fmean
 from typing import Any
 
 from kvsift.eval.page.html import shown, table, tint
-from kvsift.eval.page.means import Mean, dense_of, percent_of_dense
+from kvsift.eval.page.means import PlanMean, dense_of, percent_of_dense
 
 
-def render(result: dict[str, Any], means: Sequence[Mean]) -> str:
-    """A row per plan, a column per length and budget; nothing if there is one column, which the next section has."""
-    lengths = list(dict.fromkeys(each.length for each in means))
+def render(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
+    """Return a row per plan and a column per length and budget; empty for one column, which the next section has."""
+    lengths = list(dict.fromkeys(mean.length for mean in means))
     columns = [(length, budget) for length in lengths for budget in result["recipe"]["budgets"]]
     if len(columns) < 2:
         return ""
-    found = {(each.name, each.budget, each.length): each for each in means}
-    names = {each.name: each for each in means}
+    by_key = {(mean.name, mean.budget, mean.length): mean for mean in means}
+    names = {mean.name: mean for mean in means}
     rows = []
     for name in names:
         cells = []
         for length, budget in columns:
-            own = found.get((name, budget, length)) or found.get((name, None, length))
-            dense = dense_of(means, length)
-            cells.append(_cell(own, dense))
+            own = by_key.get((name, budget, length)) or by_key.get((name, None, length))
+            cells.append(_cell(own, dense_of(means, length)))
         rows.append([name, *cells])
-    soft = [index for index, each in enumerate(names.values()) if each.is_reference]
+    soft = [index for index, mean in enumerate(names.values()) if mean.is_reference]
     head = [_column(length if len(lengths) > 1 else None, budget) for length, budget in columns]
     where = f"; {lengths[0]:,} tokens" if len(lengths) == 1 and lengths[0] else ""
     return table(["plan", *head], rows, f"Mean over tasks, percent of dense{where}", soft)
@@ -36,39 +35,39 @@ def _column(length: int | None, budget: int) -> str:
     return f"{length:,} tokens, budget {budget:,}" if length else f"budget {budget:,}"
 
 
-def _cell(own: Mean | None, dense: Mean | None) -> Any:
+def _cell(own: PlanMean | None, dense: PlanMean | None) -> Any:
     if own is None or own.score is None:
         return "-"
     whole = dense.score if dense and dense.score else 1.0
     return tint(f"{own.score:.3f}", percent_of_dense(own, dense), own.score / whole)
 
 
-def by_task(result: dict[str, Any], means: Sequence[Mean]) -> str:
-    """A table per length and budget."""
-    lengths = list(dict.fromkeys(each.length for each in means))
+def by_task(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
+    """Return a table per length and budget."""
+    lengths = list(dict.fromkeys(mean.length for mean in means))
     return "".join(
         _tasks(result, means, length, budget) for length in lengths for budget in result["recipe"]["budgets"]
     )
 
 
 def chance_of(result: dict[str, Any], length: int | None) -> dict[str, float]:
-    """By task, the score of answers that know nothing of the context."""
-    return {each["task"]: each["score"] for each in result["chance"] if each["length"] == length}
+    """Return the score of chance by task."""
+    return {row["task"]: row["score"] for row in result["chance"] if row["length"] == length}
 
 
-def _tasks(result: dict[str, Any], means: Sequence[Mean], length: int | None, budget: int) -> str:
+def _tasks(result: dict[str, Any], means: Sequence[PlanMean], length: int | None, budget: int) -> str:
     cells = {(cell["task"], cell["name"], cell["budget"]): cell for cell in result["cells"] if cell["length"] == length}
     tasks = list(dict.fromkeys(task for task, *_ in cells))
-    own = [each for each in means if each.length == length and each.budget in (None, budget)]
+    own = [mean for mean in means if mean.length == length and mean.budget in (None, budget)]
     dense = dense_of(means, length)
     rows = []
-    for each in own:
-        scores = [cells.get((task, each.name, each.budget)) for task in tasks]
+    for mean in own:
+        scores = [cells.get((task, mean.name, mean.budget)) for task in tasks]
         rows.append(
-            [each.name, shown(each.tokens, 0), *(shown(cell and cell["score"], 2) for cell in scores),
-             shown(each.score, 3), percent_of_dense(each, dense)]
+            [mean.name, shown(mean.tokens, 0), *(shown(cell and cell["score"], 2) for cell in scores),
+             shown(mean.score, 3), percent_of_dense(mean, dense)]
         )  # fmt: skip
-    soft = [index for index, each in enumerate(own) if each.is_reference]
+    soft = [index for index, mean in enumerate(own) if mean.is_reference]
     if levels := chance_of(result, length):
         soft.append(len(rows))
         guessed = [shown(levels.get(task), 2) for task in tasks]

@@ -1,14 +1,14 @@
-"""Style sheet of the pages: light or dark as the screen is, readable from 400 pixels on, no request."""
+"""Style sheet of the pages: light or dark like the screen, readable from 400 pixels on, without requests."""
 
 from __future__ import annotations
 
 COLOURS = ("#2f6fb0 #7ab4ea", "#c2570c #f3a25c", "#2e7d4f #74c893", "#8a4fae #c79be4", "#b3323f #f08a92",
            "#0f7f86 #5fcbd1", "#8a6d00 #e0c04c", "#5b5ea6 #a5a8ee", "#a83279 #ee8fc6", "#4d6b1f #a9cc6d")  # fmt: skip
-"""Light and dark, told apart by hue and by lightness."""
+"""Light and dark colours, distinct by hue and by lightness."""
 
 
 def style_sheet() -> str:
-    """All of it."""
+    """Return the style sheet."""
     light, dark = (
         "".join(f"--c{index}:{pair.split()[mode]};" for index, pair in enumerate(COLOURS)) for mode in (0, 1)
     )

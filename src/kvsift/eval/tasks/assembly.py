@@ -1,4 +1,4 @@
-"""Contexts that are written from front to back, and how much of something fits into one."""
+"""Contexts assembled from front to back, and searches for the largest part that fits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import islice
 
 from kvsift.errors import InputError
 from kvsift.eval.tasks.layout import Layout, cut_tail
-from kvsift.eval.tasks.sample import Encode, Request
+from kvsift.eval.tasks.sample import Encode, SampleRequest
 
 BLOCK = 64
-"""Items of a list that are encoded at once."""
+"""Items of a list in one piece."""
 
 
 class Assembly:
-    """A context that grows piece by piece until it has its length."""
+    """A context that grows piece by piece to its length."""
 
-    def __init__(self, request: Request, intro: str) -> None:
+    def __init__(self, request: SampleRequest, intro: str) -> None:
         self._request = request
         self._pieces = [intro]
         self._ids = [*request.prefix, *request.encode(intro)]
@@ -26,11 +26,11 @@ class Assembly:
 
     @property
     def room(self) -> int:
-        """Tokens that are still missing; negative if the last piece has to be cut."""
+        """Missing tokens; negative if the last piece exceeds the length."""
         return self._request.length - len(self._ids)
 
     def add(self, text: str) -> float:
-        """Append a piece, its separator in front; returns the depth at which it begins."""
+        """Append a piece with its separator in front; return the depth at which it begins."""
         assert self.room > 0, "a piece after the end"
         self._tail_start = len(self._ids)
         self._pieces.append(text)
@@ -38,7 +38,7 @@ class Assembly:
         return self._tail_start / self._request.length
 
     def cut(self) -> tuple[str, tuple[int, ...]]:
-        """Text and ids of exactly the length."""
+        """Return text and ids of exactly the length."""
         assert self.room <= 0, "too short"
         layout = Layout(self._pieces, self._ids, self._tail_start, [])
         context, ids = cut_tail(layout, self._request.length, self._request.encode)
@@ -46,7 +46,7 @@ class Assembly:
 
 
 def blocks(items: Sequence[str]) -> Iterator[str]:
-    """Items joined by single spaces, ``BLOCK`` at a time, a space in front of every block but the first."""
+    """Yield items joined by single spaces, ``BLOCK`` at a time, with a space in front of every block but the first."""
     rest = iter(items)
     separator = ""
     while block := list(islice(rest, BLOCK)):
@@ -59,10 +59,10 @@ def num_tokens(items: Sequence[str], encode: Encode) -> int:
 
 
 def largest_that_fits(size: Callable[[int], int], room: int, least: int) -> int:
-    """The largest count, ``least`` or more, with ``size(count) <= room``; size grows, about linearly.
+    """Return the largest count, ``least`` or more, with ``size(count) <= room``; size grows, about linearly.
 
     Raises:
-        InputError: if even ``least`` takes more.
+        InputError: if ``least`` does not fit.
     """
     low, low_size = least, size(least)
     if low_size > room:
@@ -70,7 +70,7 @@ def largest_that_fits(size: Callable[[int], int], room: int, least: int) -> int:
             f"it needs {low_size} tokens beside its introduction and has {room}; ask for a longer context."
         )
     high, high_size = low + 1, size(low + 1)
-    while high_size <= room:  # a little beyond where the last two sizes point
+    while high_size <= room:  # slightly beyond a linear extrapolation
         slope = max(1, high_size - low_size) / (high - low)
         low, low_size = high, high_size
         high += 1 + min(4 * high, int(1.02 * (room - high_size) / slope))

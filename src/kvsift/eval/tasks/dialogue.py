@@ -1,8 +1,7 @@
-"""Dialogue: five turns over one context; the fourth and the fifth come back to what the first was about.
+"""Dialogue task: five turns over one context; the fourth and the fifth return to the topic of the first.
 
-Turn 4 repeats turn 1 in other words: it can be answered from the conversation too. Turn 5 asks for another value of
-turn 1's key, which nobody asked for before: only the context has it, so to have kept what turns 1 to 4 needed will not
-do.
+Turn 4 repeats turn 1 in other words, so the conversation has the answer too. Turn 5 is about another value of turn 1's
+key, which only the context has: a cache that keeps what turns 1 to 4 needed fails.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import random
 
 from kvsift.eval.tasks.haystack import haystack
 from kvsift.eval.tasks.needle import question, sentence, value
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.words import distinct, two_words
 
 NUM_TURNS = 5
@@ -27,18 +26,11 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
     texts = [question(key, kind) for key in keys]
     again = f"Back to my first question: which special magic {kind} does the text give for {keys[0]}?"
     turns = [*zip(texts, range(3)), (again, 0), (question(keys[0], other), 3)]
-    asks = [Ask(text, hidden[i][2], order.index(i)) for text, i in turns]
-    return Draft(needles, asks, haystack(rng), is_stock=True)
+    questions = [DraftQuestion(text, hidden[i][2], order.index(i)) for text, i in turns]
+    return Draft(needles, questions, haystack(rng), is_stock=True)
 
 
+_ABOUT = "five questions in turn; the last two return to the first"
 TASKS = (
-    Task(
-        "dialogue",
-        "five questions in turn about one context; the last two come back to the first",
-        draft,
-        tokens_per_question=64,
-        max_questions=NUM_TURNS,
-        family="dialogue",
-        in_turn=True,
-    ),
+    Task("dialogue", _ABOUT, draft, tokens_per_question=64, max_questions=NUM_TURNS, family="dialogue", in_turn=True),
 )

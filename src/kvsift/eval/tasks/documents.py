@@ -1,4 +1,4 @@
-"""Invented documents for question answering: paragraphs of facts, and pairs of documents that only together answer."""
+"""Invented documents for question answering: paragraphs of facts, and pairs of documents for two-hop questions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvsift.eval.tasks.words import (
 
 FACTS_PER_DOCUMENT = 6
 ROLES = ("keeper", "architect", "founder", "director", "owner", "curator", "chief engineer", "head gardener")
-# What is known of a person: the sentence, and the question about whoever has a role.
+# Trait of a person: the statement, and the question about the holder of a role.
 TRAITS = {
     "birthplace": ("{p} was born in {v}.", "Where was {whom} born?"),
     "birth year": ("{p} was born in the year {v}.", "In which year was {whom} born?"),
@@ -35,16 +35,16 @@ TRAITS = {
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question and the documents without which it has no answer."""
+class DocumentQuestion:
+    """A question and the documents that answer it together."""
 
-    needed: tuple[str, ...]
+    documents: tuple[str, ...]
     question: str
     answer: str
 
 
-def fact_documents(rng: random.Random) -> tuple[Asked, Iterator[str]]:
-    """A question that one paragraph answers, and endless others about the same and similar subjects."""
+def fact_documents(rng: random.Random) -> tuple[DocumentQuestion, Iterator[str]]:
+    """Return a question that one paragraph answers, and endless other paragraphs about similar subjects."""
     source = facts(rng)
 
     def others() -> Iterator[str]:
@@ -52,35 +52,35 @@ def fact_documents(rng: random.Random) -> tuple[Asked, Iterator[str]]:
             yield " ".join(next(source).statement for _ in range(FACTS_PER_DOCUMENT))
 
     chosen = [next(source) for _ in range(FACTS_PER_DOCUMENT)]
-    asked = rng.choice(chosen)
-    return Asked((" ".join(fact.statement for fact in chosen),), asked.question, asked.answer), others()
+    fact = rng.choice(chosen)
+    return DocumentQuestion((" ".join(item.statement for item in chosen),), fact.question, fact.answer), others()
 
 
-def linked_documents(rng: random.Random) -> tuple[Asked, Iterator[str]]:
-    """A question over two documents, one about a place and one about the person it names, and endless other pairs."""
+def linked_documents(rng: random.Random) -> tuple[DocumentQuestion, Iterator[str]]:
+    """Return a question over a document about a place and one about a person that it names, and endless other pairs."""
     places, people = endless(rng, _place), endless(rng, _person)
-    role, asked = rng.choice(ROLES), rng.choice(sorted(TRAITS))
+    role, trait = rng.choice(ROLES), rng.choice(sorted(TRAITS))
     place = next(places)
-    one, other, answer = _pair(rng, role, asked, place, next(people))
-    question = TRAITS[asked][1].format(whom=f"the {role} of the {place}")
+    one, other, answer = _pair(rng, role, trait, place, next(people))
+    question = TRAITS[trait][1].format(whom=f"the {role} of the {place}")
 
     def others() -> Iterator[str]:
         while True:
-            yield from _pair(rng, rng.choice(ROLES), asked, next(places), next(people))[:2]
+            yield from _pair(rng, rng.choice(ROLES), trait, next(places), next(people))[:2]
 
-    return Asked((one, other), question, answer), others()
+    return DocumentQuestion((one, other), question, answer), others()
 
 
-def _pair(rng: random.Random, role: str, asked: str, place: str, person: str) -> tuple[str, str, str]:
-    """A document about a place, one about a person who has the role there, and the person's trait that is asked."""
-    traits = rng.sample([asked, *rng.sample([name for name in TRAITS if name != asked], 2)], 3)
-    known = {name: _trait(rng, name) for name in traits}
+def _pair(rng: random.Random, role: str, trait: str, place: str, person: str) -> tuple[str, str, str]:
+    """Return a document about a place, one about a person with a role there, and the trait of the person."""
+    traits = rng.sample([trait, *rng.sample([name for name in TRAITS if name != trait], 2)], 3)
+    values = {name: _trait(rng, name) for name in traits}
     about = (
         f"The {place} stands near {rng.choice(PLACES)}. The {role} of the {place} is {person}. "
         f"It has been open to visitors since {value(rng, 'year', DEFAULT)}."
     )
-    life = " ".join(TRAITS[name][0].format(p=person, v=known[name]) for name in traits)
-    return f"The {place}\n{about}", f"{person}\n{life}", known[asked]
+    life = " ".join(TRAITS[name][0].format(p=person, v=values[name]) for name in traits)
+    return f"The {place}\n{about}", f"{person}\n{life}", values[trait]
 
 
 def _trait(rng: random.Random, name: str) -> str:

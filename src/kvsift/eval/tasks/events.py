@@ -1,4 +1,4 @@
-"""Events: who did what, where, when and how, and a question about one of these; and asides around any statement."""
+"""Invented events: who did what, where, when and how, with a question about one of these, and asides for statements."""
 
 # ruff: noqa: SIM905  (a list of words reads best as a line of words)
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsift.eval.tasks.values import value
 from kvsift.eval.tasks.words import Lexicon, capitalised, pseudo_word
 
-# Verbs whose past form is also their participle: base, past. None is a verb of VERB_FACTS: their questions would meet.
+# Verbs whose past form is also their participle: base, past. None is in VERB_FACTS, whose questions would be the same.
 _VERBS = tuple(
     tuple(pair.split("/"))
     for pair in """accept/accepted admire/admired bring/brought bury/buried carry/carried
@@ -21,7 +21,7 @@ _VERBS = tuple(
     rescue/rescued restore/restored return/returned send/sent study/studied test/tested trade/traded
     translate/translated visit/visited watch/watched weigh/weighed win/won wrap/wrapped""".split()
 )
-# Circumstance: the phrase, the kinds of value, and how one asks for it ({s} subject, {b} base, {o} object).
+# Circumstance: phrases, kinds of value, and questions ({s} subject, {b} base, {o} object).
 _CIRCUMSTANCES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "where": (("in {v}", "at {v}", "near {v}", "behind {v}"), ("place",), ("Where did {s} {b} {o}?",)),
     "when": (("on {v}", "on {v}"), ("date",), ("When did {s} {b} {o}?", "On which day did {s} {b} {o}?")),
@@ -36,54 +36,23 @@ _CIRCUMSTANCES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...
     "long": (("within {v}",), ("measure",), ("How long did {s} need to {b} {o}?",)),
 }
 _BEFORE = (
-    "After a long debate,",
-    "As far as anyone knows,",
-    "To everyone's surprise,",
-    "In the end,",
-    "It is well known that",
-    "The report says that",
-    "I was told that",
-    "We later learned that",
-    "My neighbour insists that",
-    "Nobody doubts that",
-    "On the last page it says that",
-    "By the way,",
-    "In a letter it was written that",
-    "Last but not least,",
-    "For some reason",
-    "Oddly enough,",
-    "He added that",
-    "She remembered that",
-    "As agreed,",
-    "Of course",
-)
+    "After a long debate,|As far as anyone knows,|To everyone's surprise,|In the end,|It is well known that|"
+    "The report says that|I was told that|We later learned that|My neighbour insists that|Nobody doubts that|"
+    "On the last page it says that|By the way,|In a letter it was written that|Last but not least,|"
+    "For some reason|Oddly enough,|He added that|She remembered that|As agreed,|Of course"
+).split("|")
 _AFTER = (
-    ", which was a surprise",
-    ", as the report explains",
-    ", although few people know it",
-    ", and that is all we know",
-    ", or so they say",
-    " after a long debate",
-    " despite the rain",
-    ", but the others disagreed",
-    ", so nobody has to ask again",
-    " according to the guide",
-    " for the time being",
-    " until further notice",
-    ", to be precise",
-    ", not more and not less",
-    ", and everyone was glad",
-    " as usual",
-    "; the rest is unknown",
-    ", while the others waited outside",
-    ", just as before",
-    ", if the notes are right",
-)
+    ", which was a surprise|, as the report explains|, although few people know it|, and that is all we know|"
+    ", or so they say| after a long debate| despite the rain|, but the others disagreed|"
+    ", so nobody has to ask again| according to the guide| for the time being| until further notice|"
+    ", to be precise|, not more and not less|, and everyone was glad| as usual|; the rest is unknown|"
+    ", while the others waited outside|, just as before|, if the notes are right"
+).split("|")
 
 
 @dataclass(frozen=True)
 class Event:
-    """``subject`` and ``object`` name what a question may leave open: one verb has each of them once."""
+    """An event; each verb has a ``subject`` and an ``object`` only once, so that every question has one answer."""
 
     verb: str
     subject: str
@@ -100,19 +69,19 @@ def new_event(rng: random.Random, subject: str, thing: str, lexicon: Lexicon) ->
         chosen.remove("hour")
     values = {name: value(rng, rng.choice(_CIRCUMSTANCES[name][1]), lexicon) for name in chosen}
     phrases = [rng.choice(_CIRCUMSTANCES[name][0]).format(v=values[name]) for name in chosen]
-    asked = rng.choice(("who", "what", *chosen, *chosen))
-    if asked == "who":
+    topic = rng.choice(("who", "what", *chosen, *chosen))
+    if topic == "who":
         question, answer = rng.choice((f"Who {past} {thing}?", f"By whom was {thing} {past}?")), subject
-    elif asked == "what":
+    elif topic == "what":
         question, answer = f"What did {subject} {base}?", thing
     else:
-        template = rng.choice(_CIRCUMSTANCES[asked][2])
-        question, answer = template.format(s=subject, b=base, o=thing), values[asked]
+        template = rng.choice(_CIRCUMSTANCES[topic][2])
+        question, answer = template.format(s=subject, b=base, o=thing), values[topic]
     return Event(f"event {base}", subject, thing, _statement(rng, subject, past, thing, phrases), question, answer)
 
 
 def with_aside(rng: random.Random, statement: str) -> str:
-    """The statement with a remark in front of it or after it that says nothing."""
+    """Return the statement with an empty remark before or after it."""
     if not statement.endswith(".") or rng.random() < 0.4:
         inner = statement[0].lower() + statement[1:] if statement.startswith(("The ", "For ", "To ")) else statement
         return f"{rng.choice(_BEFORE)} {inner}"

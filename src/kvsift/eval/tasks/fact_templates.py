@@ -1,4 +1,4 @@
-"""The wordings of invented facts: attributes of things, and sentences with a verb of their own.
+"""Templates of invented facts: attributes of things, and sentences with a verb of their own.
 
 In every template {e} is the subject, {a} the attribute and {v} the value; {E}, {A}, {V} are the same with a capital.
 """

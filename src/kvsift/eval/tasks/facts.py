@@ -1,4 +1,4 @@
-"""Facts: invented statements in ordinary English and natural questions, among others that share subject or wording."""
+"""Facts task: invented statements in English with natural questions, among others that share subject or wording."""
 
 import random
 import re
@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from kvsift.eval.tasks.events import new_event, with_aside
 from kvsift.eval.tasks.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
 from kvsift.eval.tasks.haystack import haystack
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.values import KINDS, value
 from kvsift.eval.tasks.words import (
     DEFAULT,
@@ -22,7 +22,7 @@ from kvsift.eval.tasks.words import (
 
 @dataclass(frozen=True)
 class Fact:
-    """The answer stands in the statement letter for letter, but for a capital where it begins the sentence."""
+    """A statement that has the answer letter for letter, except for a capital at the start of the sentence."""
 
     statement: str
     question: str
@@ -30,41 +30,41 @@ class Fact:
 
 
 def draft(rng: random.Random, num_questions: int, lexicon: Lexicon = DEFAULT) -> Draft:
-    """Facts hidden in prose or noise, or (a quarter of the samples) in a document of nothing but facts."""
+    """Return facts in prose or noise or, in a quarter of the samples, in a document of facts only."""
     source = facts(rng, lexicon)
     chosen = [next(source) for _ in range(num_questions)]
     separator = rng.choice((" ", " ", "\n", "\n\n"))
     needles = [separator + fact.statement for fact in chosen]
-    asks = [Ask(fact.question, fact.answer, i) for i, fact in enumerate(chosen)]
+    questions = [DraftQuestion(fact.question, fact.answer, i) for i, fact in enumerate(chosen)]
     if rng.random() < 0.25:
-        return Draft(needles, asks, (separator + fact.statement for fact in source), is_stock=False)
-    return Draft(needles, asks, haystack(rng), is_stock=True)
+        return Draft(needles, questions, (separator + fact.statement for fact in source), is_stock=False)
+    return Draft(needles, questions, haystack(rng), is_stock=True)
 
 
 def facts(rng: random.Random, lexicon: Lexicon = DEFAULT) -> Iterator[Fact]:
-    """Endless facts. Subjects and attributes come from small pools, so most facts differ from others in one word;
-    no subject has the same attribute, or the same question, twice."""
+    """Yield endless facts. Subjects and attributes come from small pools, so most facts differ from others in one word;
+    no subject has the same attribute or question twice."""
     breadth = rng.choice((2, 4, 8, 16))  # subjects per pool: small pools make many look-alikes
     pools = [_Pool(rng, breadth, lexicon)]
-    taken: set[tuple[str, str]] = set()
-    # What this document is mostly about.
+    used: set[tuple[str, str]] = set()
+    # the kinds of facts that dominate this document
     makers = rng.choices((_attribute_fact, _verb_fact, _event_fact), (3, 2, 2), k=4)
     misses = 0
     while True:
         subject, relations, fact = rng.choice(makers)(rng, rng.choice(pools), lexicon)
         keys = {(subject, relation) for relation in relations}
-        if not taken.isdisjoint(keys):
+        if not used.isdisjoint(keys):
             misses += 1
             if misses > 4:  # the pools are nearly used up
                 pools.append(_Pool(rng, breadth, lexicon))
             continue
         misses = 0
-        taken |= keys
+        used |= keys
         yield replace(fact, statement=with_aside(rng, fact.statement)) if rng.random() < 0.25 else fact
 
 
 class _Pool:
-    """A few subjects and attributes that facts combine."""
+    """Subjects and attributes that facts combine."""
 
     def __init__(self, rng: random.Random, breadth: int, lexicon: Lexicon) -> None:
         stem = rng.choice(lexicon.nouns)  # "the north warehouse" beside "the south warehouse"
@@ -74,12 +74,12 @@ class _Pool:
 
 
 def _attribute_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str, tuple[str, ...], Fact]:
-    """The subject, the relations that the fact takes up, and the fact."""
+    """Return the subject, the relations that the fact uses up, and the fact."""
     kind, attribute = rng.choice(pool.attributes)
     subject = rng.choice(pool.things if rng.random() < 0.75 else pool.people)
     answer = value(rng, kind, lexicon)
-    asked = KIND_QUESTIONS.get(kind, ())
-    question = rng.choice(asked) if asked and rng.random() < 0.4 else rng.choice(QUESTIONS)
+    forms = KIND_QUESTIONS.get(kind, ())
+    question = rng.choice(forms) if forms and rng.random() < 0.4 else rng.choice(QUESTIONS)
     return subject, (attribute,), _fact(rng.choice(STATEMENTS), question, subject, answer, attribute)
 
 
@@ -97,14 +97,14 @@ def _event_fact(rng: random.Random, pool: _Pool, lexicon: Lexicon) -> tuple[str,
 
 @cache
 def _relations(questions: tuple[str, ...]) -> tuple[str, ...]:
-    """What a verb fact answers: its questions, and the attributes they name ("What is the price of {e}?")."""
-    named = (re.fullmatch(r"\w+ is (?:the (.+) of {e}|{e}'s (.+))\?", question) for question in questions)
-    return (*questions, *(match[1] or match[2] for match in named if match))
+    """Return the relations of a verb fact: questions, and attributes they name ("What is the price of {e}?")."""
+    matches = (re.fullmatch(r"\w+ is (?:the (.+) of {e}|{e}'s (.+))\?", question) for question in questions)
+    return (*questions, *(match[1] or match[2] for match in matches if match))
 
 
 def _fact(statement: str, question: str, subject: str, answer: str, attribute: str = "") -> Fact:
     words = {"{e}": subject, "{E}": capitalised(subject), "{a}": attribute, "{A}": capitalised(attribute)}
-    # A value in front is written as it stands, without a capital of its own: the answer is a copy.
+    # a value at the start of a sentence keeps its case: the answer is a copy
     words |= {"{v}": answer, "{V}": answer}
     return Fact(_filled(statement, words), _filled(question, words), answer)
 
@@ -116,7 +116,7 @@ def _filled(template: str, words: dict[str, str]) -> str:
 
 
 def _attribute(rng: random.Random, lexicon: Lexicon) -> tuple[str, str]:
-    """(kind of value, attribute); one in five is a made-up compound, so that any word may be one."""
+    """Return a kind of value and an attribute; one in five is an invented compound."""
     if rng.random() < 0.8:
         return rng.choice(_attributes())
     nouns = f"{rng.choice(lexicon.nouns)} {rng.choice(lexicon.nouns)}"
@@ -158,4 +158,4 @@ def _person(rng: random.Random, lexicon: Lexicon) -> str:
     return rng.choice((f"{first} {last}", f"{first} {last}", f"Mr. {last}", f"Mrs. {last}", f"Dr. {last}"))
 
 
-TASK = Task("facts", "invented facts with natural questions", draft, tokens_per_question=64)
+TASKS = (Task("facts", "invented facts with natural questions", draft, tokens_per_question=64),)

@@ -1,4 +1,4 @@
-"""Filler around needles: repeated noise sentences or prose."""
+"""Filler around needles: repeated sentences of noise, or prose."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from kvsift.eval.text import NOISE, prose
 
 
 def noise(rng: random.Random) -> Iterator[str]:
-    """A few noise sentences that repeat in the same order, a space in front of each."""
+    """Yield a few sentences of noise in the same order again and again, each with a space in front."""
     chosen = rng.sample(NOISE, rng.randint(3, 6))
     while True:
         for sentence in chosen:
@@ -15,5 +15,5 @@ def noise(rng: random.Random) -> Iterator[str]:
 
 
 def haystack(rng: random.Random, noise_share: float = 0.25) -> Iterator[str]:
-    """Noise for some samples, prose for the others."""
+    """Return noise for some samples and prose for the others."""
     return noise(rng) if rng.random() < noise_share else prose(rng)

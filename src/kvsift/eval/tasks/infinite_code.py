@@ -1,8 +1,8 @@
-"""InfiniteBench's code_debug on generated Python: which of four functions has an error that stops it?
+"""InfiniteBench's code_debug on generated Python: which of four functions has an error?
 
-Facts from OpenBMB/InfiniteBench (``src/prompt.py``, ``src/eval_utils.py``): exactly one function is broken, obviously
-so; four options A to D are functions of the code; the letter or the function's name is the answer. There the code is
-that of real packages; here it is made of small functions on lists of numbers, all of which run but one.
+Facts from OpenBMB/InfiniteBench (``src/prompt.py``, ``src/eval_utils.py``): exactly one function has an obvious error;
+four options A to D are functions of the code; the letter or the function's name is the answer. There the code is
+that of real packages; here it is small functions on lists of numbers, of which all but one run.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from kvsift.eval.tasks.sample import Ask, Draft, Style, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Style, Task
 from kvsift.eval.tasks.words import ADJECTIVES, NOUNS, endless
 
 LETTERS = "ABCD"
@@ -27,7 +27,7 @@ _BODIES = (
     "    pairs = list(zip(items, items[1:]))\n    return [first - {n} * second for first, second in pairs]",
     "    count = len(items)\n    if count > {n}:\n        return items[:{n}]\n    return items + [count]",
 )
-# Each stops whatever the list is.
+# Each fails for every list.
 _ERRORS = (
     "    total = {n}\n    for item in items:\n        total += item * {n}\n    return totl",
     "    count = len(items, {n})\n    return [count, *items]",
@@ -45,7 +45,7 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
     codes = [_function(rng, name, _ERRORS if i == wrong else _BODIES) for i, name in enumerate(options)]
     order = rng.sample(range(len(options)), len(options))
     lettered = "\n".join(f"{letter}. {name}" for letter, name in zip(LETTERS, options))
-    ask = Ask(
+    question = DraftQuestion(
         f"\n\nOptions:\n{lettered}\n\n",
         f"{LETTERS[wrong]}. {options[wrong]}",
         order.index(wrong),
@@ -53,7 +53,7 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
         "The correct option is:",
     )
     intro = "In this Python code exactly one function has an error that stops it whenever it is called. Find it.\n\n"
-    return Draft([codes[i] for i in order], [ask], _others(rng, names), is_stock=False, intro=intro)
+    return Draft([codes[i] for i in order], [question], _others(rng, names), is_stock=False, intro=intro)
 
 
 def _function(rng: random.Random, name: str, bodies: tuple[str, ...]) -> str:
@@ -69,13 +69,5 @@ def _name(rng: random.Random) -> str:
     return f"{rng.choice(_VERBS)}_{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}"
 
 
-TASKS = (
-    Task(
-        "infinite_code_debug",
-        "which of four functions of long Python code has an error",
-        draft,
-        max_questions=1,
-        family="infinite",
-        style=_STYLE,
-    ),
-)
+_ABOUT = "which of four functions of long Python code has an error"
+TASKS = (Task("infinite_code_debug", _ABOUT, draft, max_questions=1, family="infinite", style=_STYLE),)

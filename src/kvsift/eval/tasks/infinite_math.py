@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from kvsift.eval.tasks.assembly import BLOCK, Assembly
-from kvsift.eval.tasks.sample import Request, Sample, Style, Task
+from kvsift.eval.tasks.sample import Sample, SampleRequest, Style, Task
 
 TOP = 99
 _STYLE = Style("math_find", 12, is_framed=False, stop=None)
 
 
-def _ranked(place: int) -> Callable[[Sequence[int]], int]:
-    """The number at a place among the distinct ones: 0 the smallest, -1 the largest."""
-    return lambda numbers: sorted(set(numbers))[place]
+def _ranked(index: int) -> Callable[[Sequence[int]], int]:
+    """Return a function that finds the distinct number of a rank: 0 is the smallest, -1 the largest."""
+    return lambda numbers: sorted(set(numbers))[index]
 
 
 FINDERS: dict[str, Callable[[Sequence[int]], float]] = {
@@ -36,42 +36,34 @@ FINDERS: dict[str, Callable[[Sequence[int]], float]] = {
 }
 
 
-def write(request: Request) -> Sample:
+def write(request: SampleRequest) -> Sample:
     rng = request.rng
-    wanted = rng.choice(list(FINDERS))
-    assembly = Assembly(request, f"What is the {wanted} number of this list?\n\n")
-    low, high = _range(rng, wanted)
+    rank = rng.choice(list(FINDERS))
+    assembly = Assembly(request, f"What is the {rank} number of this list?\n\n")
+    low, high = _range(rng, rank)
     separator = ""
     while assembly.room > 0:
         assembly.add(separator + ", ".join(str(rng.randint(low, high)) for _ in range(BLOCK)))
         separator = ", "
     context, ids = assembly.cut()
-    answer = FINDERS[wanted](numbers_of(context))
+    answer = FINDERS[rank](numbers_of(context))
     text = str(int(answer) if answer == int(answer) else answer)
     tail = "\n\nAnswer with one number and no other words."
-    asked = _STYLE.question(tail, text, 1.0, (text,), f" The {wanted} number of the list is:")
-    return Sample("infinite_math_find", context, ids, (asked,))
+    question = _STYLE.question(tail, text, 1.0, (text,), f" The {rank} number of the list is:")
+    return Sample("infinite_math_find", context, ids, (question,))
 
 
 def numbers_of(context: str) -> list[int]:
-    """The numbers of the list, the last as far as it is there."""
+    """Return the numbers of the list; the last one may be cut."""
     return [int(number) for number in re.findall(r"\d+", context.partition("?\n\n")[2])]
 
 
-def _range(rng: random.Random, wanted: str) -> tuple[int, int]:
+def _range(rng: random.Random, rank: str) -> tuple[int, int]:
     low, high = rng.randint(0, TOP // 5), rng.randint(TOP * 4 // 5, TOP)
-    if wanted == "median":
+    if rank == "median":
         return (low, TOP) if rng.random() < 0.5 else (0, high)
-    return (0, high) if "largest" in wanted else (low, TOP)
+    return (0, high) if "largest" in rank else (low, TOP)
 
 
-TASKS = (
-    Task(
-        "infinite_math_find",
-        "the largest, a small or the median number of a long list",
-        write=write,
-        max_questions=1,
-        family="infinite",
-        style=_STYLE,
-    ),
-)
+_ABOUT = "the largest, a small or the median number of a long list"
+TASKS = (Task("infinite_math_find", _ABOUT, write=write, max_questions=1, family="infinite", style=_STYLE),)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 
 from kvsift.eval.tasks.ruler_niah import noise_lines
-from kvsift.eval.tasks.sample import Ask, Draft, Style, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Style, Task
 from kvsift.eval.tasks.words import distinct, uuid
 
 _NUMBER_STYLE = Style("first_number", 24, is_framed=False, stop=None)
@@ -31,7 +31,7 @@ def draft_number_string(rng: random.Random, num_questions: int) -> Draft:
 
 
 def repetitive(rng: random.Random) -> str:
-    """Ten digits: five at random, then five times one of them once more beside itself."""
+    """Return ten digits: five at random, then five times one of them once more beside itself."""
     digits = rng.choices("0123456789", k=5)
     for _ in range(5):
         place = rng.randrange(len(digits))
@@ -41,51 +41,32 @@ def repetitive(rng: random.Random) -> str:
 
 def draft_kv(rng: random.Random, num_questions: int) -> Draft:
     key, value = distinct(rng, uuid, 2)
-    question = f'\n\nKey: "{key}"\nThe value that belongs to this key is:'
-    ask = Ask(question, value, 0)
+    question = DraftQuestion(f'\n\nKey: "{key}"\nThe value that belongs to this key is:', value, 0)
     intro = "Find the value that belongs to a key of this JSON object.\n\nJSON data:\n{"
-    return Draft([_pair(key, value)], [ask], _pairs(rng, key), is_stock=False, intro=intro)
+    return Draft([_pair(key, value)], [question], _pairs(rng, key), is_stock=False, intro=intro)
 
 
 def _number(name: str, digits: str) -> Draft:
     needle = f"\nThe {name} is {digits}. Remember it. {digits} is the {name}."
-    ask = Ask(f"\n\nWhat is the {name}?\n\n", digits, 0, answer_prefix=f"The {name} is")
-    return Draft([needle], [ask], noise_lines(), is_stock=True, intro=_HIDDEN)
+    question = DraftQuestion(f"\n\nWhat is the {name}?\n\n", digits, 0, answer_prefix=f"The {name} is")
+    return Draft([needle], [question], noise_lines(), is_stock=True, intro=_HIDDEN)
 
 
 def _pair(key: str, value: str) -> str:
     return f' "{key}": "{value}",'
 
 
-def _pairs(rng: random.Random, taken: str) -> Iterator[str]:
+def _pairs(rng: random.Random, other: str) -> Iterator[str]:
     while True:
-        if (key := uuid(rng)) != taken:
+        if (key := uuid(rng)) != other:
             yield _pair(key, uuid(rng))
 
 
-TASKS = (
-    Task(
-        "infinite_passkey",
-        "a number of five digits, stated twice in noise",
-        draft_passkey,
-        max_questions=1,
-        family="infinite",
-        style=_NUMBER_STYLE,
-    ),
-    Task(
-        "infinite_number_string",
-        "ten digits with repetitions, stated twice in noise",
-        draft_number_string,
-        max_questions=1,
-        family="infinite",
-        style=_NUMBER_STYLE,
-    ),
-    Task(
-        "infinite_kv_retrieval",
-        "the value of a UUID key in a JSON object that fills the context",
-        draft_kv,
-        max_questions=1,
-        family="infinite",
-        style=_KV_STYLE,
-    ),
+TASKS = tuple(
+    Task(name, about, draft, max_questions=1, family="infinite", style=style)
+    for name, about, draft, style in (
+        ("infinite_passkey", "a number of five digits, twice in noise", draft_passkey, _NUMBER_STYLE),
+        ("infinite_number_string", "ten digits with repetitions, twice in noise", draft_number_string, _NUMBER_STYLE),
+        ("infinite_kv_retrieval", "a value of a JSON object of UUIDs that fills the context", draft_kv, _KV_STYLE),
+    )
 )

@@ -1,9 +1,9 @@
-"""Key-value: JSON-like lines fill the whole context, so every key has many look-alikes."""
+"""Key-value task: JSON-like lines fill the context, so every key has many look-alikes."""
 
 import random
 from collections.abc import Callable, Iterator
 
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
 
 Maker = Callable[[random.Random], str]
@@ -13,20 +13,22 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
     make_key, make_value = rng.choice(_MAKERS), rng.choice(_MAKERS)
     keys = distinct(rng, make_key, num_questions)
     values = [make_value(rng) for _ in keys]
-    asks = [Ask(f'What is the value of the key "{k}"?', v, i) for i, (k, v) in enumerate(zip(keys, values))]
+    questions = [
+        DraftQuestion(f'What is the value of the key "{k}"?', v, i) for i, (k, v) in enumerate(zip(keys, values))
+    ]
     needles = [_line(k, v) for k, v in zip(keys, values)]
-    return Draft(needles, asks, _other_lines(rng, make_key, make_value, set(keys)), is_stock=False)
+    return Draft(needles, questions, _other_lines(rng, make_key, make_value, set(keys)), is_stock=False)
 
 
 def _line(key: str, value: str) -> str:
     return f'\n"{key}": "{value}",'
 
 
-def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, taken: set[str]) -> Iterator[str]:
+def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, used: set[str]) -> Iterator[str]:
     while True:
         key = make_key(rng)
-        if key not in taken:
-            taken.add(key)
+        if key not in used:
+            used.add(key)
             yield _line(key, make_value(rng))
 
 
@@ -48,4 +50,4 @@ def _pseudo_words(rng: random.Random) -> str:
 
 _MAKERS: tuple[Maker, ...] = (_hexadecimal, _number, _words, _pseudo_words)
 
-TASK = Task("key_value", "JSON-like lines that fill the context", draft, tokens_per_question=40)
+TASKS = (Task("key_value", "values of JSON-like lines that fill the context", draft, tokens_per_question=40),)

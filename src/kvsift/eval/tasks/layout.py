@@ -1,4 +1,4 @@
-"""Turn a draft into a context of an exact number of tokens, with its needles spread over the whole depth."""
+"""Layout of a draft: a context of an exact number of tokens with its needles spread over the whole depth."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from kvsift.eval.tasks.sample import Draft, Encode
 
 @dataclass(frozen=True)
 class Layout:
-    """Pieces in order; the last may reach past the wanted length and is cut by the caller."""
+    """Pieces in order; the last may exceed the length and is cut by ``cut_tail``."""
 
     pieces: list[str]
     ids: list[int]
@@ -20,18 +20,18 @@ class Layout:
 def lay_out(
     draft: Draft, length: int, encode: Encode, encode_stock: Encode, rng: random.Random, prefix: Sequence[int] = ()
 ) -> Layout:
-    """Filler with the needles at even depths (jittered inside their stratum), at least ``length`` tokens.
+    """Lay out at least ``length`` tokens of filler with the needles at even depths, jittered inside their stratum.
 
-    A needle moves forward when a piece of filler would leave no room for it and its successors.
+    A needle moves forward if the next piece of filler would leave no room for it and its successors.
     """
     needles = [encode(needle) for needle in draft.needles]
     fill = draft.filler
     tokenise = encode_stock if draft.is_stock else encode
     ids: list[int] = [*prefix, *encode(draft.intro)] if draft.intro else list(prefix)
     pieces: list[str] = [draft.intro] if draft.intro else []
-    first = len(pieces)  # where the text begins: that piece needs no separator
+    first = len(pieces)  # index of the first piece, which has no separator
     needle_starts: list[int] = []
-    room = length - sum(map(len, needles))  # the latest start of the next needle that lets all of them fit
+    room = length - sum(map(len, needles))  # the latest start of the next needle for all to fit
     if room < len(ids):
         start = f" after an introduction of {len(ids)}" if draft.intro else ""
         raise ValueError(
@@ -39,7 +39,7 @@ def lay_out(
         )
     tail_start = len(ids)
     targets = _depths(rng, len(needles))
-    base = len(ids) if draft.intro else 0  # needles are spread over what comes after it
+    base = len(ids) if draft.intro else 0  # needles are spread over the rest
     index = 0
     while index < len(needles) or len(ids) < length:
         is_due = index < len(needles) and len(ids) >= base + targets[index] * (length - base)
@@ -62,7 +62,7 @@ def lay_out(
 
 
 def cut_tail(layout: Layout, length: int, encode: Encode) -> tuple[str, list[int]]:
-    """The text and the ids of exactly ``length`` tokens; the last piece is cut, and its text with it."""
+    """Return the text and the ids of exactly ``length`` tokens, the last piece cut."""
     excess = len(layout.ids) - length
     if excess == 0:
         return "".join(layout.pieces), layout.ids
@@ -72,7 +72,7 @@ def cut_tail(layout: Layout, length: int, encode: Encode) -> tuple[str, list[int
         tail = list(encode(text))
         if len(tail) == keep:
             return head + text, layout.ids[: layout.tail_start] + tail
-    # No prefix of the last piece has that many tokens (a character of several tokens): spell the rest in full stops.
+    # no prefix of the last piece has that many tokens (a character of several tokens): full stops instead
     return _padded(head, layout.ids[: layout.tail_start], keep, encode)
 
 

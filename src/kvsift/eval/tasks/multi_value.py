@@ -1,10 +1,10 @@
-"""Multi-value: several needles share a key; all of their values are wanted, in order of appearance."""
+"""Multi-value task: several needles share a key; the answer is all of their values, in order of appearance."""
 
 import random
 
 from kvsift.eval.tasks.haystack import haystack
 from kvsift.eval.tasks.needle import KINDS, key, sentence, value
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.words import distinct
 
 
@@ -14,14 +14,14 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
     rng.shuffle(owners)
     values = distinct(rng, lambda r: value(r, kind), len(owners))
     needles = [f" {sentence(k, kind, v)}" for k, v in zip(owners, values)]
-    asks = [_ask(k, kind, owners, values) for k in dict.fromkeys(owners)]
-    return Draft(needles, asks, haystack(rng), is_stock=True)
+    questions = [_question(k, kind, owners, values) for k in dict.fromkeys(owners)]
+    return Draft(needles, questions, haystack(rng), is_stock=True)
 
 
-def _ask(key: str, kind: str, owners: list[str], values: list[str]) -> Ask:
-    places = [i for i, owner in enumerate(owners) if owner == key]
+def _question(key: str, kind: str, owners: list[str], values: list[str]) -> DraftQuestion:
+    indices = [i for i, owner in enumerate(owners) if owner == key]
     text = f"What are all the special magic {kind}s for {key} mentioned in the text?"
-    return Ask(text, ", ".join(values[i] for i in places), places[-1])
+    return DraftQuestion(text, ", ".join(values[i] for i in indices), indices[-1])
 
 
-TASK = Task("multi_value", "2 to 4 magic values per key, all wanted in order", draft, tokens_per_question=192)
+TASKS = (Task("multi_value", "2 to 4 magic values per key, all in order", draft, tokens_per_question=192),)

@@ -1,9 +1,9 @@
-"""Needle: one sentence per key holds its value (RULER's wording: numbers, hexadecimal codes or words)."""
+"""Needle task: one sentence per key holds its value (RULER's wording: numbers, hexadecimal codes or words)."""
 
 import random
 
 from kvsift.eval.tasks.haystack import haystack
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
 
 KINDS = ("number", "code", "word")
@@ -14,8 +14,8 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
     keys = distinct(rng, key, num_questions)
     values = distinct(rng, lambda r: value(r, kind), num_questions)
     needles = [f" {sentence(k, kind, v)}" for k, v in zip(keys, values)]
-    asks = [Ask(question(k, kind), v, i) for i, (k, v) in enumerate(zip(keys, values))]
-    return Draft(needles, asks, haystack(rng), is_stock=True)
+    questions = [DraftQuestion(question(k, kind), v, i) for i, (k, v) in enumerate(zip(keys, values))]
+    return Draft(needles, questions, haystack(rng), is_stock=True)
 
 
 def sentence(key: str, kind: str, value: str) -> str:
@@ -41,4 +41,4 @@ def value(rng: random.Random, kind: str) -> str:
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}" if rng.random() < 0.7 else pseudo_word(rng)
 
 
-TASK = Task("needle", "one magic value per key, hidden in noise or prose", draft, tokens_per_question=48)
+TASKS = (Task("needle", "one magic value per key, hidden in noise or prose", draft, tokens_per_question=48),)

@@ -1,6 +1,6 @@
-"""Perplexity over long prose: how well the text that follows a context is predicted, token by token.
+"""Perplexity over long prose: the prediction of the tokens after a context, one by one.
 
-There is no question: ``Sample.targets`` are the tokens that go on where the context ends. The score of a context is
+There is no question: ``Sample.targets`` are the tokens after the context. The score of a context is
 exp(mean negative log-likelihood of its targets), lower is better. The built-in prose is CPython's documentation.
 """
 
@@ -11,19 +11,19 @@ from itertools import chain
 
 from kvsift.errors import InputError
 from kvsift.eval.tasks.layout import cut_tail, lay_out
-from kvsift.eval.tasks.sample import Draft, Request, Sample, Task
+from kvsift.eval.tasks.sample import Draft, Sample, SampleRequest, Task
 from kvsift.eval.text import prose
 
 NUM_TARGETS = 256
 NAME = "perplexity"
 
 
-def write(request: Request) -> Sample:
+def write(request: SampleRequest) -> Sample:
     return continued(NAME, request, prose(request.rng))
 
 
-def continued(task: str, request: Request, pieces: Iterator[str]) -> Sample:
-    """A context from the pieces of a text, and the tokens that follow it.
+def continued(task: str, request: SampleRequest, pieces: Iterator[str]) -> Sample:
+    """Return a context from the pieces of a text with the tokens after it.
 
     Raises:
         InputError: if the text is too short.
@@ -38,18 +38,10 @@ def continued(task: str, request: Request, pieces: Iterator[str]) -> Sample:
             targets += encode(piece)
             if len(targets) >= NUM_TARGETS:
                 return Sample(task, context, tuple(ids), (), tuple(targets[:NUM_TARGETS]))
-    except StopIteration:  # the pieces ran out before the context was full
+    except StopIteration:  # the text ended inside the context
         pass
     raise InputError(f"the text has less than {request.length + NUM_TARGETS} tokens; ask for a shorter context.")
 
 
-TASKS = (
-    Task(
-        NAME,
-        f"how well {NUM_TARGETS} tokens that follow the context are predicted",
-        write=write,
-        max_questions=1,
-        family=NAME,
-        kind="perplexity",
-    ),
-)
+_ABOUT = f"how well {NUM_TARGETS} tokens that follow the context are predicted"
+TASKS = (Task(NAME, _ABOUT, write=write, max_questions=1, family=NAME, kind="perplexity"),)

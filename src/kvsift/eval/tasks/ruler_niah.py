@@ -1,4 +1,4 @@
-"""RULER's eight needle tasks: magic values of keys, in noise, prose or other needles.
+"""RULER's eight needle tasks: magic values of keys in noise, prose or other needles.
 
 Facts from NVIDIA/RULER (``scripts/synthetic.yaml``, ``scripts/data/synthetic/niah.py``): kind of haystack, kinds and
 counts of keys and values, the needle's sentence, one line per needle where the haystack is no prose, four queried keys
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from kvsift.eval.tasks.sample import Ask, Draft, Style, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Style, Task
 from kvsift.eval.tasks.words import digits, distinct, listed, two_words, uuid
 from kvsift.eval.text import NOISE, prose
 
@@ -27,8 +27,8 @@ _MAKERS: dict[str, Callable[[random.Random], str]] = {
 
 
 @dataclass(frozen=True)
-class Niah:
-    """A line of RULER's table; ``num_values`` are of each key."""
+class NeedleVariant:
+    """A row of RULER's table; ``num_values`` is per key."""
 
     haystack: str = "essay"
     keys: str = "words"
@@ -38,19 +38,25 @@ class Niah:
     num_queries: int = 1
 
 
-VARIANTS: dict[str, tuple[Niah, str]] = {
-    "niah_single_1": (Niah("noise"), "one key with a number, in noise"),
-    "niah_single_2": (Niah(), "one key with a number, in prose"),
-    "niah_single_3": (Niah(values="uuids"), "one key with a UUID, in prose"),
-    "niah_multikey_1": (Niah(num_keys=4), "four keys with a number each, one asked for, in prose"),
-    "niah_multikey_2": (Niah("needle"), "one key among needles that fill the context"),
-    "niah_multikey_3": (Niah("needle", "uuids", "uuids"), "one UUID key among UUID needles that fill the context"),
-    "niah_multivalue": (Niah(num_values=4), "one key with four numbers, all asked for, in prose"),
-    "niah_multiquery": (Niah(num_keys=4, num_queries=4), "four keys with a number each, all asked for, in prose"),
+VARIANTS: dict[str, tuple[NeedleVariant, str]] = {
+    "niah_single_1": (NeedleVariant("noise"), "one key with a number, in noise"),
+    "niah_single_2": (NeedleVariant(), "one key with a number, in prose"),
+    "niah_single_3": (NeedleVariant(values="uuids"), "one key with a UUID, in prose"),
+    "niah_multikey_1": (NeedleVariant(num_keys=4), "four keys with a number each, one of them queried, in prose"),
+    "niah_multikey_2": (NeedleVariant("needle"), "one key among needles that fill the context"),
+    "niah_multikey_3": (
+        NeedleVariant("needle", "uuids", "uuids"),
+        "one UUID key among UUID needles that fill the context",
+    ),
+    "niah_multivalue": (NeedleVariant(num_values=4), "one key with four numbers, all of them queried, in prose"),
+    "niah_multiquery": (
+        NeedleVariant(num_keys=4, num_queries=4),
+        "four keys with a number each, all of them queried, in prose",
+    ),
 }
 
 
-def draft(variant: Niah, rng: random.Random, num_questions: int) -> Draft:
+def draft(variant: NeedleVariant, rng: random.Random, num_questions: int) -> Draft:
     keys = distinct(rng, _MAKERS[variant.keys], variant.num_keys)
     owners = [key for key in keys for _ in range(variant.num_values)]
     values = distinct(rng, _MAKERS[variant.values], len(owners))
@@ -58,44 +64,44 @@ def draft(variant: Niah, rng: random.Random, num_questions: int) -> Draft:
     separator = " " if variant.haystack == "essay" else "\n"
     needles = [separator + needle(variant, owners[i], values[i]) for i in order]
     queried = rng.sample(keys, variant.num_queries)
-    wanted = [i for key in queried for i, owner in enumerate(owners) if owner == key]
-    answers = tuple(values[i] for i in wanted)
+    indices = [i for key in queried for i, owner in enumerate(owners) if owner == key]
+    answers = tuple(values[i] for i in indices)
     one = len(answers) == 1
     what = variant.values[:-1] if one else variant.values
-    asked = f"special magic {what} for {listed(queried)} that the text gives"
-    ask = Ask(
-        f"\nWhat {'is the' if one else 'are all the'} {asked}?",
+    subject = f"special magic {what} for {listed(queried)} that the text gives"
+    question = DraftQuestion(
+        f"\nWhat {'is the' if one else 'are all the'} {subject}?",
         ", ".join(answers),
-        max(order.index(i) for i in wanted),
+        max(order.index(i) for i in indices),
         answers,
-        f" The {asked} {'is' if one else 'are'}",
+        f" The {subject} {'is' if one else 'are'}",
     )
     is_stock = variant.haystack != "needle"
-    return Draft(needles, [ask], _haystack(variant, rng, set(keys)), is_stock, _intro(what, one))
+    return Draft(needles, [question], _haystack(variant, rng, set(keys)), is_stock, _intro(what, one))
 
 
-def needle(variant: Niah, key: str, value: str) -> str:
+def needle(variant: NeedleVariant, key: str, value: str) -> str:
     return f"One of the special magic {variant.values} for {key} is: {value}."
 
 
 def noise_lines() -> Iterator[str]:
-    """The same block of noise, line by line."""
+    """Yield the same block of noise, line by line."""
     while True:
         yield "\n" + NOISE_BLOCK
 
 
-def _haystack(variant: Niah, rng: random.Random, taken: set[str]) -> Iterator[str]:
+def _haystack(variant: NeedleVariant, rng: random.Random, used: set[str]) -> Iterator[str]:
     if variant.haystack == "noise":
         return noise_lines()
     if variant.haystack == "needle":
-        return _other_needles(variant, rng, taken)
+        return _other_needles(variant, rng, used)
     return (" " + piece.strip() for piece in prose(rng))
 
 
-def _other_needles(variant: Niah, rng: random.Random, taken: set[str]) -> Iterator[str]:
+def _other_needles(variant: NeedleVariant, rng: random.Random, used: set[str]) -> Iterator[str]:
     while True:
         key = _MAKERS[variant.keys](rng)
-        if key not in taken:  # keys of the haystack may recur, the queried one may not
+        if key not in used:  # keys of the haystack may recur, the queried one may not
             yield "\n" + needle(variant, key, _MAKERS[variant.values](rng))
 
 

@@ -1,9 +1,9 @@
-"""RULER's question answering: numbered documents, of which one (qa_1) or two together (qa_2) answer.
+"""RULER's question answering: one of many numbered documents (qa_1) or two together (qa_2) have the answer.
 
 Facts from NVIDIA/RULER (``scripts/data/synthetic/qa.py``): documents of the question and distractors in random order
 under a numbered heading, the instruction before and after them, the answer's first word given, 32 new tokens, any
-reference counts. RULER takes SQuAD and HotpotQA; neither is here, so the documents are invented. A local file of either
-takes their place through ``eval.loaders``. The last distractor is cut to reach the exact length.
+reference counts. RULER uses SQuAD and HotpotQA, which do not ship here, so the documents are invented. A local file of
+either replaces them through ``eval.loaders``. The last distractor is cut to reach the exact length.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ from functools import partial
 
 from kvsift.errors import InputError
 from kvsift.eval.tasks.assembly import Assembly
-from kvsift.eval.tasks.documents import Asked, fact_documents, linked_documents
-from kvsift.eval.tasks.sample import Request, Sample, Style, Task
+from kvsift.eval.tasks.documents import DocumentQuestion, fact_documents, linked_documents
+from kvsift.eval.tasks.sample import Sample, SampleRequest, Style, Task
 
 STYLE = Style("string_match_part", 32, is_framed=False, stop=None)
 _INSTRUCTION = "Answer the question from the documents given here. Write the answer and nothing else."
 _INTRO = f"{_INSTRUCTION}\n\nThe documents:"
-_MANY = 99_999  # more documents than there will be: its number takes as many tokens as any
+_MANY = 99_999  # an upper bound of the number of documents, with the most tokens
 
 
-def write_invented(task: str, make: Callable[[random.Random], tuple[Asked, Iterator[str]]], request: Request) -> Sample:
-    asked, others = make(request.rng)
-    return write_sample(task, request, asked.needed, others, asked.question, (asked.answer,))
+def write_invented(
+    task: str, make: Callable[[random.Random], tuple[DocumentQuestion, Iterator[str]]], request: SampleRequest
+) -> Sample:
+    item, others = make(request.rng)
+    return write_sample(task, request, item.documents, others, item.question, (item.answer,))
 
 
 def write_sample(
     task: str,
-    request: Request,
-    wanted: Sequence[str],
+    request: SampleRequest,
+    documents: Sequence[str],
     others: Iterator[str],
     question: str,
     answers: tuple[str, ...],
 ) -> Sample:
-    """The wanted documents at random depths among others.
+    """Write the documents of a question at random depths among others.
 
     Raises:
-        InputError: if the wanted documents do not fit.
+        InputError: if they do not fit.
     """
     rng, assembly = request.rng, Assembly(request, _INTRO)
-    order = rng.sample(range(len(wanted)), len(wanted))
-    sizes = [len(request.encode(_numbered(_MANY, wanted[i]))) for i in order]
+    order = rng.sample(range(len(documents)), len(documents))
+    sizes = [len(request.encode(_numbered(_MANY, documents[i]))) for i in order]
     if sum(sizes) > assembly.room:
         raise InputError(
-            f"{len(wanted)} documents of {sum(sizes)} tokens have {assembly.room}; ask for a longer context."
+            f"{len(documents)} documents of {sum(sizes)} tokens have {assembly.room}; ask for a longer context."
         )
     targets = sorted(rng.random() for _ in order)
     starts: list[float] = []
@@ -56,7 +58,7 @@ def write_sample(
         due = placed < len(order) and 1 - assembly.room / room >= targets[placed]
         text = "" if due else _numbered(number, next(others))
         if placed < len(order) and (due or len(request.encode(text)) + sum(sizes[placed:]) > assembly.room):
-            starts.append(assembly.add(_numbered(number, wanted[order[placed]])))
+            starts.append(assembly.add(_numbered(number, documents[order[placed]])))
         else:
             assembly.add(text)
     context, ids = assembly.cut()

@@ -1,8 +1,8 @@
-"""RULER's variable tracking: one chain of five variables in noise; which of them hold the number?
+"""RULER's variable tracking: one chain of five variables in noise; which variables have the number?
 
 Facts from NVIDIA/RULER (``scripts/data/synthetic/variable_tracking.py``): one chain, four hops, names of five capitals,
 a line per assignment, noise between them, a short solved example before (three capitals), the answer's first words
-given, all five names wanted, 30 new tokens. Instructions and noise are our own.
+given, all five names as the answer, 30 new tokens. Instructions and noise are our own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from string import ascii_uppercase
 
 from kvsift.eval.tasks.ruler_niah import NOISE_BLOCK, STYLE, noise_lines
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.words import digits, distinct
 
 NUM_HOPS = 4
@@ -25,13 +25,13 @@ def draft(rng: random.Random, num_questions: int) -> Draft:
     number, other = distinct(rng, lambda r: digits(r, 5), 2)
     names = _names(rng, 5)
     needles = ["\n" + line for line in assignments(names, number)]
-    ask = Ask(_question(number), " ".join(names), len(needles) - 1, tuple(names), _answer_prefix(number))
-    return Draft(needles, [ask], noise_lines(), is_stock=True, intro=f"{_example(rng, other)}\n\n{_INTRO}")
+    question = DraftQuestion(_question(number), " ".join(names), len(needles) - 1, tuple(names), _answer_prefix(number))
+    return Draft(needles, [question], noise_lines(), is_stock=True, intro=f"{_example(rng, other)}\n\n{_INTRO}")
 
 
 def assignments(names: Sequence[str], number: str) -> list[str]:
-    """The first variable gets the number, each other one the variable before it."""
-    return [f"VAR {name} = {source}" for name, source in zip(names, (number, *(f"VAR {each}" for each in names)))]
+    """Return the lines: the first variable gets the number, each other one the variable before it."""
+    return [f"VAR {name} = {source}" for name, source in zip(names, (number, *(f"VAR {name}" for name in names)))]
 
 
 def _names(rng: random.Random, num_letters: int) -> list[str]:
@@ -58,14 +58,6 @@ def _example(rng: random.Random, number: str) -> str:
     return _INTRO + "\n".join(lines) + _question(number) + _answer_prefix(number) + " " + " ".join(names)
 
 
-TASKS = (
-    Task(
-        "vt",
-        "a chain of five variables in noise, all asked for",
-        draft,
-        tokens_per_question=400,
-        max_questions=1,
-        family="ruler",
-        style=replace(STYLE, max_new_tokens=30),
-    ),
-)
+_ABOUT = "a chain of five variables in noise, all of them queried"
+_STYLE = replace(STYLE, max_new_tokens=30)
+TASKS = (Task("vt", _ABOUT, draft, tokens_per_question=400, max_questions=1, family="ruler", style=_STYLE),)

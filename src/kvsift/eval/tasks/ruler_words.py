@@ -1,11 +1,11 @@
-"""RULER's aggregation tasks: which words of a list are most frequent?
+"""RULER's aggregation tasks: the most frequent words of a list.
 
 Facts from NVIDIA/RULER (``scripts/data/synthetic/common_words_extraction.py``, ``freq_words_extraction.py``):
 
-* cwe: a shuffled, numbered list in which ten words stand 30 times and all others 3 times (6 and 1 below 4096 tokens),
+* cwe: a shuffled, numbered list in which ten words occur 30 times and all others 3 times (6 and 1 below 4096 tokens),
   after a solved example of 40 words (10 and 3 times; below 4096 tokens 20 words, 3 and 1 times); 120 new tokens.
 * fwe: coded words of six letters, the one of rank k int(n k^-2 / zeta(2)) times, shuffled. Rank 1 is written ``...``
-  and to be ignored, ranks 2 to 4 are asked for; a vocabulary of a fiftieth of the tokens; 50 new tokens.
+  and ignored, ranks 2 to 4 are the answer; a vocabulary of a fiftieth of the tokens; 50 new tokens.
 
 Our own: the instructions; the words (of CPython's documentation, then invented ones); and the exact length, which cwe
 reaches with a few more words at the end, each once, and fwe with dots.
@@ -22,7 +22,7 @@ from string import ascii_lowercase
 
 from kvsift.eval.tasks.assembly import BLOCK, Assembly, blocks, largest_that_fits, num_tokens
 from kvsift.eval.tasks.ruler_niah import STYLE
-from kvsift.eval.tasks.sample import Request, Sample, Style, Task
+from kvsift.eval.tasks.sample import Sample, SampleRequest, Style, Task
 from kvsift.eval.tasks.words import distinct, pseudo_word
 from kvsift.eval.text import vocabulary
 
@@ -31,7 +31,7 @@ NUM_COMMON = 10
 DOTS = "..."
 ZETA_2 = pi**2 / 6
 LEAST_FWE = 53
-"""From so many words on the ranks 4 and 5 occur 2 and 1 times, or further apart: the answer is unique."""
+"""The fewest words for a unique answer: the ranks 4 and 5 occur 2 and 1 times, or differ more."""
 _CWE_STYLE = replace(STYLE, max_new_tokens=120)
 _FWE_STYLE = replace(STYLE, max_new_tokens=50)
 _CWE_INTRO = (
@@ -48,7 +48,7 @@ _FWE_QUESTION = (
 _FWE_PREFIX = " Answer: The three coded words that occur most often in the text above are:"
 
 
-def write_cwe(request: Request) -> Sample:
+def write_cwe(request: SampleRequest) -> Sample:
     rng, is_short = request.rng, request.length < SHORT
     common_times, other_times = (6, 1) if is_short else (30, 3)
     example = _example(rng, *((20, 3, 1) if is_short else (40, 10, 3)))
@@ -73,7 +73,7 @@ def write_cwe(request: Request) -> Sample:
     return _sample("cwe", assembly, _CWE_QUESTION, _CWE_PREFIX, common, _CWE_STYLE)
 
 
-def write_fwe(request: Request) -> Sample:
+def write_fwe(request: SampleRequest) -> Sample:
     rng = request.rng
     assembly = Assembly(request, _FWE_INTRO)
     vocabulary_size = max(4, request.length // 50)
@@ -95,29 +95,29 @@ def write_fwe(request: Request) -> Sample:
 
 
 def zeta_counts(num_words: int, vocabulary_size: int) -> list[int]:
-    """How often the word of each rank occurs: a Zeta distribution with alpha 2, rounded down."""
+    """Return the count of the word of each rank: a Zeta distribution with alpha 2, rounded down."""
     return [int(num_words / (rank**2 * ZETA_2)) for rank in range(1, vocabulary_size + 1)]
 
 
 def _words(rng: random.Random, count: int) -> list[str]:
-    known = vocabulary()
-    words = rng.sample(known, min(count, len(known)))
-    return [*words, *distinct(rng, partial(_new_word, frozenset(known)), count - len(words))]
+    prose_words = vocabulary()
+    words = rng.sample(prose_words, min(count, len(prose_words)))
+    return [*words, *distinct(rng, partial(_new_word, frozenset(prose_words)), count - len(words))]
 
 
-def _new_word(known: frozenset[str], rng: random.Random) -> str:
-    while (word := pseudo_word(rng)) in known:
+def _new_word(used: frozenset[str], rng: random.Random) -> str:
+    while (word := pseudo_word(rng)) in used:
         pass
     return word
 
 
 def _example(rng: random.Random, num_words: int, common_times: int, other_times: int) -> str:
-    """A list with its question and answer."""
+    """Return a list with its question and answer."""
     words = _words(rng, num_words)
     listed = words[:NUM_COMMON] * common_times + words[NUM_COMMON:] * other_times
     rng.shuffle(listed)
     context, answer = (
-        " ".join(f"{i}. {word}" for i, word in enumerate(each, 1)) for each in (listed, words[:NUM_COMMON])
+        " ".join(f"{i}. {word}" for i, word in enumerate(items, 1)) for items in (listed, words[:NUM_COMMON])
     )
     return f"{_CWE_INTRO}{context}{_CWE_QUESTION}{_CWE_PREFIX} {answer}"
 
@@ -127,16 +127,10 @@ def _sample(task: str, assembly: Assembly, question: str, prefix: str, answers: 
     return Sample(task, context, ids, (style.question(question, " ".join(answers), 1.0, tuple(answers), prefix),))
 
 
-TASKS = (
-    Task(
-        "cwe", "the ten most common words of a list", write=write_cwe, max_questions=1, family="ruler", style=_CWE_STYLE
-    ),
-    Task(
-        "fwe",
-        "the three most frequent coded words, by a Zeta distribution",
-        write=write_fwe,
-        max_questions=1,
-        family="ruler",
-        style=_FWE_STYLE,
-    ),
+TASKS = tuple(
+    Task(name, about, write=write, max_questions=1, family="ruler", style=style)
+    for name, about, write, style in (
+        ("cwe", "the ten most common words of a list", write_cwe, _CWE_STYLE),
+        ("fwe", "the three most frequent coded words, by a Zeta distribution", write_fwe, _FWE_STYLE),
+    )
 )

@@ -1,8 +1,8 @@
-"""What a task gives: a context of an exact number of tokens and questions that it answers."""
+"""Tasks, and what they return: a context of an exact number of tokens with questions about it."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvsift.engine.prompt import STOP, question_text
@@ -13,15 +13,15 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True)
 class Question:
-    """One question; ``depth`` is where its answer becomes known: 0 the first token of the context, 1 the last.
+    """One question; ``depth`` is the position of its answer: 0 is the first token of the context, 1 the last.
 
     Attributes:
-        answer: what to show as the expected answer.
-        answers: all references the scorer compares with; empty means ``(answer,)``.
+        answer: the expected answer, for display.
+        answers: all references of the scorer; empty means ``(answer,)``.
         scorer: a name in ``eval.scorers.SCORERS``.
-        max_new_tokens: at most so many tokens are generated.
-        answer_prefix: the beginning of the answer that the prompt already gives; not part of the prediction.
-        is_framed: put into the package's own question format, or sent as it is (published formats bring their own).
+        max_new_tokens: the most tokens to generate.
+        answer_prefix: the beginning of the answer, which is part of the prompt and not of the prediction.
+        is_framed: asked in the package's own format, or as it is (published formats bring their own).
         stop: a text that ends the answer; None: only the model or ``max_new_tokens`` does.
     """
 
@@ -41,8 +41,16 @@ class Question:
 
     @property
     def tail(self) -> str:
-        """What follows the context for a model without a chat template."""
+        """The text after the context for a model without a chat template."""
         return (question_text(self.text) if self.is_framed else self.text) + self.answer_prefix
+
+    def framed(self) -> "Question":
+        """Return the question in the package's own format: ``Question: ...`` and an answer of one line, without the
+        instruction and the given words of the published format."""
+        if self.is_framed:
+            return self
+        text = self.text.rpartition("Question:")[2].strip()
+        return replace(self, text=text, answer_prefix="", is_framed=True, stop=STOP)
 
 
 @dataclass(frozen=True)
@@ -50,13 +58,13 @@ class Sample:
     """A context and its questions.
 
     ``context_ids`` are the tokens of ``context`` encoded piece by piece, after the prefix (bos). Encoding the whole
-    text at once may join tokens differently across pieces, so what needs the exact length feeds the ids.
+    text at once may join tokens differently across pieces, so callers that need the exact length feed the ids.
 
     Attributes:
-        targets: for perplexity, which has no questions: tokens that continue the context, to be predicted one after
-            the other, each from the context and all targets before it.
+        targets: for perplexity, which has no questions: the tokens after the context, each predicted from all tokens
+            before it.
         in_turn: the questions are turns of one conversation: each follows those before it and their answers.
-        notes: what was done to make it that its reader should know, such as a context cut in the middle.
+        notes: deviations that a reader of the result should know, such as a context cut in the middle.
     """
 
     task: str
@@ -68,8 +76,13 @@ class Sample:
     notes: tuple[str, ...] = ()
 
 
+def framed(sample: Sample) -> Sample:
+    """Return the sample with every question in the package's own format, for models trained on no other."""
+    return replace(sample, questions=tuple(question.framed() for question in sample.questions))
+
+
 @dataclass(frozen=True)
-class Ask:
+class DraftQuestion:
     """A question of a draft; ``needle`` is the index of the last needle that the answer depends on."""
 
     text: str
@@ -85,14 +98,14 @@ class Draft:
 
     Attributes:
         needles: pieces to hide, in order of appearance, each with its separator in front.
-        asks: questions about them, in any order.
-        filler: endless pieces to fill the rest with, each with its separator in front.
-        is_stock: whether filler pieces recur across samples, so that their tokens are worth keeping.
-        intro: what the context begins with, before any needle or filler.
+        questions: about the needles, in any order.
+        filler: endless pieces that fill the context, each with its separator in front.
+        is_stock: whether pieces of filler recur across samples, so that their tokens are worth caching.
+        intro: the beginning of the context, before any needle or filler.
     """
 
     needles: list[str]
-    asks: list[Ask]
+    questions: list[DraftQuestion]
     filler: Iterator[str]
     is_stock: bool
     intro: str = ""
@@ -100,7 +113,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Style:
-    """How the questions of a task are put and judged: the fields of ``Question`` that all of them share."""
+    """The fields of ``Question`` that all questions of a task share."""
 
     scorer: str = "exact"
     max_new_tokens: int = 40
@@ -110,13 +123,13 @@ class Style:
     def question(
         self, text: str, answer: str, depth: float, answers: tuple[str, ...] = (), answer_prefix: str = ""
     ) -> Question:
-        how = self.scorer, self.max_new_tokens, answer_prefix, self.is_framed, self.stop
-        return Question(text, answer, depth, answers, *how)
+        shared = self.scorer, self.max_new_tokens, answer_prefix, self.is_framed, self.stop
+        return Question(text, answer, depth, answers, *shared)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a sample is wanted for: ``length`` tokens of context, the prefix included."""
+class SampleRequest:
+    """Arguments of a sample: ``length`` is tokens of context, the prefix included."""
 
     rng: random.Random
     length: int
@@ -127,14 +140,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Task:
-    """A name, what it asks of a model, and how to make a context with about ``num_questions`` questions.
+    """A task: its name, a description, and the function that writes a context with about ``num_questions`` questions.
 
     Attributes:
-        draft: gives needles and filler, to be laid out to any length; or
-        write: gives the finished sample, where the length decides what is in it.
-        tokens_per_question: a generous estimate: needles of one question never take more.
-        family: names several tasks at once, "ruler" for one.
-        kind: "perplexity" has targets in place of questions.
+        draft: returns needles and filler for any length; or
+        write: returns the whole sample, if the length decides its content.
+        tokens_per_question: an upper bound of the tokens of one question's needles.
+        family: a name for several tasks, such as "ruler".
+        kind: "perplexity" has targets instead of questions.
         in_turn: as in ``Sample``.
     """
 
@@ -145,6 +158,10 @@ class Task:
     max_questions: int = 1000
     family: str = "own"
     style: Style = Style()
-    write: Callable[[Request], Sample] | None = None
+    write: Callable[[SampleRequest], Sample] | None = None
     kind: Literal["questions", "perplexity"] = "questions"
     in_turn: bool = False
+
+    def num_questions(self, length: int, limit: int) -> int:
+        """Return the number of questions of a context: at most ``limit``, fewer if it is short."""
+        return max(1, min(limit, self.max_questions, length // (2 * self.tokens_per_question)))

@@ -1,4 +1,4 @@
-"""Values of invented facts, by kind: what stands in the sentence is, letter for letter, the answer."""
+"""Values of invented facts, by kind: each stands in its sentence letter for letter as the answer."""
 
 # ruff: noqa: SIM905  (a list of words reads best as a line of words)
 
@@ -20,7 +20,7 @@ _SMALL_NUMBERS = """two three four five six seven eight nine ten eleven twelve t
 
 
 def value(rng: random.Random, kind: str, lexicon: Lexicon) -> str:
-    """A value of a kind in ``KINDS``."""
+    """Return a value of a kind in ``KINDS``."""
     return KINDS[kind](rng, lexicon)
 
 

@@ -1,10 +1,10 @@
-"""Variables: chains of assignments (RULER's variable tracking), 1 to 4 steps from the question to the number."""
+"""Variables task: chains of assignments (RULER's variable tracking), 1 to 4 steps from the question to the number."""
 
 import random
 from collections.abc import Callable
 
 from kvsift.eval.tasks.haystack import haystack
-from kvsift.eval.tasks.sample import Ask, Draft, Task
+from kvsift.eval.tasks.sample import Draft, DraftQuestion, Task
 from kvsift.eval.tasks.words import NOUNS, digits, distinct, pseudo_word
 
 MAX_HOPS = 4
@@ -12,25 +12,25 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def draft(rng: random.Random, num_questions: int) -> Draft:
-    """Chains that together have ``num_questions`` variables, each asked for; the chains interleave in the context."""
+    """Return interleaved chains of ``num_questions`` variables in all, with a question about each variable."""
     chains = _chain_lengths(rng, num_questions)
     names = iter(distinct(rng, rng.choice(_NAMES), num_questions))
     values = distinct(rng, lambda r: digits(r, 5), len(chains))
     order = [chain for chain, hops in enumerate(chains) for _ in range(hops)]
     rng.shuffle(order)
     last: dict[int, str] = {}
-    needles, asks = [], []
+    needles, questions = [], []
     for i, chain in enumerate(order):
         name = next(names)
         source = f"VAR {last[chain]}" if chain in last else values[chain]
         needles.append(f"\nVAR {name} = {source}\n")
-        asks.append(Ask(f"What is the value of the variable {name}?", values[chain], i))
+        questions.append(DraftQuestion(f"What is the value of the variable {name}?", values[chain], i))
         last[chain] = name
-    return Draft(needles, asks, haystack(rng), is_stock=True)
+    return Draft(needles, questions, haystack(rng), is_stock=True)
 
 
 def hops(question: str, context: str) -> int:
-    """Assignments to follow from the variable in a question of this task to its number."""
+    """Return the number of assignments from the variable of a question to its number."""
     source = dict(line[4:].split(" = ") for line in context.splitlines() if line.startswith("VAR ") and " = " in line)
     name, count = question.removesuffix("?").rsplit(" ", 1)[1], 1
     while source[name].startswith("VAR "):
@@ -59,4 +59,4 @@ def _word(rng: random.Random) -> str:
 
 _NAMES: tuple[Callable[[random.Random], str], ...] = (_letters, _numbered, _word)
 
-TASK = Task("variables", "chains of 1 to 4 assignments", draft, tokens_per_question=32)
+TASKS = (Task("variables", "chains of 1 to 4 assignments", draft, tokens_per_question=32),)

@@ -1,4 +1,4 @@
-"""Words to invent keys, names and values from."""
+"""Words of invented keys, names and values."""
 
 # ruff: noqa: SIM905  (a list of words reads best as a line of words)
 
@@ -70,7 +70,7 @@ _CODAS = ["", "", "", "l", "n", "r", "s", "t", "m", "nd", "rk", "st", "x"]
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The open word classes that names and values are drawn from; training may widen them."""
+    """Open word classes of names and values; training may widen them."""
 
     adjectives: tuple[str, ...] = tuple(ADJECTIVES)
     nouns: tuple[str, ...] = tuple(NOUNS)
@@ -87,13 +87,13 @@ DEFAULT = Lexicon()
 
 
 def pseudo_word(rng: random.Random) -> str:
-    """A pronounceable word that no language has, so that only the context can tell what it means."""
+    """Return a pronounceable invented word, whose meaning only the context gives."""
     syllables = rng.randint(2, 3)
     return "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(syllables))
 
 
 def digits(rng: random.Random, count: int) -> str:
-    """A number of exactly ``count`` digits, without a leading zero."""
+    """Return a number of exactly ``count`` digits, without a leading zero."""
     return str(rng.randrange(10 ** (count - 1), 10**count))
 
 
@@ -110,11 +110,11 @@ def capitalised(text: str) -> str:
 
 
 def distinct(rng: random.Random, make: Callable[[random.Random], str], count: int) -> list[str]:
-    """``count`` different results of ``make(rng)``, in the order they came."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found.setdefault(make(rng))
-    return list(found)
+    """Return ``count`` different results of ``make(rng)``, in order."""
+    results: dict[str, None] = {}
+    while len(results) < count:
+        results.setdefault(make(rng))
+    return list(results)
 
 
 def two_words(rng: random.Random) -> str:
@@ -122,7 +122,7 @@ def two_words(rng: random.Random) -> str:
 
 
 def uuid(rng: random.Random) -> str:
-    """A random (version 4) UUID."""
+    """Return a random (version 4) UUID."""
     return str(UUID(int=rng.getrandbits(128), version=4))
 
 
@@ -133,10 +133,9 @@ def listed(items: Sequence[str]) -> str:
 
 
 def endless(rng: random.Random, make: Callable[[random.Random], str]) -> Iterator[str]:
-    """Different results of ``make(rng)``, as long as there are any."""
-    found: set[str] = set()
+    """Yield different results of ``make(rng)``."""
+    used: set[str] = set()
     while True:
-        made = make(rng)
-        if made not in found:
-            found.add(made)
-            yield made
+        if (result := make(rng)) not in used:
+            used.add(result)
+            yield result

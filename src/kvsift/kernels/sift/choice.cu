@@ -108,18 +108,20 @@ __device__ __forceinline__ int choose(
         for (int i = thread; i < count; i += THREADS) s.pages[first + i] = first + i;
     } else if (chosen > 0) {
         // A group without one of the k best maxima holds none of the k best pages: of many pages choose groups first.
-        bool pages = count <= KEYS, listed = !pages;
-        int number = pages ? count : (count + GROUP_PAGES - 1) / GROUP_PAGES;
-        while (true) {
+        // The passes share one copy of the code: two calls made a step of 32K tokens 1.4 % slower on an H200.
+        int number = count, groups = (count + GROUP_PAGES - 1) / GROUP_PAGES;
+        bool grouped = count > KEYS;
+#pragma unroll 1
+        for (bool last = !grouped;; last = true) {
             auto page = [=, &s](int i) {
-                return listed ? s.groups[i / GROUP_PAGES] * GROUP_PAGES + i % GROUP_PAGES : i;
+                return grouped ? s.groups[i / GROUP_PAGES] * GROUP_PAGES + i % GROUP_PAGES : i;
             };
-            int groups = write_best(
-                [=](int i) { return ordered(__ldcg(pages ? scores + page(i) : maxima + i)); }, number, chosen,
-                pages ? chosen : KEYS / GROUP_PAGES, s, pages ? s.pages + first : s.groups,
-                [=](int i) { return pages ? first + page(i) : i; });
-            if (pages) break;
-            pages = true, number = groups * GROUP_PAGES;
+            int written = write_best(
+                [=](int i) { return ordered(__ldcg(last ? scores + page(i) : maxima + i)); }, last ? number : groups,
+                chosen, last ? chosen : KEYS / GROUP_PAGES, s, last ? s.pages + first : s.groups,
+                [=](int i) { return last ? first + page(i) : i; });
+            if (last) break;
+            number = written * GROUP_PAGES;
         }
     }
     for (int i = thread; i < first; i += THREADS) s.pages[i] = i;

@@ -39,12 +39,14 @@ struct Arguments {
     u16 *out;
     float *scores, *maxima, *parts;
     u32 *flags;       // [rows, 2], zero: members that have scored, members that have attended
-    u64 *visible;     // [1]
+    u64 *visible;     // [sequences], or null: not counted
     const float *sink;
+    const int *dense_below;  // [sequences]: shorter ones are left out; or null
     i64 summary_head, summary_page, key_head, key_page, key_token, value_head, value_page, value_token;  // bytes
     int max_pages, row_scores, num_kv_heads, members;
     float scale, softcap;
 };
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/sifted_attention.py differs");
 
 struct __align__(16) Shared {
     float queries[G * D];        // times scale
@@ -143,8 +145,6 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-__device__ __forceinline__ float low_feature(float q) { return KIND == 0 || KIND == 4 ? fmaxf(q, 0.f) : q; }
-__device__ __forceinline__ float high_feature(float q) {
-    if (KIND == 0 || KIND == 4) return fminf(q, 0.f);
-    return KIND == 1 ? fabsf(q) : 0.5f * q * q;
-}
+// Query features of the summary kind, for each half of a row.
+__device__ __forceinline__ float first_feature(float q) { return FIRST_FEATURE; }
+__device__ __forceinline__ float second_feature(float q) { return SECOND_FEATURE; }

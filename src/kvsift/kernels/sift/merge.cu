@@ -95,11 +95,11 @@ __device__ __forceinline__ void merge_records(const Arguments &a, Shared &s, flo
             sum = fmaf(__ldcg(records + (i64)m * RECORD + n), weights[n / D * a.members + m], sum);
         a.out[(i64)row * G * D + n] = rounded(sum * s.queries[n / D]);
     }
-    if (warp == 0) {
+    if (warp == 0 && a.visible) {
         float shown = 0;
         for (int m = lane; m < a.members; m += 32) shown += __ldcg(records + (i64)m * RECORD + G * D + 2 * G);
 #pragma unroll
         for (int other = 16; other; other >>= 1) shown += __shfl_xor_sync(~0u, shown, other);
-        if (lane == 0) atomicAdd(a.visible, (u64)shown);
+        if (lane == 0) atomicAdd(a.visible + row / a.num_kv_heads, (u64)shown);
     }
 }

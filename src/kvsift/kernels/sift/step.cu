@@ -3,13 +3,15 @@
 //
 // The rows (sequence, KV head) are shared out among MEMBERS blocks each. A row's members
 //   1. score a share of its pages each, and wait for one another,
-//   2. choose its best pages, each for itself: cheaper than handing the list round,
+//   2. choose its best pages, each for itself: cheaper than to pass the list on,
 //   3. attend a share of the listed tokens each; the last to finish merges the parts.
 // Every warp streams 4 KiB stages through a ring of its own in shared memory, so that enough bytes are in flight and
 // no barrier stands between memory and arithmetic.
 //
-// Compiled for: G query heads per KV head, D head_dim, PAGE tokens, KIND of summary, HALF (float16, else bfloat16),
-// FP8 (summary rows of one byte per number), WARPS, STAGES, KEYS, CAPACITY of a list, CAPPED, SINK.
+// Compiled for: G query heads per KV head, D head_dim, PAGE tokens, FIRST_FEATURE and SECOND_FEATURE of the
+// summary kind, HALF (float16, else bfloat16), FP8 (summary rows of one byte per number), WARPS, STAGES, KEYS, CAPACITY
+// of a list, CAPPED, SINK. Budgets (as spans) and whether a sequence takes part (dense_below) are its own, read on the
+// device.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_constant__ Arguments a) {
     extern __shared__ __align__(128) char rings[];
@@ -17,6 +19,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
     int row = blockIdx.x / a.members, member = blockIdx.x % a.members;
     int batch = row / a.num_kv_heads, head = row % a.num_kv_heads;
+    if (a.dense_below && a.lengths[batch] < a.dense_below[batch]) {  // the kernel behind this one waits for all before
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        return;
+    }
     int first = a.spans[batch * 4], stop = a.spans[batch * 4 + 1], held = a.spans[batch * 4 + 3];
     int count = stop - first, chosen = min(a.spans[batch * 4 + 2], count);
     int place = member * WARPS + warp, step = a.members * WARPS;
@@ -39,9 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     for (int i = thread; i < G * D; i += THREADS) {
         float q = as_float(a.queries[(i64)row * G * D + i]) * a.scale;
         s.queries[i] = q;
-        q *= FP8 ? 8.f : 1.f;  // rows of bytes hold an eighth
-        place_feature(s, i / D, i % D, low_feature(q));
-        place_feature(s, i / D, D + i % D, high_feature(q));
+        place_feature(s, i / D, i % D, first_feature(q));
+        place_feature(s, i / D, D + i % D, second_feature(q));
     }
     __syncthreads();
     {

@@ -1,0 +1,3 @@
+#define KVSIFT_TABLE kAvx2
+#define KVSIFT_NAME "avx2"
+#include "isa/kernels.inc"

@@ -1,0 +1,3 @@
+#define KVSIFT_TABLE kGeneric
+#define KVSIFT_NAME "generic"
+#include "isa/kernels.inc"

@@ -1,3 +1,0 @@
-#define KVSIFT_TABLE kAvx2
-#define KVSIFT_NAME "avx2"
-#include "levels/kernels.inc"

@@ -1,3 +1,0 @@
-#define KVSIFT_TABLE kGeneric
-#define KVSIFT_NAME "generic"
-#include "levels/kernels.inc"

@@ -1,0 +1,157 @@
+"""Answers and their numbers side by side, a column per plan."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvsift.cli.escaping import cell
+from kvsift.cli.numbers_table import header, numbers_table
+from kvsift.errors import NothingSkipped
+
+if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM, Document
+    from kvsift.engine.result import Answer
+    from kvsift.methods.base import Phase
+    from kvsift.plan.plan import Plan
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")  # plan.plan has them, and imports torch
+
+
+class Reading(NamedTuple):
+    """Time and density of the prefill of a document."""
+
+    seconds: float = 0.0
+    density: float | None = None  # of prefill
+
+
+NO_READING = Reading()
+
+
+class Column(NamedTuple):
+    """The answers under one plan."""
+
+    plan: Plan
+    answers: Sequence[Answer]
+    read: Reading = NO_READING
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers of the answers, for JSON and tables."""
+        return summary(self.answers, self.read)
+
+    def check_skipped(self, strict: bool) -> None:
+        """Warn if the plan is sparse in a phase and skipped nothing there.
+
+        Raises:
+            NothingSkipped: under ``strict``.
+        """
+        for phase in PHASES:
+            rule = self.plan.rule(phase)
+            densities = [answer.stats["phases"][phase]["density"] for answer in self.answers]
+            densities += [self.read.density] if phase == "prefill" else []
+            ran = [density for density in densities if density is not None]
+            if rule is None or rule.method.traits.unbounded or not ran or min(ran) < 1:
+                continue
+            message = self.plan.skipped_nothing(phase)
+            below = max(answer.dense_below for answer in self.answers)
+            if phase == "decode" and below:
+                message += (
+                    f" Here contexts below {below:,} tokens are decoded densely, because that is as fast; "
+                    "--dense-below 0 makes them sparse too."
+                )
+            if strict:
+                raise NothingSkipped(message)
+            print(f"kvsift: WARNING: {message}", file=sys.stderr)
+
+
+def summary(answers: Sequence[Answer], read: Reading = NO_READING) -> dict[str, Any]:
+    """Return the numbers of one plan: TTFT of the first answer with the document, means, sums of bytes; for JSON."""
+    itl = [gap for answer in answers for gap in answer.itl_s]
+    return {
+        "plan": answers[0].plan,
+        "path": answers[0].path,
+        "host": answers[0].host,
+        "index": answers[0].index,
+        "dense_below": answers[0].dense_below,
+        "prompt_tokens": max(answer.prompt_tokens for answer in answers),
+        "ttft_s": read.seconds + answers[0].ttft_s,
+        "read_s": read.seconds,
+        "read_density": read.density,
+        "ttft_cached_s": sum(answer.ttft_s - answer.build_s for answer in answers) / len(answers),
+        "build_s": sum(answer.build_s for answer in answers),
+        "tpot_s": sum(itl) / len(itl) if itl else None,
+        "visible_tokens": _mean(answers, "visible_tokens"),
+        "density": _mean(answers, "density"),
+        **_sparse_layers(answers),
+        "generated_tokens": sum(len(answer.token_ids) for answer in answers),
+        "finish_reasons": dict(Counter(answer.finish_reason for answer in answers)),
+        "kv_bytes_read": sum(answer.decode("kv_bytes_read") for answer in answers),
+        "kv_bytes_dense": sum(answer.decode("kv_bytes_dense") for answer in answers),
+        "recall": _mean(answers, "recall"),
+        "recovery": _mean(answers, "recovery"),
+        "select_s": sum(answer.decode("select_s") for answer in answers),
+        "kv_bytes": max(answer.kv_bytes for answer in answers),
+        "peak_memory_bytes": max(answer.peak_memory_bytes for answer in answers),
+        "phases": [answer.stats["phases"] for answer in answers],
+        "layers": answers[0].stats["layers"],
+    }
+
+
+def print_reading(llm: LLM, document: Document) -> None:
+    """Print the size of the document, its prefill time and the model."""
+    dtype = str(llm.dtype).removeprefix("torch.")
+    by = f"{llm.directory.name} on {llm.device} ({dtype})"
+    _console().print(cell(f"{document.num_tokens:,} tokens read in {document.read_s:.1f} s by {by}\n"))
+
+
+def print_bold(text: str) -> None:
+    """Print a heading, such as a question."""
+    _console().print(cell(text, "bold"))
+
+
+def print_answers(questions: Sequence[str], columns: Sequence[Column]) -> None:
+    """Print questions and answers side by side, a column per plan."""
+    from rich.table import Table
+
+    table = Table("question", *(header(column.answers[0].plan) for column in columns), show_lines=True)
+    for index, question in enumerate(questions):
+        texts = [column.answers[index] for column in columns]
+        table.add_row(cell(question), *(cell((text.text or "(nothing)") + cut_mark(text)) for text in texts))
+    _console().print(table)
+
+
+def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool) -> None:
+    """Print the table of numbers."""
+    _console(to_stderr).print(numbers_table(rows, verbose))
+
+
+def cut_mark(answer: Answer) -> str:
+    """Return the mark after the text of an answer that ``max_new_tokens`` has cut."""
+    return f" [cut after {len(answer.token_ids)} tokens]" if answer.finish_reason == "length" else ""
+
+
+def _console(stderr: bool = False) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def _mean(answers: Sequence[Answer], key: str) -> float | None:
+    values = [value for answer in answers if (value := answer.decode(key)) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _sparse_layers(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return visible tokens and density of decode in sparse layers, and the number of those layers."""
+    rows = [row for answer in answers for row in answer.stats["layers"] if row["phase"] == "decode"]
+    sparse = [row for row in rows if row["sparse_queries"]]
+    means = {
+        key: sum(row[key] for row in sparse) / len(sparse) if sparse else None for key in ("visible_tokens", "density")
+    }
+    return {
+        **{f"sparse_layer_{key}": value for key, value in means.items()},
+        "num_layers": len({row["layer"] for row in rows}),
+        "num_sparse_layers": len({row["layer"] for row in sparse}),
+    }

@@ -1,0 +1,99 @@
+"""Counters of rows that captured steps decode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.transcript import Transcript
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.paged_decode import DecodeLayer, StepMode, page_spans
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Rule
+
+
+@dataclass
+class DecodeRow:
+    """A request that is being decoded.
+
+    Attributes:
+        row: of the cache.
+        transcript: its answer so far; it begins with the token after the prompt.
+        stats: its counters.
+        start: tokens cached before the first step.
+        rule: of decode; None is dense.
+        dense: of each step launched for it, whether it was dense.
+        sparse_steps: number of sparse steps so far, those before ``start`` included; probes go by it.
+        stale_from: the first position whose page has no summary yet, since dense steps write none.
+        dense_below: context length below which it is dense, in the slots that it has.
+        sparse_mode: of a step in which all rows are sparse and have its rule.
+        visible: int64 [layers], visible tokens of its lists in the slots that it had before.
+        visible_in_slot: int64 [layers], those in its present slot, up to the last step with a token in the transcript.
+    """
+
+    row: int
+    transcript: Transcript
+    stats: RunStats
+    start: int
+    rule: Rule | None
+    dense: list[bool] = field(default_factory=list)
+    sparse_steps: int = 0
+    stale_from: int | None = None
+    dense_below: int = 0
+    sparse_mode: StepMode = "sparse"
+    visible: Tensor | int = 0
+    visible_in_slot: Tensor | int = 0
+
+    @property
+    def written(self) -> int:
+        """Tokens in the cache, those of steps launched after its end included."""
+        return self.start + len(self.dense)
+
+    @property
+    def steps(self) -> int:
+        """Steps whose tokens are in the transcript."""
+        return len(self.transcript.times) - 1
+
+    @property
+    def remaining(self) -> int:
+        """Steps that may still be needed."""
+        return 0 if self.transcript.done else self.transcript.request.max_new_tokens - 1 - len(self.dense)
+
+    def mode(self, ahead: int = 0) -> StepMode:
+        """Return the mode that this row needs in the next step, or in one that many steps later."""
+        return "dense" if self.written + 1 + ahead < self.dense_below else self.sparse_mode
+
+
+def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
+    """Count the steps of a row in every layer."""
+    lengths = row.start + 1 + torch.arange(row.steps)
+    sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
+    visible = torch.zeros(len(layers), dtype=torch.int64) + row.visible + row.visible_in_slot
+    for layer, visible_in_lists in zip(layers, visible.tolist()):
+        budget = None if row.rule is None or layer.shape.layer in row.rule.budget.dense_layers else row.rule.budget
+        _add(row.stats, layer, lengths, sparse & (budget is not None), budget, visible_in_lists)
+
+
+def _add(
+    stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, budget: Budget | None, visible_in_lists: int
+) -> None:
+    shape, keys = layer.shape, layer.kv.keys
+    tally, per_head = stats.tally(shape.layer, "decode"), 2 * shape.head_dim * keys.element_size()
+    per_token = shape.num_kv_heads * per_head
+    tally.queries += len(lengths)
+    tally.context_tokens += int(lengths.sum())
+    tally.kv_bytes_dense += int(lengths.sum()) * per_token
+    full = int(lengths[~sparse].sum())
+    lists = shape.num_kv_heads if layer.shares else shape.num_query_heads
+    tally.visible_tokens = tally.visible_tokens + full + visible_in_lists / lists
+    tally.kv_bytes_read += full * per_token + visible_in_lists * per_head
+    if layer.summary is None or budget is None or not bool(sparse.any()):
+        return
+    first, stop, chosen, _ = page_spans(budget, lengths[sparse], layer.kv.page_size).long().unbind(1)
+    selects = chosen < stop - first
+    tally.sparse_queries += int(selects.sum())
+    per_page = shape.num_kv_heads * layer.summary.shape[2] * layer.summary.element_size()
+    tally.index_bytes_read += int((stop - first)[selects].sum()) * per_page

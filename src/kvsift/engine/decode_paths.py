@@ -1,0 +1,89 @@
+"""The two decode paths of prompts: composed of forward passes, and captured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from time import perf_counter
+
+import torch
+
+from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import ProgressCallback
+from kvsift.engine.session import Session
+from kvsift.engine.transcript import Transcript
+from kvsift.methods.base import Phase
+from kvsift.models.transformers import SparseCache
+
+
+class CapturedDecode:
+    """Rows of a cache on the captured path. Iterating prefills and generates; yields (row, new piece of its text).
+
+    Args:
+        runner: of the model.
+        cache: its rows are fed one by one; some tokens of a prompt may be cached.
+        rows: without a token yet.
+        session: opens captured steps over the cache, once every layer has attended a token.
+        phase: of the prompts' tokens.
+        progress: called while each prompt is prefilled.
+
+    Attributes:
+        setup_s: seconds spent on capturing steps and measuring the crossover.
+        dense_below: steps were dense in contexts shorter than this.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, cache: SparseCache, rows: Sequence[DecodeRow],
+        session: Callable[[], AbstractContextManager[Session]], phase: Phase = "prefill",
+        progress: ProgressCallback | None = None,
+    ) -> None:  # fmt: skip
+        self._runner, self._cache, self._rows, self._session = runner, cache, rows, session
+        self._phase, self._progress = phase, progress
+        self.setup_s, self.dense_below = 0.0, 0
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        for row in self._rows:
+            self._cache.turn_to(row.row, row.stats)
+            pieces = first_token(self._runner, self._cache, row.transcript, self._phase, self._progress)
+            yield from ((row.row, piece) for piece in pieces)
+            tallies = [tally for (_, phase), tally in row.stats.tallies.items() if phase == "decode"]
+            row.sparse_steps = max((tally.sparse_queries for tally in tallies), default=0)
+        with self._session() as session:
+            loop = DecodeLoop(session, self._rows)
+            yield from loop
+        self.setup_s, self.dense_below = loop.setup_s, loop.dense_below
+
+
+@torch.inference_mode()
+def first_token(
+    runner: ModelRunner, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill",
+    progress: ProgressCallback | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """Feed the tokens of a prompt that are not cached, and choose the token that follows."""
+    request = transcript.request
+    logits = runner.prefill(cache, request.ids[cache.get_seq_length() :], progress, phase)
+    token = request.sampling.chooser(runner.device)(logits[0, -1])
+    piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
+    if piece:
+        yield piece
+
+
+@torch.inference_mode()
+def decode_composed(
+    runner: ModelRunner, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill"
+) -> Iterator[str]:
+    """Feed the tokens of a prompt that are not cached, then generate, with a forward pass for each token."""
+    request = transcript.request
+    choose = request.sampling.chooser(runner.device)
+    logits = runner.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
+    cache.prepare()  # updates after these tokens are no part of the first step's time
+    while True:
+        token = choose(logits[0, -1])
+        piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
+        if piece:
+            yield piece
+        if transcript.done:
+            return
+        logits = runner.prefill(cache, [token], phase="decode")

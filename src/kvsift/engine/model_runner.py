@@ -1,0 +1,177 @@
+"""The model runner: a model on its device, its caches, its prefill and its captured decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from threading import Lock
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvsift.engine.fast_path import FastPath
+from kvsift.engine.memory import require_memory
+from kvsift.engine.options import GenerateOptions, ProgressCallback
+from kvsift.engine.sampling import Sampling
+from kvsift.engine.transcript import Request
+from kvsift.errors import InputError
+from kvsift.layer.paged_decode import rule_of
+from kvsift.methods.base import Phase
+from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.transformers_rope import RopeLimits
+from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan
+from kvsift.stores.kv_pool import KVPool
+
+
+class ModelRunner:
+    """A model with its tokenizer on one device. Weights are loaded on first use.
+
+    Args:
+        directory: files of the model.
+        device: of the model.
+        dtype: of its weights and its KV.
+        place: where KV lives.
+        chunk_size: prompt tokens per forward pass.
+        probe_every, dense_below, path: see ``LLM``.
+
+    Attributes:
+        tokenizer: of the model.
+        fast_path: captured decode steps and fused prefill.
+        kv: pages that all caches draw from; None: each cache has its own.
+    """
+
+    def __init__(
+        self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
+        probe_every: int, dense_below: int | str, path: str,
+    ) -> None:  # fmt: skip
+        self.directory, self.device, self.dtype = directory, device, dtype
+        self.place, self.placement = place, place.name
+        self.chunk_size, self.probe_every, self.dense_below = chunk_size, probe_every, dense_below
+        self.tokenizer = directory.tokenizer()
+        self.fast_path = FastPath(path, device, dense_below, "device" if place.store.captures else place.name)
+        self.kv: KVPool | None = None
+        self._model: Any = None
+        self._loading = Lock()
+
+    def load(self) -> float:
+        """Load the weights unless they are loaded. Returns the seconds it took, which no answer includes."""
+        started = perf_counter()
+        with self._loading:
+            if self._model is None:
+                self._model = self.directory.load(self.device, self.dtype)
+        return perf_counter() - started
+
+    @property
+    def model(self) -> Any:
+        """The transformers model, loaded on first use."""
+        self.load()
+        return self._model
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: Plan) -> None:
+        """Refuse prompts that do not fit the model's embeddings or positions, or the memory of this machine.
+
+        Raises:
+            InputError: before the weights are loaded.
+        """
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
+        name, vocabulary = self.directory.name, getattr(self.directory.config, "vocab_size", None)
+        largest = max((max(ids, default=0) for ids in prompts), default=0)
+        if vocabulary is not None and largest >= vocabulary:
+            raise InputError(
+                f"the tokenizer of {name} gives token {largest}, but the model has a vocabulary of {vocabulary}. They "
+                "do not belong together."
+            )
+        longest = max(len(ids) for ids in prompts)
+        positions, total = self.directory.max_positions, longest + max_new_tokens
+        if positions is not None and total > positions:
+            raise InputError(
+                f"the prompt has {longest} tokens and up to {max_new_tokens} will be generated, but {name} was made "
+                f"for {positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use "
+                "a model made for longer contexts."
+            )
+        plan.check_layers(range(self.directory.config.num_hidden_layers))
+        if self._model is None:
+            if self.fast_path.enabled:  # all rows are cached together
+                total = sum(len(ids) + max_new_tokens for ids in prompts)
+            require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
+
+    def request(self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False) -> Request:
+        """The request of one prompt; it also ends at the model's end-of-text tokens."""
+        sampling = options.sampling or Sampling()
+        assert not isinstance(sampling, Sequence), "one prompt has one sampling"
+        return Request(ids, options.max_new_tokens, sampling, self._end_ids(), options.stops, streamed)
+
+    def composed_reason(self, plan: Plan) -> str | None:
+        """Why decode steps under a plan are composed; None: they are captured. The first call may capture a trial step.
+
+        Raises:
+            InputError: if captured steps are required.
+        """
+        return self.fast_path.composed_reason(plan, self.model)
+
+    def composed_plan(self, plan: Plan) -> Plan:
+        """The plan with decode dense in contexts below ``dense_below``, where that is a number."""
+        rule = rule_of(plan)
+        if rule is None or not isinstance(self.dense_below, int) or rule.budget.min_context >= self.dense_below:
+            return plan
+        dense_below = replace(rule, budget=replace(rule.budget, min_context=self.dense_below))
+        return Plan(dense_below if plan.evicts_prompt else plan.prefill, dense_below)
+
+    def rotation(self, length: int) -> int | None:
+        """How RoPE rotates a sequence that will have ``length`` cached tokens (``models.transformers_pinning``); None
+        if the rotation never depends on the length. For dynamic NTK, ``length`` is rounded up to a multiple of the
+        original maximum, so that questions share a document.
+        """
+        limits = self._rope_limits
+        return None if limits is None else limits.least(limits.stepped(length))
+
+    def new_cache(self, plan: Plan, reserve: int, rows: Sequence[int] = (), length: int | None = None) -> SparseCache:
+        """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
+
+        ``length`` is the final number of cached tokens, if it is not ``reserve``: RoPE may depend on it.
+        """
+        cache = make_cache(
+            self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
+        )
+        cache.run.kv = self.kv
+        cache.pin(self.rotation(reserve if length is None else length))
+        return cache
+
+    @torch.inference_mode()
+    def prefill(
+        self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None, phase: Phase = "prefill"
+    ) -> Any:
+        """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
+
+        With phase "decode" each token is answered as if it had been generated. During the last chunk of a prompt,
+        layers that have attended it may build what decode needs (``SparseCache.prepare_after_next``).
+        """
+        logits, first = None, cache.get_seq_length() == 0
+        foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
+        fused = None if foreseeing else self.fast_path.fused(self.model)
+        with feeding(cache, phase):
+            for start in range(0, len(ids), self.chunk_size):
+                if first and start + self.chunk_size >= len(ids):
+                    cache.prepare_after_next()
+                chunk = torch.tensor([ids[start : start + self.chunk_size]], device=self.device)
+                if fused is not None:
+                    logits = fused(chunk[0], cache, phase)
+                else:
+                    logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                if progress is not None:
+                    progress(min(start + self.chunk_size, len(ids)), len(ids))
+        return logits
+
+    @cached_property
+    def _rope_limits(self) -> RopeLimits | None:
+        return RopeLimits.of(self.model)
+
+    def _end_ids(self) -> frozenset[int]:
+        ends = self.model.generation_config.eos_token_id
+        ends = [ends] if isinstance(ends, int) else list(ends or [])
+        return frozenset({*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])})

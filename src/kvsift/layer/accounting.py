@@ -1,0 +1,219 @@
+"""Counters of a run: visible tokens and bytes read, from the selections themselves."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from kvsift.layer.observer import Observer
+from kvsift.methods.base import Phase
+from kvsift.stores.base import Segment, Store
+from kvsift.types import Selection
+
+RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
+
+
+@dataclass
+class Tally:
+    """Sums over the queries of one layer in one phase. Tensors stay on their device until they are read."""
+
+    queries: int = 0
+    context_tokens: int = 0  # what dense attention would have shown, summed over queries
+    visible_tokens: float | Tensor = 0.0  # per head, summed over queries
+    sparse_queries: int = 0
+    kv_bytes_read: float | Tensor = 0.0  # keys and values attended
+    index_bytes_read: float = 0.0  # keys and summaries read to choose
+    kv_bytes_dense: float = 0.0
+    kv_bytes_copied: int = 0  # keys and values copied from host memory to the device
+    pieces_requested: int = 0  # pages or tokens of a head that were selected, of KV that is copied to the device
+    pieces_cached: int = 0  # of them, those that were there already
+    select_s: float = 0.0
+    probes: int = 0
+    recall: float = 0.0
+    recovery: float = 0.0
+
+    def add(self, other: Tally) -> None:
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def add_segment(self, segment: Segment, store: Store) -> None:
+        """Count queries, and what dense attention would have read for them."""
+        self.queries += segment.num_queries
+        self.context_tokens += segment.context_tokens
+        self.kv_bytes_dense += segment.stop * store.token_bytes
+
+    def add_dense(self, segment: Segment, store: Store) -> None:
+        """Count a segment that was attended to its whole context."""
+        self.add_segment(segment, store)
+        # never in place: inference tensors would refuse it
+        self.visible_tokens = self.visible_tokens + segment.context_tokens
+        self.kv_bytes_read += segment.stop * store.token_bytes
+
+    def add_sparse(
+        self, segment: Segment, store: Store, spans: tuple[int, int], selection: Selection | None,
+        visible: float | Tensor,
+    ) -> None:  # fmt: skip
+        """Count a segment that was attended to spans (sinks_stop, window_start) and a selection; visible tokens are
+        summed over its queries."""
+        self.add_segment(segment, store)
+        self.sparse_queries += segment.num_queries
+        self.visible_tokens = self.visible_tokens + visible
+        self.kv_bytes_read += (spans[0] + max(segment.stop - spans[1], 0)) * store.token_bytes
+        if selection is not None:
+            num_kv_heads, (num_heads, count) = store.shape.num_kv_heads, selection.units.shape
+            tokens = count * selection.unit_size
+            self.kv_bytes_read += tokens * store.token_bytes * max(num_kv_heads, num_heads) // num_kv_heads
+
+    def add_transfers(self, store: Store) -> None:
+        """Count what a store has copied to the device since the last call."""
+        num_bytes, requested, cached = store.take_transfers()
+        self.kv_bytes_copied += num_bytes
+        self.pieces_requested += requested
+        self.pieces_cached += cached
+
+    def add_probe(self, recall: float, recovery: float) -> None:
+        """Count a comparison with exact attention."""
+        self.probes, self.recall, self.recovery = self.probes + 1, self.recall + recall, self.recovery + recovery
+
+    def report(self) -> dict[str, Any]:
+        """Means per query and head, sums of bytes and seconds; None where nothing was counted."""
+        visible, queries = float(self.visible_tokens), self.queries
+        return {
+            "queries": queries,
+            "visible_tokens": visible / queries if queries else None,
+            "density": visible / self.context_tokens if self.context_tokens else None,
+            "sparse_queries": self.sparse_queries,
+            "kv_bytes_read": int(float(self.kv_bytes_read) + self.index_bytes_read),
+            "kv_bytes_attended": int(self.kv_bytes_read),
+            "kv_bytes_to_select": int(self.index_bytes_read),
+            "kv_bytes_dense": int(self.kv_bytes_dense),
+            "kv_bytes_copied": self.kv_bytes_copied,
+            "device_cache_hits": self.pieces_cached / self.pieces_requested if self.pieces_requested else None,
+            "select_s": self.select_s,
+            "recall": self.recall / self.probes if self.probes else None,
+            "recovery": self.recovery / self.probes if self.probes else None,
+        }
+
+
+Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase
+
+
+class Counters(ABC):
+    """Sums over layers and phases of counters by layer and phase."""
+
+    @property
+    @abstractmethod
+    def tallies(self) -> Mapping[tuple[int, Phase], Tally]:
+        """Counters by layer and phase."""
+
+    def phase(self, phase: Phase) -> Tally:
+        """Sum over the layers."""
+        total = Tally()
+        for (_, tally_phase), tally in self.tallies.items():
+            if tally_phase == phase:
+                total.add(tally)
+        return total
+
+    def skipped_nothing(self, phase: Phase) -> bool:
+        """Whether queries ran in the phase and every one saw its whole context."""
+        total = self.phase(phase)
+        return total.queries > 0 and float(total.visible_tokens) >= total.context_tokens
+
+    def report(self) -> dict[str, Any]:
+        """Everything, ready for JSON: a summary per phase and a row per layer and phase."""
+        phases: tuple[Phase, ...] = ("prefill", "decode")
+        return {
+            "phases": {phase: self.phase(phase).report() for phase in phases},
+            "layers": [
+                {"layer": layer, "phase": phase, **tally.report()}
+                for (layer, phase), tally in sorted(self.tallies.items())
+            ],
+        }
+
+
+class RunStats(Counters):
+    """Counters of one cache. One thread at a time writes them.
+
+    Attributes:
+        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
+        probe_s: seconds spent on that, which are not part of the method.
+        observer: called around every chunk and segment, if there is one.
+    """
+
+    def __init__(self, probe_every: int = 16, observer: Observer | None = None) -> None:
+        self.probe_every = probe_every
+        self.probe_s = 0.0
+        self.observer = observer
+        self._tallies: Tallies = {}
+
+    @property
+    def tallies(self) -> Tallies:
+        return self._tallies
+
+    def tally(self, layer: int, phase: Phase) -> Tally:
+        """The counters of one layer in one phase."""
+        return self._tallies.setdefault((layer, phase), Tally())
+
+    def clear(self) -> None:
+        """Reset all counters."""
+        self._tallies.clear()
+        self.probe_s = 0.0
+
+
+class SharedStats(Counters):
+    """The sum over all caches of a block, each of which counts for itself; threads may run them side by side.
+
+    Args:
+        probe_every: see ``RunStats``.
+
+    Attributes:
+        opened: caches that have counted here so far.
+    """
+
+    def __init__(self, probe_every: int = 16) -> None:
+        self.probe_every = probe_every
+        self.opened = 0
+        self._lock = Lock()
+        self._of_caches: list[tuple[weakref.ref[Any], RunStats]] = []
+        self._of_freed_caches: Tallies = {}
+
+    def open(self, owner: object) -> RunStats:
+        """Counters of another cache, which writes them for as long as ``owner`` lives."""
+        stats = RunStats(self.probe_every)
+        with self._lock:
+            self.opened += 1
+            kept = [(weakref.ref(owner), stats)]
+            for pair in self._of_caches:  # asked once: another thread may free its cache meanwhile
+                if pair[0]() is None:
+                    _add(self._of_freed_caches, pair[1].tallies)
+                else:
+                    kept.append(pair)
+            self._of_caches = kept
+        return stats
+
+    @property
+    def tallies(self) -> Tallies:
+        total: Tallies = {}
+        with self._lock:
+            _add(total, self._of_freed_caches)
+            for _, stats in self._of_caches:
+                _add(total, dict(stats.tallies))
+        return total
+
+    def clear(self) -> None:
+        """Reset all counters."""
+        with self._lock:
+            self._of_freed_caches.clear()
+            for _, stats in self._of_caches:
+                stats.clear()
+
+
+def _add(total: Tallies, tallies: Tallies) -> None:
+    for key, tally in tallies.items():
+        total.setdefault(key, Tally()).add(tally)

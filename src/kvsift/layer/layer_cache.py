@@ -1,0 +1,165 @@
+"""What one attention layer keeps of a running batch: its store, and the memories of the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.method_states import MethodStates
+from kvsift.layer.preparation import Preparation
+from kvsift.methods.base import Phase
+from kvsift.plan.layer_budgets import layer_plan
+from kvsift.plan.placement import Placement, PlacementSpec
+from kvsift.plan.plan import Plan
+from kvsift.plan.refusals import check_placement, check_rope
+from kvsift.stores.base import Store
+from kvsift.stores.catalogue import evicting, not_evicting, open_store
+from kvsift.stores.page_table import PageTable
+from kvsift.types import Chunk, LayerShape
+
+DEFAULT_PAGE_SIZE = 16
+
+
+class LayerCache:
+    """The cache of one layer: what is stored and remembered, and how both change together.
+
+    Args:
+        shape: the layer.
+        plan: rules by phase.
+        num_rows: sequences in the batch.
+        like: a tensor with the device and dtype of the keys.
+        stats: counters.
+        reserve: tokens a row is expected to reach.
+        messages: of all layers of the model, for methods that send some upwards; by default this layer is alone.
+        placement: where KV is (``plan.placement``).
+        table: pages of the rows, which all layers of a cache share; by default this layer has its own.
+
+    Attributes:
+        store: keys, values and page summaries.
+    """
+
+    def __init__(
+        self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0,
+        messages: LayerMessages | None = None, placement: PlacementSpec = "device", table: PageTable | None = None,
+    ) -> None:  # fmt: skip
+        check_placement(plan, placement, like.is_cuda)
+        self.shape, self.stats, self.plan = shape, stats, _plan_in_layer(plan, shape)
+        self.messages = LayerMessages() if messages is None else messages
+        place, page_size = Placement.of(placement), self.plan.page_size or DEFAULT_PAGE_SIZE
+        evicts = self.plan.evicts_in(shape.layer)
+        if evicts and self.plan.evicts_prompt:
+            reserve = 0  # not even the prompt is ever stored as a whole
+        arguments = shape, num_rows, page_size, like, self.plan.summaries, reserve
+        table = None if evicts else table  # rows that evict have pages of their own
+        self.store: Store = open_store(place.name, *arguments, table, **dict(place.knobs))
+        if evicts:
+            self.store = evicting(self.store)
+        self._preparation = Preparation()
+        self._states = MethodStates(self.plan, shape, num_rows)
+
+    def _append(self, row: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
+        """Store and observe new tokens; the position of the first of them."""
+        start = self.store.lengths[row]
+        self.store.append(row, keys, values)
+        self._states.observe(row, queries, keys, values, start)
+        return start
+
+    def stored(self, row: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all tokens of a row, each [num_kv_heads, tokens, head_dim], on the store's device.
+
+        Raises:
+            InputError: if some were evicted.
+        """
+        self._preparation.wait()
+        if self.store.num_stored(row) < self.store.lengths[row]:
+            raise InputError(
+                f"layer {self.shape.layer} has dropped tokens for good (evict=true), so not all of its keys and values "
+                "can be read. Leave evict=true out to keep them."
+            )
+        reader = self.store.reader(row)
+        return reader.keys(), reader.values()
+
+    def take(self, chunk: Chunk) -> None:
+        """Store the tokens of a prompt, observed by the methods, without attending them."""
+        self._preparation.wait()
+        for row, length in enumerate(chunk.lengths):
+            self.messages.begin(row, self.shape.layer)
+            self._append(row, *(tensor[row, :, :length] for tensor in chunk[:3]))
+            self._states.follow(row, length, "prefill", self.store.reader(row), self.messages, self.stats)
+
+    def prepare(self) -> None:
+        """Let the method of decode build its structures over what is stored."""
+        if not self._preparation.wait():
+            self._prepare()
+
+    def prepare_after_next(self, thread: ThreadPoolExecutor) -> None:
+        """Do that in a thread once the next chunk is attended, while the layers above continue; the next call of this
+        layer waits for it."""
+        self._preparation.request(thread)
+
+    def _prepare(self) -> None:
+        for row in range(self.store.num_rows):
+            self._states.prepare(row, self.store.reader(row), self.messages)
+
+    def state(self, phase: Phase, row: int) -> Any:
+        """The state of a phase's method for a row."""
+        return self._states.of(phase, row)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The decode method's report on every row."""
+        return self._states.describe()
+
+    @property
+    def table(self) -> PageTable | None:
+        """Pages of the rows; None where every row has pages of its own, because it may evict."""
+        return self.store.table
+
+    def replan(self, plan: Plan, table: PageTable | None = None) -> None:
+        """Continue with another plan over what is stored. Methods of new rules start from the stored keys. A store that
+        need not evict any more continues in ``table``."""
+        self._preparation.wait()
+        plan = _plan_in_layer(plan, self.shape)
+        if plan == self.plan:
+            return
+        self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
+        if plan.evicts_in(self.shape.layer):
+            self.store = evicting(self.store)
+        elif self.store.evicts:
+            self.store = not_evicting(self.store, table)
+        self.plan = plan
+        self._states, new = self._states.under(plan, self.store.num_rows)
+        for row in range(self.store.num_rows):
+            if self.store.lengths[row]:
+                reader = self.store.reader(row)
+                self._states.observe(row, None, reader.keys(), reader.values(), 0, new)
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row i becomes a copy of row ``sources[i]``."""
+        self._preparation.wait()
+        self.store.fork(sources)
+        self.messages.clear()
+        self._states.fork(sources)
+
+    def crop(self, row: int, length: int) -> None:
+        """Forget the tokens of a row from position ``length`` on."""
+        self._preparation.wait()
+        self.store.crop(row, length)
+        self.messages.clear()
+        self._states.crop(row, length)
+
+    def checkpoint(self) -> None:
+        """Remember the present lengths: rows may be rolled back to them."""
+        self._states.checkpoint()
+        self.store.checkpoint()
+
+
+def _plan_in_layer(plan: Plan, shape: LayerShape) -> Plan:
+    """The plan with the budgets of one layer; refused if it cannot run there (``InputError``)."""
+    check_rope(plan, shape.rope)
+    return layer_plan(plan, shape)

@@ -1,0 +1,122 @@
+"""The memories of a plan's methods in one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor
+
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.counting_reader import CountingReader
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.methods.base import Phase
+from kvsift.plan.plan import PHASES, Plan, Rule
+from kvsift.stores.reader import RowReader
+from kvsift.types import LayerShape, Limit
+
+
+class MethodStates:
+    """One state per phase and row; phases without a rule have none. Both phases share their states where decode
+    continues with what prefill has left (``Plan.evicts_prompt``).
+
+    Args:
+        plan: whose methods they belong to.
+        shape: the layer.
+        num_rows: sequences in the batch.
+        inherited: states of unchanged rules.
+    """
+
+    def __init__(
+        self, plan: Plan, shape: LayerShape, num_rows: int, inherited: Mapping[Phase, list[Any]] | None = None
+    ) -> None:
+        self.plan, self.shape = plan, shape
+        self._states: dict[Phase, list[Any]] = {}
+        for phase in PHASES:
+            if (rule := plan.rule(phase)) is not None:
+                self._states[phase] = [rule.method.new_state(shape) for _ in range(num_rows)]
+        self._states |= inherited or {}
+        if plan.evicts_prompt:
+            shared = next(iter((inherited or {}).values()), self._states["decode"])
+            self._states["prefill"] = self._states["decode"] = shared
+
+    def of(self, phase: Phase, row: int) -> Any:
+        """The state of a row."""
+        return self._states[phase][row]
+
+    def under(self, plan: Plan, num_rows: int) -> tuple[MethodStates, set[Phase]]:
+        """States for another plan, those of unchanged rules among them, and the phases whose states are new."""
+        inherited = {
+            phase: states for phase, states in self._states.items() if plan.rule(phase) == self.plan.rule(phase)
+        }
+        other = MethodStates(plan, self.shape, num_rows, inherited)
+        old = {id(states) for states in inherited.values()}
+        return other, {phase for phase, states in other._states.items() if id(states) not in old}
+
+    def observe(
+        self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int,
+        phases: Collection[Phase] = PHASES,
+    ) -> None:  # fmt: skip
+        """Let the methods observe new tokens of a row."""
+        for phase, rule in self._rules():
+            if phase in phases:
+                rule.method.observe(self.of(phase, row), self.shape, queries, keys, values, start)
+
+    def follow(
+        self, row: int, num_new: int, phase: Phase, reader: RowReader, messages: LayerMessages, stats: RunStats
+    ) -> None:
+        """Let methods follow the newest tokens of a row, which were attended in a phase."""
+        for rule_phase, rule in self._rules():
+            if not rule.method.traits.follows:
+                continue
+            started, tally = perf_counter(), stats.tally(self.shape.layer, phase)
+            start, stop = reader.length - num_new, reader.length
+            counting = CountingReader(reader, messages, (row, self.shape.layer, (phase, start, stop)))
+            rule.method.follow(self.of(rule_phase, row), self.shape, start, stop, phase, counting)
+            tally.index_bytes_read += counting.bytes_read
+            tally.select_s += perf_counter() - started
+
+    def prepare(self, row: int, reader: RowReader, messages: LayerMessages) -> None:
+        """Let the method of decode build its structures over what is stored of a row."""
+        rule, length = self.plan.decode, reader.length
+        if rule is None or not length or rule.is_dense(self.shape.layer, length, length + 1):
+            return
+        candidates = rule.budget.candidates(length, rule.method.unit_size)
+        limit = Limit(min(rule.budget.units(length, rule.method.unit_size), candidates.count))
+        counting = CountingReader(reader, messages, (row, self.shape.layer, ("decode", length, length)))
+        rule.method.prepare(self.of("decode", row), self.shape, candidates, counting, limit)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """The decode method's report on every row."""
+        rule = self.plan.decode
+        return [] if rule is None else [rule.method.describe(state) for state in self._states["decode"]]
+
+    def fork(self, sources: Sequence[int]) -> None:
+        """Row i gets a copy of the states of row ``sources[i]``."""
+        forked = {
+            id(states): [None if states[source] is None else states[source].fork() for source in sources]
+            for states in self._states.values()
+        }
+        self._states = {phase: forked[id(states)] for phase, states in self._states.items()}
+
+    def crop(self, row: int, length: int) -> None:
+        """Forget the tokens of a row from position ``length`` on."""
+        for states in self._states.values():
+            if states[row] is not None:
+                states[row].crop(length)
+
+    def checkpoint(self) -> None:
+        """Remember the present lengths, in states that forget: rows may be rolled back to them."""
+        for phase, states in self._states.items():
+            rule = self.plan.rule(phase)
+            assert rule is not None
+            for state in states:
+                rule.method.checkpoint(state)
+
+    def _rules(self) -> list[tuple[Phase, Rule]]:
+        """Phases and rules, except for methods that follow every token and never select in this layer."""
+        observing: tuple[Phase, ...] = ("decode",) if self.plan.evicts_prompt else PHASES
+        rules = [(phase, rule) for phase in observing if (rule := self.plan.rule(phase)) is not None]
+        layer = self.shape.layer
+        return [item for item in rules if not (item[1].method.traits.follows and layer in item[1].budget.dense_layers)]

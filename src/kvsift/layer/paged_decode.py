@@ -1,0 +1,257 @@
+"""Decode attention of one layer for a whole batch, without the host.
+
+The composed path (``layer.sparse_attention``) is the specification; this is its fast twin for methods that rank pages
+by a summary. Everything that changes from step to step is a tensor on the device, so a step can be captured in a CUDA
+graph and replayed. Each row has a budget of its own and is dense or sparse by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import ceil
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
+from kvsift.kernels.page_spans import page_spans as spans_of
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
+from kvsift.methods.base import Method
+from kvsift.methods.pages import PagedMethod, SummaryMethod
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.types import LayerShape
+
+MOST_TOKENS = 128  # in a page: shared memory holds keys and values of two tiles of whole pages
+RANKING = ("score", "select", "num_selections", "reposition", "new_state", "observe")  # which captured steps never call
+
+ALWAYS = (1 << 31) - 1  # tokens, more than a context has: a row that is dense below this is dense
+StepMode = Literal["dense", "sparse", "mixed"]  # of all rows in a step; mixed: each row by its own length and rule
+Space = TypeVar("Space")
+
+
+def reason_against(plan: Plan) -> str | None:
+    """Return why the decode rule of a plan needs the composed path; None if it can be captured."""
+    page_size, rule = plan.page_size or 1, rule_of(plan)
+    if page_size & (page_size - 1):
+        return f"page_size={page_size} is not a power of two"  # which dense steps need too
+    if rule is None:
+        return None
+    if page_size > MOST_TOKENS:
+        return f"a page of {page_size} tokens is more than a multiprocessor can hold; the most is {MOST_TOKENS}"
+    return _reason_of_method(rule.method, str(rule).partition(":")[0]) or _reason_of_budget(rule.budget)
+
+
+def _reason_of_method(method: Method, name: str) -> str | None:
+    if not method.summaries:
+        return f"{name} does not rank pages by a summary"
+    if len(method.summaries) > 1:
+        return f"{name} reads {len(method.summaries)} kinds of page summary; the kernels score one"
+    if not isinstance(method, PagedMethod):
+        return f"{name} does not rank pages by features of the query; the kernels rank by nothing else"
+    if replaced := [part for part in RANKING if _overrides(method, part)]:
+        return f"{name} has its own {' and '.join(replaced)}; the kernels rank pages by features of the query"
+    if not 64 <= method.ranking.width(64) <= 128:
+        return f"rows of {method.summaries[0]} do not hold one or two numbers per channel; the kernels score those"
+    if isinstance(method, SummaryMethod) and method.prefilter:
+        return f"prefilter={method.prefilter} ranks blocks first; the kernels score every page"
+    return None
+
+
+def _overrides(method: Method, part: str) -> bool:
+    own = getattr(type(method), part)
+    return own is not getattr(PagedMethod, part) and own is not getattr(SummaryMethod, part)
+
+
+def _reason_of_budget(budget: Budget) -> str | None:
+    if budget.mass is not None:
+        return "mass= chooses as many pages as the scores ask for; the kernels need a number"
+    if budget.layer_budgets != "equal":
+        return f"layer_budgets={budget.layer_budgets} gives layers lists of different lengths; kernels take one"
+    if budget.head_budgets != "equal":
+        return f"head_budgets={budget.head_budgets} gives heads lists of different lengths; kernels take one"
+    if budget.window == 0:
+        return "window=0 lets the page being filled compete; the kernels always show it"
+    return None
+
+
+class DecodeBatch:
+    """Batch of sequences that decode together: the buffers that their layers share, on the device.
+
+    Args:
+        table: int32 [batch, max_pages], physical pages of each row, enough for all tokens to come.
+        lengths: tokens cached per row so far.
+        page_size: tokens per page.
+        budgets: of each row's decode rule; None where the row is dense.
+        capacity: pages that a list can hold; by default what ``budgets`` need.
+    """
+
+    def __init__(
+        self, table: Tensor, lengths: list[int], page_size: int, budgets: Sequence[Budget | None],
+        capacity: int | None = None,
+    ) -> None:  # fmt: skip
+        self.table, self.page_size = table, page_size
+        needs = [list_capacity(budget, table.shape[1], page_size) for budget in budgets if budget is not None]
+        self.capacity = max(needs, default=0) if capacity is None else capacity
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=table.device)
+        self.spans = torch.zeros(len(lengths), 4, dtype=torch.int32, device=table.device)
+        self.budgets = torch.zeros(len(lengths), 5, dtype=torch.float64, device=table.device)
+        self.set_budgets(budgets)
+        self._spaces: dict[tuple[Any, ...], Any] = {}  # workspaces, which layers of the same shape share
+        self._side: torch.cuda.Stream | None = None
+
+    def set_budgets(self, budgets: Sequence[Budget | None]) -> None:
+        """Replace the budgets of all rows."""
+        self.budgets.copy_(torch.tensor([_numbers(budget) for budget in budgets], dtype=torch.float64))
+
+    def space(self, make: Callable[..., Space], *arguments: Any, key: tuple[Any, ...]) -> Space:
+        """Return a workspace that is kept: layers run one after the other, so one serves all of the same ``key``."""
+        if (make, key) not in self._spaces:
+            self._spaces[make, key] = make(*arguments)
+        return self._spaces[make, key]
+
+    @contextmanager
+    def fork(self) -> Iterator[AbstractContextManager[object]]:
+        """Yield a context whose launches run beside those of this block, from its beginning to its end."""
+        if not self.table.is_cuda:
+            yield nullcontext()
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream(self.table.device)
+        main = torch.cuda.current_stream(self.table.device)
+        self._side.wait_stream(main)
+        yield torch.cuda.stream(self._side)
+        main.wait_stream(self._side)
+
+    def advance(self) -> None:
+        """Add a token to every row: lengths and spans move on. Call before the layers of a step."""
+        self.lengths += 1
+        if self.capacity:
+            spans_of(self.lengths, self.page_size, self.budgets, self.spans)
+
+
+class DecodeLayer:
+    """Attention of one layer, for queries whose own tokens are already stored.
+
+    Args:
+        shape: the layer.
+        batch: the sequences.
+        keys, values: [num_kv_heads, num_pages, page_size, head_dim].
+        summary: [num_kv_heads, num_pages, width] of the decode method's kind; None if the layer is dense.
+        method: of the decode rules.
+        table: physical pages, if this layer's differ from the batch's.
+        sink_logit: [num_query_heads].
+        dense_below: int32 [batch], lengths below which each row is dense here; mixed steps read it.
+        visible: int64 [batch], to which the visible tokens of each row's lists are added, step by step.
+    """
+
+    def __init__(
+        self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,
+        method: Method | None = None, table: Tensor | None = None, sink_logit: Tensor | None = None,
+        dense_below: Tensor | None = None, visible: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.batch, self.summary, self.sink_logit = shape, batch, summary, sink_logit
+        self.kv = PagedKV(keys, values, batch.table if table is None else table, batch.lengths)
+        self.method = method if isinstance(method, PagedMethod) and summary is not None else None
+        self.pages: Tensor | None = None  # int32 [batch, num_rows, capacity], the lists of the last step
+        self.counts: Tensor | None = None  # int32 [batch, num_rows]
+        if self.method is not None:
+            num_rows = self.method.num_selections(shape)
+            self.pages = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
+            self.counts = torch.zeros(self.kv.batch, num_rows, dtype=torch.int32, device=keys.device)
+        self.dense_below = torch.zeros_like(batch.lengths) if dense_below is None else dense_below
+        self.visible = torch.zeros_like(batch.lengths, dtype=torch.int64) if visible is None else visible
+
+    @property
+    def shares(self) -> bool:
+        """Whether the query heads of a KV head share a list."""
+        return self.pages is not None and self.pages.shape[1] == self.shape.num_kv_heads
+
+    def attend(self, queries: Tensor, mode: StepMode, early: bool = False) -> Tensor:
+        """Return attention, [batch, num_query_heads, head_dim] like ``queries``.
+
+        Every token is visible if ``dense``. With ``early`` the launch may start while the kernel before still runs, see
+        ``sifted_attention``.
+        """
+        if mode == "dense" or self.method is None:
+            return self._attend_dense(queries, self.kv.batch)
+        if mode == "sparse":
+            return self._attend_sparse(queries, early)
+        output = torch.empty_like(queries)
+        with self.batch.fork() as side:
+            self._attend_sparse(queries, early, output, self.dense_below)
+            with side:
+                self._attend_dense(queries, 1, output, self.dense_below)
+        return output
+
+    def _attend_sparse(
+        self, queries: Tensor, early: bool, out: Tensor | None = None, dense_below: Tensor | None = None
+    ) -> Tensor:
+        kv, method = self.kv, self.method
+        assert method is not None
+        assert self.summary is not None
+        assert self.pages is not None
+        assert self.counts is not None
+        space = None
+        if single_launch_runs(queries, kv, self.summary, self.pages, method.ranking):
+            key = (kv.keys.shape[0], *self.shape[1:4])
+            space = self.batch.space(SiftSpace.make, kv, self.shape.group_size, key=key)
+        return sifted_attention(
+            queries, kv, self.summary, self.batch.spans, self.pages, self.counts, kind=method.ranking, space=space,
+            visible=self.visible, early=early, out=out, dense_below=dense_below, **self._logits,
+        )  # fmt: skip
+
+    def _attend_dense(
+        self, queries: Tensor, rows: int, out: Tensor | None = None, dense_below: Tensor | None = None
+    ) -> Tensor:
+        """Attend all pages of dense rows, cut so that ``rows`` of them fill the device.
+
+        Mixed steps cut for one row: few rows would leave the device idle, and many cost nothing more.
+        """
+        space = self._split_space(rows)
+        return page_attention(
+            queries, self.kv, None, None, space=space, out=out, dense_below=dense_below, **self._logits
+        )
+
+    @property
+    def _logits(self) -> dict[str, Any]:
+        return {"scale": self.shape.scale, "softcap": self.shape.softcap, "sink_logit": self.sink_logit}
+
+    def _split_space(self, rows: int) -> SplitSpace | None:
+        if not self.kv.keys.is_cuda:
+            return None
+        heads, shape = self.kv.num_kv_heads, self.shape
+        splits = split_count(self.kv, None, rows * heads)
+        arguments = (self.kv.batch * heads, splits, shape.group_size, shape.head_dim, self.kv.keys.device)
+        return self.batch.space(SplitSpace.make, *arguments, key=arguments)
+
+
+def page_spans(budget: Budget, lengths: Tensor, page_size: int) -> Tensor:
+    """Return the spans of rows that share a budget, computed on the device (``kernels.page_spans``)."""
+    budgets = torch.tensor([_numbers(budget)] * len(lengths), dtype=torch.float64, device=lengths.device)
+    return spans_of(lengths, page_size, budgets)
+
+
+def _numbers(budget: Budget | None) -> tuple[float, ...]:
+    """Return a budget as ``kernels.page_spans`` reads it; the smallest for a dense row, whose lists are not read."""
+    if budget is None:
+        return 0, 1, 1, 1.0, 0
+    tokens = -1 if budget.tokens is None else min(budget.tokens, ALWAYS)
+    share = 1.0 if budget.ratio is None else budget.ratio
+    return budget.sinks, budget.window, tokens, share, min(budget.min_context, ALWAYS)
+
+
+def list_capacity(budget: Budget, max_pages: int, page_size: int) -> int:
+    """Return the most pages that a row can see, for contexts of up to ``max_pages`` pages."""
+    pages = ceil(max(budget.limit(max_pages * page_size), budget.min_context) / page_size)
+    if budget.tokens is None:  # a ratio may come to less than sinks, window and one page, which are visible anyway
+        pages = max(pages + 1, ceil(budget.sinks / page_size) + ceil(budget.window / page_size) + 2)
+    return min(pages, max_pages)
+
+
+def rule_of(plan: Plan) -> Rule | None:
+    """Return the decode rule if it skips anything."""
+    return None if plan.decode is None or plan.decode.method.traits.unbounded else plan.decode

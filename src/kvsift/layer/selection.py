@@ -1,0 +1,119 @@
+"""Selection for the segments of one row, within a rule's budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from torch import Tensor, logit
+
+from kvsift.kernels.merge import merge
+from kvsift.layer.accounting import Tally
+from kvsift.layer.counting_reader import CountingReader
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.methods.base import Phase, SegmentRequest
+from kvsift.plan.plan import Rule
+from kvsift.stores.base import Segment, Select, Store, View
+from kvsift.stores.joined_segments import attend_segments, is_plain
+from kvsift.stores.parts import past_lse
+from kvsift.stores.reader import RowReader
+from kvsift.types import Candidates, LayerShape, Limit, Part, Rest, Selection
+
+
+def view_of(rule: Rule, segment: Segment) -> View:
+    """What a segment may see under a rule besides its selection."""
+    method, budget, traits = rule.method, rule.budget, rule.method.traits
+    positions = range(segment.start, segment.stop if traits.slides else segment.start + 1)
+    return View(
+        [budget.always(position, method.unit_size, fill=not traits.selects) for position in positions],
+        whole_units=budget.window > 0,  # else the unit being filled competes, and not every token of it is stored
+        from_summaries=bool(method.summaries),
+        reposition=method.reposition if traits.repositions else None,
+        evict=rule.evicts,
+    )
+
+
+def with_rest(part: Part, rest: Rest) -> Part:
+    """Attention over what is visible, and a method's estimate of the rest: a part whose weight is its share."""
+    value, share = rest.value.to(part.output), rest.share.to(part.lse.device)
+    return merge(part, Part(value, part.lse + logit(share)))
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Selects for one row in one layer and phase; bytes and seconds go to the tally.
+
+    Attributes:
+        state: the method's memory of the row.
+    """
+
+    shape: LayerShape
+    rule: Rule
+    phase: Phase
+    state: Any
+    row: int
+    messages: LayerMessages
+    tally: Tally
+
+    def select_in(self, view: View, given: Selection | None = None) -> Select:
+        """A function that a store calls with queries and a reader; ``given`` if the selection is made already."""
+
+        def select(segment: Segment, reader: RowReader) -> Selection | None:
+            if not self.rule.method.traits.selects:
+                return None
+            return given or self._select(segment, view.spans[0], reader)
+
+        return select
+
+    def _select(self, segment: Segment, spans: tuple[int, int], reader: RowReader) -> Selection:
+        started, budget = perf_counter(), self.rule.budget
+        counting = self._counting(reader, segment.start, segment.stop)
+        candidates, units = self._candidates(segment)
+        adaptive = budget.head_budgets == "adaptive"
+        always = None if budget.mass is None and not adaptive else past_lse(self.shape, segment, reader, spans)
+        limit = Limit(units, budget.mass, always, adaptive)
+        selection = self.rule.method.select(
+            self.state, self.shape, segment.queries[0], segment.start, candidates, limit, counting
+        )
+        self.tally.index_bytes_read += counting.bytes_read
+        self.tally.select_s += perf_counter() - started
+        return selection
+
+    def attend_jointly(
+        self, queries: Tensor, segments: Sequence[Segment], store: Store
+    ) -> tuple[Sequence[Selection], Part | None]:
+        """Select for consecutive segments of a chunk in one call, and attend them in one launch.
+
+        queries [num_query_heads, num_queries, head_dim] of all segments. The part is None, and nothing is counted as
+        attended, if a selection is more than a list of units.
+        """
+        started, method = perf_counter(), self.rule.method
+        reader = store.reader(self.row)
+        readers = [self._counting(reader, segment.start, segment.stop) for segment in segments]
+        requests = []
+        for segment, counting in zip(segments, readers):
+            candidates, units = self._candidates(segment)
+            requests.append(SegmentRequest(segment.queries[0], segment.start, candidates, Limit(units), counting))
+        whole = self._counting(reader, segments[0].start, segments[-1].stop)
+        selections = method.select_segments(self.state, self.shape, queries, requests, whole)
+        self.tally.index_bytes_read += sum(counting.bytes_read for counting in (whole, *readers))
+        self.tally.select_s += perf_counter() - started
+        if not all(is_plain(s) and s.rest is None and not s.for_above for s in selections):
+            return selections, None
+        spans = [self.rule.budget.always(segment.start, method.unit_size) for segment in segments]
+        part, num_selected = attend_segments(self.shape, queries, segments, spans, selections, reader.paged())
+        for segment, span, selection, selected in zip(segments, spans, selections, num_selected):
+            own = segment.context_tokens - segment.num_queries * (span[1] - span[0])
+            self.tally.add_sparse(segment, store, span, selection, own + selected * segment.num_queries)
+        return selections, part
+
+    def _candidates(self, segment: Segment) -> tuple[Candidates, int]:
+        """What may be selected for a segment, and how many units of it."""
+        budget, unit_size = self.rule.budget, self.rule.method.unit_size
+        candidates = budget.candidates(segment.start, unit_size)
+        return candidates, min(budget.units(segment.start, unit_size), candidates.count)
+
+    def _counting(self, reader: RowReader, start: int, stop: int) -> CountingReader:
+        return CountingReader(reader, self.messages, (self.row, self.shape.layer, (self.phase, start, stop)))

@@ -1,0 +1,174 @@
+"""Attention of one layer under a plan: the order of events.
+
+A chunk is stored and observed by the methods (``layer_cache``), cut into segments, and every segment is attended: to
+everything, or to what the rule of its phase selects (``selection``). Stores attend; ``accounting`` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby, repeat
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.kernels.merge import with_sink_logit
+from kvsift.kernels.triton_shim import runs_on_triton
+from kvsift.layer.accounting import Tally
+from kvsift.layer.layer_cache import LayerCache
+from kvsift.layer.probe import probe
+from kvsift.layer.segments import pieces_of, steps_of
+from kvsift.layer.selection import Selector, view_of, with_rest
+from kvsift.methods.base import Phase
+from kvsift.plan.plan import Rule
+from kvsift.stores.base import Segment
+from kvsift.types import Chunk, Part, Selection
+
+
+class SparseAttention(LayerCache):
+    """One attention layer of a running batch; arguments as for ``LayerCache``.
+
+    Rows are attended one at a time, so that a row's answer cannot depend on its neighbours.
+
+    Attributes:
+        joins: segments of a prefill chunk are attended together; None: on a GPU.
+    """
+
+    joins: bool | None = None
+
+    def attend(
+        self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
+        """Store a chunk and attend it.
+
+        Args:
+            chunk: new tokens of every row.
+            decode_tokens: how many tokens at the end of each row are generated ones; each is attended as if it had
+                come alone. The others are prompt.
+            sink_logit: [num_query_heads], a learned extra logit, if the model has one.
+            first_row: row of the batch that the chunk's first row belongs to.
+
+        Returns:
+            [batch, num_query_heads, num_new, head_dim]; padding yields 0.
+        """
+        self._preparation.wait()
+        if self.stats.observer is not None:
+            self.stats.observer.before_chunk(self.shape, chunk, decode_tokens)
+        output: Tensor | None = None
+        for row, length in enumerate(chunk.lengths):
+            self.messages.begin(first_row + row, self.shape.layer)
+            for start, stop, phase in steps_of(length, decode_tokens):
+                part = self._attend_tokens(first_row + row, chunk, row, slice(start, stop), phase)
+                part = part if sink_logit is None else with_sink_logit(part, sink_logit)
+                if part.output.shape == chunk.queries.shape:
+                    output = part.output  # nothing to assemble
+                    continue
+                output = torch.zeros_like(chunk.queries) if output is None else output
+                output[row, :, start:stop] = part.output[0]
+        self._preparation.start(self._prepare)
+        return torch.zeros_like(chunk.queries) if output is None else output
+
+    def _attend_tokens(self, row: int, chunk: Chunk, chunk_row: int, tokens: slice, phase: Phase) -> Part:
+        """Store and attend consecutive tokens of one phase."""
+        queries, keys, values = (tensor[chunk_row, :, tokens] for tensor in chunk[:3])
+        if chunk.foreseen is not None and phase == "decode":
+            position = self.store.lengths[row]  # the query this layer would ask of the input of the layer below
+            key = ("decode", position, position + 1)
+            self.messages.put(row, self.shape.layer - 1, key, chunk.foreseen[chunk_row, :, tokens])
+        if phase == "prefill":
+            self._check_prompt(row)
+        start, tally = self._append(row, queries, keys, values), self.stats.tally(self.shape.layer, phase)
+        segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
+        rule = self.plan.rule(phase)
+        parts = [self._dense(segment, row, tally)] if rule is None else self._by_rule(segment, row, rule, phase, tally)
+        self._states.follow(row, segment.num_queries, phase, self.store.reader(row), self.messages, self.stats)
+        tally.add_transfers(self.store)
+        if len(parts) == 1:
+            return parts[0]
+        return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+    def _by_rule(self, segment: Segment, row: int, rule: Rule, phase: Phase, tally: Tally) -> list[Part]:
+        """Attend a segment piece by piece, each dense or sparse as the rule says."""
+        parts = []
+        for dense, run in groupby(pieces_of(rule, self.shape.layer, segment, phase), lambda piece: piece[1]):
+            pieces = [piece for piece, _ in run]
+            if dense:
+                parts += [self._dense(piece, row, tally) for piece in pieces]
+                continue
+            selector = Selector(self.shape, rule, phase, self._states.of(phase, row), row, self.messages, tally)
+            selections: Iterable[Selection | None] = repeat(None)
+            if phase == "prefill" and self._attends_jointly(rule, segment.queries):
+                queries = segment.queries[0, :, pieces[0].start - segment.start : pieces[-1].stop - segment.start]
+                selections, part = selector.attend_jointly(queries, pieces, self.store)
+                if part is not None:
+                    parts.append(part)
+                    continue
+            parts += [self._sparse(row, piece, selector, chosen) for piece, chosen in zip(pieces, selections)]
+        return parts
+
+    def _dense(self, segment: Segment, row: int, tally: Tally) -> Part:
+        tally.add_dense(segment, self.store)
+        self._observed(row, segment, (0, 0), None)
+        return self.store.attend_all(row, segment)
+
+    def _sparse(self, row: int, segment: Segment, selector: Selector, selection: Selection | None) -> Part:
+        view, tally = view_of(selector.rule, segment), selector.tally
+        attended = self.store.attend(row, segment, view, selector.select_in(view, selection))
+        part, chosen = attended.part, attended.selection
+        if chosen is not None and chosen.for_above:  # what was attended is little beside everything
+            return self._dense(segment, row, tally)
+        if chosen is not None and chosen.rest is not None:
+            part = with_rest(part, chosen.rest)
+        tally.add_sparse(segment, self.store, view.spans[0], chosen, attended.visible)
+        self._probe(segment, row, view.spans[0], chosen, selector)
+        self._observed(row, segment, view.spans[0], chosen)
+        return part
+
+    def _attends_jointly(self, rule: Rule, queries: Tensor) -> bool:
+        """Whether segments of a chunk are selected for and attended together."""
+        traits, budget = rule.method.traits, rule.budget
+        requested = runs_on_triton(queries) if self.joins is None else self.joins
+        equal_lists = budget.mass is None and budget.head_budgets == "equal"
+        plain = traits.selects and not traits.slides and not traits.repositions and not rule.evicts
+        return requested and plain and budget.window > 0 and equal_lists
+
+    def _observed(self, row: int, segment: Segment, spans: tuple[int, int], selection: Selection | None) -> None:
+        if self.stats.observer is not None:
+            self.stats.observer.after_segment(self.shape, row, segment, spans, selection)
+
+    def _probe(
+        self, segment: Segment, row: int, spans: tuple[int, int], selection: Selection | None, selector: Selector
+    ) -> None:
+        every, tally = self.stats.probe_every, selector.tally
+        if selector.phase != "decode" or every == 0 or (tally.sparse_queries - 1) % every:
+            return
+        if self.store.num_stored(row) < self.store.lengths[row]:
+            return  # what was missed is evicted
+        started = perf_counter()
+        keys = self.store.reader(row).keys()
+        tally.add_probe(*probe(self.shape, segment.queries[0].to(keys.device), keys, spans, selection))
+        self.stats.probe_s += perf_counter() - started
+
+    def _check_prompt(self, row: int) -> None:
+        """Refuse another prompt for a row of which something was evicted, unless prompts are read so."""
+        evicted = self.store.lengths[row] - self.store.num_stored(row)
+        if evicted and not self.plan.evicts_prompt:
+            raise InputError(
+                f"{evicted} tokens of this cache were dropped for good while it generated (evict=true), and another "
+                "prompt would be read without them. Read everything into a new cache, or leave evict out: the same "
+                "tokens are then hidden from generated ones only. Methods of both phases can read prompts so: "
+                "both=METHOD:evict=true."
+            )
+
+    def attend_padding(self, row: int, queries: Tensor, length: int, sink_logit: Tensor | None = None) -> Tensor:
+        """Attend the first ``length`` tokens of a row with a query of padding, which is neither stored nor counted.
+
+        queries [num_query_heads, 1, head_dim] -> the same shape; 0 for no tokens.
+        """
+        self._preparation.wait()
+        if not length:
+            return torch.zeros_like(queries)
+        part = self.store.attend_all(row, Segment(queries.unsqueeze(0), length - 1, length))
+        return (part if sink_logit is None else with_sink_logit(part, sink_logit)).output[0]

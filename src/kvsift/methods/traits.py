@@ -1,0 +1,41 @@
+"""The traits in which a method differs from most others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Traits(NamedTuple):
+    """Traits of a method; the defaults describe one that selects tokens within its budget.
+
+    Attributes:
+        selects: False: the always-visible tokens are all there is.
+        unbounded: every token is visible; the method takes no budget.
+        slides: in prefill too, a query sees no more of the recent tokens than the window.
+        repositions: ``Method.reposition`` gives the positions from which tokens are attended.
+        granularity: of a selection: "token", "page" or "block".
+        fills: False: a selection may have fewer units than the limit, though the limit is no mass.
+        keeps_all: False: a token that is left out once is never selected again.
+        estimates_mass: scores are estimated logits, so ``Budget.mass`` applies.
+        no_mass: why ``Budget.mass`` is refused otherwise; follows the method's name in the message.
+        compares_heads: ``Method.select`` follows ``Limit.adaptive``.
+        follows: ``Method.follow`` is called after tokens are answered.
+        wants_queries: the method learns from the queries of the prompt, not only from its keys.
+        wants_hidden: in decode, ``KVReader.from_below`` returns the query foreseen from the layer below.
+        on_host: decode reads keys in host memory, and only there.
+    """
+
+    selects: bool = True
+    unbounded: bool = False
+    slides: bool = False
+    repositions: bool = False
+    granularity: str = "token"
+    fills: bool = True
+    keeps_all: bool = True
+    estimates_mass: bool = False
+    no_mass: str = "estimates no attention mass"
+    compares_heads: bool = False
+    follows: bool = False
+    wants_queries: bool = False
+    wants_hidden: bool = False
+    on_host: bool = False

@@ -1,0 +1,96 @@
+"""Inputs of one forward pass: refusals, and the phase of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsift.errors import InputError
+from kvsift.models.transformers_attention import NAME
+from kvsift.models.transformers_calls import Calls
+from kvsift.models.transformers_run import SparseRun
+
+
+def check_call(config: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse options of a forward pass that kvsift's layers do not support.
+
+    Raises:
+        InputError: naming the option.
+    """
+    in_use = config._attn_implementation
+    if in_use != NAME:
+        raise InputError(
+            f"the attention implementation of the model is now {in_use!r}; a cache of kvsift needs {NAME!r}. Call "
+            "set_attn_implementation outside kvsift.sparse, or make the cache after it."
+        )
+    weights = kwargs.get("output_attentions")
+    if weights or (weights is None and getattr(config, "output_attentions", False)):
+        raise InputError(
+            "output_attentions=True asks for all attention weights, which kvsift never computes. Leave it out; "
+            "kvsift.LLM and kvsift explain report what was attended."
+        )
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise _packed("cu_seq_lens_q packs")
+
+
+def check_uncached(kwargs: dict[str, Any], calls: Calls) -> None:
+    """Refuse a forward pass without a cache that kvsift would answer wrongly, or slowly.
+
+    Raises:
+        InputError: for packed sequences, and for generate() without a cache.
+    """
+    if kwargs.get("use_cache") is False and calls.generate:
+        raise InputError(
+            "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
+            "whole sequence. Leave use_cache out."
+        )
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None:
+        return
+    if positions.ndim == 3:  # several axes: the text's is the first of four; of three, the first is time
+        is_text, positions = len(positions) == 4, positions[0]
+        restarts = (positions.diff(dim=1) != 1) if is_text else (positions.diff(dim=1) < 0)
+    else:
+        restarts = positions.diff(dim=-1) != 1
+    if bool(restarts.any()):
+        raise _packed("position_ids that start anew pack")
+
+
+def count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[str, Any], calls: Calls) -> int:
+    """Return how many tokens at the end of a forward pass are generated ones, drafts to verify included.
+
+    Args:
+        run: of the cache.
+        cache: that holds the tokens so far.
+        num_new: tokens of the forward pass.
+        kwargs: of the forward pass.
+        calls: methods of the model that this thread is running.
+
+    Raises:
+        InputError: if transformers is about to feed cached tokens again.
+    """
+    if run.feeding is not None:
+        return num_new if run.feeding == "decode" else 0
+    past = cache.get_seq_length()
+    if calls.prefill and (past == 0 or num_new > 1 or calls.chunked):
+        return 0  # on a filled cache, a prefill of generate() with one new token is a step like any other
+    kept = kwargs.get("logits_to_keep")
+    # assisted decoding requests one logit more than there are drafts
+    drafts = kept - 1 if isinstance(kept, int) and kept > 0 else None
+    if past == 0:
+        return drafts or 0 if calls.generate else 0
+    if num_new == 1:
+        return 1
+    if not calls.generate:
+        return 0
+    if drafts is not None and drafts != num_new - 1:
+        raise InputError(
+            "transformers feeds the whole sequence again when assisted decoding or prompt lookup starts on a "
+            "filled cache, and answers wrongly. Leave the drafts out for this turn, or start with an empty cache."
+        )
+    return num_new
+
+
+def _packed(what: str) -> InputError:
+    return InputError(
+        f"{what} several sequences into one row, which kvsift would attend as one. Pass one sequence per row."
+    )

@@ -1,0 +1,142 @@
+"""The budget: how many tokens a query may see, and which of them are always visible.
+
+Sinks, local window, dense layers and rounding to units are defined here, so that no method repeats them and methods
+compare at equal measured tokens. The captured path has the same arithmetic on the device (``kernels.page_spans``), held
+to this one by tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from kvsift.errors import InputError
+from kvsift.methods import checks
+from kvsift.types import Candidates
+
+DEFAULT_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Visible tokens per head and query: sinks, window and selected ones together.
+
+    In prefill the queries of a segment share a selection. The budget is that of the first of them; the others see the
+    tokens of the segment up to their own besides, as the papers count.
+
+    Attributes:
+        tokens: at most so many visible tokens. 1024 when neither ``tokens``, ``ratio`` nor ``mass`` is given.
+        ratio: the same as a share of the context, 0 < ratio <= 1; at least one unit is selected.
+        mass: choose the smallest set whose estimated share of attention, always-visible tokens included, reaches
+            this; 0 < mass <= 1. ``tokens`` or ``ratio`` beside it are a ceiling.
+        sinks: first tokens of the sequence, always visible; rounded up to units.
+        window: most recent tokens, the query's own included, always visible; rounded up to units. 0 forces nothing:
+            even the unit being filled competes (decode only).
+        dense_layers: true layer indices that always see everything.
+        min_context: below so many cached tokens everything is seen.
+        layer_budgets: "equal", or "pyramid": lower layers see more tokens and upper ones fewer, the same in the mean
+            (``plan.layer_budgets``).
+        head_budgets: "equal", or "adaptive": the heads of a layer that choose share what they would have in all, by
+            their estimated shares of attention (``methods.head_budgets``). ``tokens`` is then the mean of a layer's
+            heads.
+    """
+
+    tokens: int | None = None
+    ratio: float | None = None
+    mass: float | None = None
+    sinks: int = 4
+    window: int = 64
+    dense_layers: tuple[int, ...] = (0, 1)
+    min_context: int = 0
+    layer_budgets: Literal["equal", "pyramid"] = "equal"
+    head_budgets: Literal["equal", "adaptive"] = "equal"
+
+    def __post_init__(self) -> None:
+        _whole("budget", self.tokens, 1)
+        _whole("sinks", self.sinks, 0)
+        _whole("window", self.window, 0)
+        _whole("min_context", self.min_context, 0)
+        _share("ratio", self.ratio)
+        _share("mass", self.mass)
+        if not isinstance(self.dense_layers, Iterable):
+            raise InputError(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).")
+        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for layer in self.dense_layers:
+            _whole("dense_layers", layer, 0)
+        if self.tokens is not None and self.ratio is not None:
+            raise InputError(f"budget={self.tokens} and ratio={self.ratio} both set the size; give one of them.")
+        if self.tokens is None and self.ratio is None and self.mass is None:
+            object.__setattr__(self, "tokens", DEFAULT_TOKENS)
+        checks.one_of("layer_budgets", self.layer_budgets, ("equal", "pyramid"))
+        checks.one_of("head_budgets", self.head_budgets, ("equal", "adaptive"))
+        if self.layer_budgets == "pyramid" and self.tokens is None and self.ratio is None:
+            raise InputError("layer_budgets='pyramid' divides a number of tokens, and mass= has none; add budget=.")
+        if self.head_budgets == "adaptive" and self.mass is not None:
+            raise InputError(
+                "head_budgets='adaptive' divides a number of tokens among heads; with mass= each takes what it needs "
+                "already. Leave out one of them."
+            )
+
+    def check(self, unit_size: int, selects: bool) -> None:
+        """Refuse a budget that can never select anything, in units of ``unit_size`` (``InputError``)."""
+        if self.tokens is None:
+            return
+        if not selects and self.tokens <= self.sinks:
+            raise InputError(f"budget={self.tokens} leaves no window: sinks={self.sinks} take it all. Give more.")
+        always = _round_up(self.sinks, unit_size) + (self.window + unit_size - 1 if self.window else 0)
+        if selects and self.tokens < always + unit_size:
+            raise InputError(
+                f"budget={self.tokens} leaves nothing to select: sinks={self.sinks} and window={self.window} take up "
+                f"to {always} tokens in units of {unit_size}. Give at least {always + unit_size}, or shrink window, "
+                "sinks or page_size."
+            )
+
+    def limit(self, context: int) -> int:
+        """Visible tokens allowed at a context length."""
+        if self.tokens is not None:
+            return self.tokens
+        return ceil(self.ratio * context) if self.ratio is not None else context
+
+    def always(self, start: int, unit_size: int, fill: bool = False) -> tuple[int, int]:
+        """(sinks_stop, window_start): a query at ``start`` always sees [0, sinks_stop) and [window_start, start].
+
+        With ``fill`` the window is all that sinks leave of the budget (methods that select nothing).
+        """
+        window = max(self.limit(start + 1) - self.sinks, 1) if fill else self.window
+        window_start = max(start + 1 - window, 0) // unit_size * unit_size
+        if window == 0:
+            window_start = _round_up(start + 1, unit_size)
+        return min(_round_up(self.sinks, unit_size), window_start), window_start
+
+    def candidates(self, start: int, unit_size: int) -> Candidates:
+        """Units that queries from position ``start`` on may choose from."""
+        sinks_stop, window_start = self.always(start, unit_size)
+        first = sinks_stop // unit_size
+        return Candidates(first, window_start // unit_size - first, unit_size)
+
+    def units(self, start: int, unit_size: int) -> int:
+        """How many units queries from position ``start`` on may select."""
+        sinks_stop, window_start = self.always(start, unit_size)
+        context = start + 1
+        if self.limit(context) >= context:  # with window=0 the unit being filled competes, and none may be left out
+            return (window_start - sinks_stop) // unit_size
+        room = self.limit(context) - sinks_stop - max(context - window_start, 0)
+        return max(room // unit_size, 1 if self.tokens is None else 0)
+
+
+def _round_up(tokens: int, unit_size: int) -> int:
+    return -(-tokens // unit_size) * unit_size
+
+
+def _whole(name: str, value: object, least: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        raise InputError(f"{name}={value!r} must be a whole number, {least} or more.")
+
+
+def _share(name: str, value: object) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise InputError(f"{name}={value!r} must be a share: greater than 0 and at most 1.")

@@ -1,0 +1,198 @@
+"""Rules and plans: which method selects in which phase, within which budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvsift.errors import InputError
+from kvsift.methods import catalogue
+from kvsift.methods.base import Method, Phase
+from kvsift.plan.budget import Budget
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A method and its budget.
+
+    Raises:
+        InputError: if the budget can never select anything, or the method cannot honour it.
+    """
+
+    method: Method
+    budget: Budget = field(default_factory=Budget)
+
+    def __post_init__(self) -> None:
+        if self.method.traits.unbounded:
+            return
+        self.budget.check(self.method.unit_size, self.method.traits.selects)
+        if not self.method.traits.selects and self.budget.window != Budget().window:
+            name = _name_of(self.method)
+            raise InputError(f"{name} takes no window: its window is what sinks leave of the budget.")
+        if self.budget.mass is not None and not self.method.traits.estimates_mass:
+            raise InputError(f"{_name_of(self.method)} {self.method.traits.no_mass}; give budget or ratio, not mass.")
+        if self.budget.head_budgets == "adaptive" and not self.method.traits.compares_heads:
+            raise InputError(
+                f"{_name_of(self.method)} does not score candidates for each head, so head_budgets='adaptive' does "
+                "not apply; leave it out."
+            )
+        if self.budget.head_budgets == "adaptive" and self.evicts:
+            raise InputError(
+                "evict=true stores equally many tokens for every KV head, so it frees nothing of what heads with fewer "
+                "save under head_budgets='adaptive'. Leave one of them out."
+            )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether the store frees what the method drops."""
+        return self.method.evict
+
+    @property
+    def bare_phase(self) -> Phase:
+        """The phase of this rule in a plan that names none."""
+        return "decode" if "decode" in self.method.phases else "prefill"
+
+    def is_dense(self, layer: int, start: int, stop: int) -> bool:
+        """Whether queries at positions start to stop attend everything before them in this layer."""
+        budget, method = self.budget, self.method
+        if method.traits.unbounded or layer in budget.dense_layers or stop < budget.min_context:
+            return True
+        if not method.traits.selects:
+            return stop <= budget.limit(stop)
+        count = budget.candidates(start, method.unit_size).count
+        if budget.mass is not None and budget.mass < 1:
+            return count == 0  # how many are needed is known only once they are scored
+        return budget.units(start, method.unit_size) >= count
+
+    def __str__(self) -> str:
+        name = _name_of(self.method)
+        if self.method.traits.unbounded:
+            return name
+        knobs = {f.name: getattr(self.method, f.name) for f in fields(self.method)}
+        changed = {key: value for key, value in knobs.items() if value != _default(self.method, key)}
+        budget = self.budget
+        sizes = {"budget": budget.tokens, "ratio": budget.ratio, "mass": budget.mass}
+        plain = Budget(**self.method.budget_defaults)
+        others = ("sinks", "window", "dense_layers", "min_context", "layer_budgets", "head_budgets")
+        rest = {key: getattr(budget, key) for key in others}
+        rest = {key: value for key, value in rest.items() if value != getattr(plain, key)}
+        settings = {**{k: v for k, v in sizes.items() if v is not None}, **changed, **rest}
+        return ":".join([name, *(f"{key}={_spell(value)}" for key, value in settings.items())])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rule per phase; None is dense.
+
+    Raises:
+        InputError: if a method does not select in its phase, or the two rules cannot share pages.
+    """
+
+    prefill: Rule | None = None
+    decode: Rule | None = None
+
+    def __post_init__(self) -> None:
+        for phase in PHASES:
+            rule = self.rule(phase)
+            if rule is not None and phase not in rule.method.phases:
+                able = " and ".join(rule.method.phases)
+                raise InputError(
+                    f"{_name_of(rule.method)} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
+                )
+        if self.prefill is not None and self.prefill.budget.window == 0:
+            raise InputError(
+                "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
+            )
+        if self.prefill is not None and self.prefill.evicts:
+            self._check_evicting(self.prefill)
+        sizes = {rule.method.summary_page_size for rule in self.rules if rule.method.summaries}
+        if len(sizes) > 1:
+            raise InputError(
+                f"prefill and decode use pages of {' and '.join(map(str, sorted(sizes)))} tokens; summaries are kept "
+                "for one page size. Give both the same page_size."
+            )
+
+    def _check_evicting(self, rule: Rule) -> None:
+        if self.decode != rule:
+            raise InputError(
+                "evict=true in prefill frees tokens while the prompt is read, and decode can only go on with what is "
+                f"left of them. Give both phases the rule, both={rule}, or decode alone."
+            )
+        if rule.budget.layer_budgets == "pyramid":
+            raise InputError(
+                "layer_budgets='pyramid' gives lower layers more once the context is long enough, and what evict=true "
+                "has freed in prefill by then cannot come back. Leave out one of them, or the rule of prefill."
+            )
+
+    def rule(self, phase: Phase) -> Rule | None:
+        """The rule of a phase; None is dense."""
+        return self.prefill if phase == "prefill" else self.decode
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        return tuple(rule for rule in (self.prefill, self.decode) if rule is not None)
+
+    @property
+    def evicts_prompt(self) -> bool:
+        """Whether tokens are freed while the prompt is read; decode, by the same rule, goes on with what is left."""
+        return self.prefill is not None and self.prefill.evicts
+
+    def evicts_in(self, layer: int) -> bool:
+        """Whether a layer evicts tokens for good."""
+        rule = self.decode
+        return rule is not None and rule.evicts and layer not in rule.budget.dense_layers
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens per page that the plan needs of the store; None if any will do."""
+        paged = [rule.method.unit_size for rule in self.rules if rule.method.unit_size > 1]
+        summarised = [rule.method.summary_page_size for rule in self.rules if rule.method.summaries]
+        return next(iter(summarised or paged), None)
+
+    @property
+    def summaries(self) -> tuple[str, ...]:
+        """Kinds of page summary to maintain."""
+        return tuple(dict.fromkeys(kind for rule in self.rules for kind in rule.method.summaries))
+
+    def check_layers(self, layers: Sequence[int]) -> None:
+        """Refuse a model of these attention layers, true indices, if a method cannot run on it (``InputError``)."""
+        for rule in self.rules:
+            rule.method.check_layers(layers)
+
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether decode selects by queries foreseen from the layer below."""
+        return self.decode is not None and self.decode.method.traits.wants_hidden
+
+    def skipped_nothing(self, phase: Phase) -> str:
+        """The warning for a phase that should have been sparse and read everything."""
+        return (
+            f"the plan {self} skipped nothing in {phase}: every query saw its whole context. The context is shorter "
+            "than the budget, or every layer is in dense_layers."
+        )
+
+    def __str__(self) -> str:
+        if self.prefill is not None and self.prefill == self.decode:
+            return f"both={self.decode}"
+        if len(self.rules) == 1 and self.rule(self.rules[0].bare_phase) and not self.rules[0].method.traits.unbounded:
+            return str(self.rules[0])
+        sparse = [f"{phase}={self.rule(phase)}" for phase in PHASES if self.rule(phase) is not None]
+        return ",".join(sparse) or "dense"
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _default(method: Method, key: str) -> Any:
+    return next(f.default for f in fields(method) if f.name == key)
+
+
+def _name_of(method: Method) -> str:
+    path = f"{type(method).__module__}:{type(method).__qualname__}"
+    return next((name for name, entry in catalogue().items() if entry.path == path), type(method).__name__)

@@ -1,0 +1,185 @@
+"""The syntax of plans, as text and as tables:
+
+    quest:budget=1024                                     command line, TOML, Python string
+    prefill=streaming_llm:budget=4096,decode=quest:budget=2048:page_size=32
+    {decode = {method = "quest", budget = 2048}}          TOML table, Python dict
+    Plan(decode=Rule(Quest(), Budget(tokens=2048)))       Python objects
+
+A bare method applies to decode if it can, else to prefill; a phase that is not named is dense. ``both=`` names the two
+phases at once: both=streaming_llm:budget=4096.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from kvsift.errors import InputError, unknown
+from kvsift.methods import catalogue, checks, method_class
+from kvsift.methods.base import Method, Phase
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import PHASES, Plan, Rule
+
+NAMED: dict[str, tuple[Phase, ...]] = {"prefill": ("prefill",), "decode": ("decode",), "both": PHASES}
+BUDGET_KEYS = {"budget": "tokens"} | {field.name: field.name for field in fields(Budget) if field.name != "tokens"}
+
+SIZES = {"tokens", "ratio", "mass"}
+
+
+def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
+    """A plan from any of its spellings (see the module).
+
+    Raises:
+        InputError: for an unknown method, key or value; nothing is ignored.
+    """
+    if spec is None:
+        return Plan()
+    if isinstance(spec, Plan):
+        return spec
+    if isinstance(spec, Rule):
+        return _plan_of(spec)
+    if isinstance(spec, Mapping):
+        return _from_mapping(spec)
+    if not isinstance(spec, str) or not spec.strip():
+        raise InputError(f"a plan is text such as 'quest:budget=1024', a table or a Plan; got {spec!r}.")
+    heads = [part.partition("=")[0].strip() for part in spec.split(",")]
+    if len(heads) == 1 and heads[0] not in NAMED and "=" not in spec.partition(":")[0]:
+        return _plan_of(_parse_rule(spec.strip()))
+    rules: dict[str, Rule | None] = {}
+    for part in spec.split(","):
+        phase, _, rule = part.partition("=")
+        phase = phase.strip()
+        if phase not in NAMED and (corrected := _with_colons(spec)) != spec:
+            raise InputError(
+                f"{spec!r} has a comma before a knob: commas separate phases, and colons the knobs of a method. "
+                f"Did you mean {corrected!r}?"
+            )
+        phases = _phases(phase, rules, spec)
+        if not rule.strip():
+            raise InputError(f"{phase}= is empty in {spec!r}; write for instance {phase}=dense.")
+        rules |= dict.fromkeys(phases, _parse_rule(rule.strip()))
+    return Plan(**rules)
+
+
+def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
+    """A rule from a method's name and its settings, the method's and the budget's in one mapping.
+
+    Raises:
+        InputError: for a name or key that does not exist (with the nearest one that does), or a bad value.
+    """
+    if not isinstance(method, str):
+        raise InputError(f"method={method!r} must be the name of a method; see kvsift methods.")
+    cls = method_class(method)
+    if settings and not fields(cls) and cls().traits.unbounded:
+        raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
+    names = [f.name for f in fields(cls)]
+    for key in settings:
+        if key not in names and key not in BUDGET_KEYS:
+            raise unknown(f"key of {method}", key, [*names, *BUDGET_KEYS])
+    chosen = _new_method(cls, {key: value for key, value in settings.items() if key in names})
+    budget = {BUDGET_KEYS[key]: value for key, value in settings.items() if key in BUDGET_KEYS}
+    if "dense_layers" in budget and isinstance(budget["dense_layers"], int):
+        budget["dense_layers"] = (budget["dense_layers"],)
+    defaults = chosen.budget_defaults
+    if budget.keys() & SIZES:  # one that is given replaces one that is not, whatever its unit
+        defaults = {name: value for name, value in defaults.items() if name not in SIZES}
+    return Rule(chosen, Budget(**{**defaults, **budget}))
+
+
+def _new_method(cls: type[Method], settings: Mapping[str, Any]) -> Method:
+    """A method with these knobs, refused by its own checks first, then by the declared types."""
+    try:
+        method = cls(**settings)
+    except InputError:
+        raise
+    except Exception:  # it may have computed with text
+        checks.of_declared_types(cls, settings)
+        raise
+    checks.of_declared_types(cls, settings)
+    return method
+
+
+def _with_colons(spec: str) -> str:
+    """The plan with a colon before what is a knob of the method before it, where a comma was."""
+    corrected, keys = "", set[str]()
+    for part in spec.split(","):
+        if part.partition("=")[0].strip() in keys:
+            corrected += ":" + part.strip()
+            continue
+        corrected += "," + part if corrected else part
+        method = part.partition(":")[0].rpartition("=")[2].strip()
+        if method in catalogue():
+            keys = {*BUDGET_KEYS, *(f.name for f in fields(method_class(method)))}
+    return corrected
+
+
+def _plan_of(rule: Rule) -> Plan:
+    if rule.method.traits.unbounded:
+        return Plan()
+    return Plan(**{rule.bare_phase: rule})
+
+
+def _from_mapping(table: Mapping[str, Any]) -> Plan:
+    if "method" in table:
+        return _plan_of(make_rule(table["method"], {k: v for k, v in table.items() if k != "method"}))
+    rules: dict[str, Rule | None] = {}
+    for key, value in table.items():
+        rules |= dict.fromkeys(_phases(str(key), rules, table), _rule_of(value))
+    return Plan(**rules)
+
+
+def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[Phase, ...]:
+    """The phases that a name stands for, none of which has a rule yet."""
+    if name not in NAMED:
+        error = unknown("phase", name.partition(":")[0], NAMED)
+        if isinstance(spec, Mapping):
+            raise error
+        raise InputError(
+            f"{error}. Commas separate phases and colons the settings of a method: quest:budget=1024, or "
+            "prefill=quoka:budget=1024,decode=quest:budget=1024"
+        )
+    if twice := given.keys() & NAMED[name]:
+        raise InputError(f"{min(twice)} is given twice in {spec!r}.")
+    return NAMED[name]
+
+
+def _rule_of(value: Any) -> Rule | None:
+    if value is None or isinstance(value, Rule):
+        return value
+    if isinstance(value, str):
+        return _parse_rule(value)
+    if isinstance(value, Mapping) and "method" in value:
+        return make_rule(value["method"], {k: v for k, v in value.items() if k != "method"})
+    raise InputError(f"a phase is given as text, a table with the key 'method', or a Rule; got {value!r}.")
+
+
+def _parse_rule(text: str) -> Rule:
+    name, *pairs = text.split(":")
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = (piece.strip() for piece in pair.partition("="))
+        if not equals or not key or not value:
+            raise InputError(f"{pair!r} in {text!r} must be key=value, for instance budget=1024.")
+        if key in settings:
+            raise InputError(f"{key} is given twice in {text!r}.")
+        settings[key] = _read(key, value)
+    return make_rule(name.strip(), settings)
+
+
+def _read(key: str, text: str) -> Any:
+    """A value as it is written in a plan: whole number, decimal, true or false, layers such as 0+1 or none, a word."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if key == "dense_layers":
+        if text == "none":
+            return ()
+        if not all(layer.isdecimal() for layer in text.split("+")):
+            raise InputError(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
+        return tuple(int(layer) for layer in text.split("+"))
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text

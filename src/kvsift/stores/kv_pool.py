@@ -1,0 +1,148 @@
+"""Tensors behind a pool of pages: keys, values and page summaries of every layer.
+
+Pools are [num_kv_heads, num_pages, page_size, head_dim]: a run of pages is a view [num_kv_heads, tokens, head_dim], so
+attention over it copies nothing. A page's summary has the page's own number, so whatever shares, copies or returns a
+page includes it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.stores.page_pool import PagePool, PoolLock
+from kvsift.stores.transfers import pin
+from kvsift.types import LayerShape
+
+
+class LayerPool:
+    """Keys, values and page summaries of one layer, grown with the pool of pages.
+
+    Args:
+        shape: the layer.
+        page_size: tokens per page.
+        like: a tensor with the device and dtype of the keys.
+        pages: which pages there are.
+        value_width, value_dtype: of the row that holds the value of a token; those of a key by default.
+        pinned: use page-locked host memory, which another device can copy from on its own.
+
+    Attributes:
+        keys, values: [num_kv_heads, num_pages, page_size, width].
+        summaries: kind -> [num_kv_heads, num_pages, width].
+        lock: held while tokens are written or the tensors grow.
+    """
+
+    def __init__(
+        self, shape: LayerShape, page_size: int, like: Tensor, pages: PagePool, value_width: int | None = None,
+        value_dtype: torch.dtype | None = None, pinned: bool = False,
+    ) -> None:  # fmt: skip
+        self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
+        self._pinned = pinned
+        self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
+        width = shape.head_dim if value_width is None else value_width
+        self.values = self.keys.new_empty(shape.num_kv_heads, 0, page_size, width, dtype=value_dtype or like.dtype)
+        self.summaries: dict[str, Tensor] = {}
+        self._users: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token."""
+        return sum(len(pool) * pool.shape[3] * pool.element_size() for pool in (self.keys, self.values))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.keys, self.values, *self.summaries.values()]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for every page."""
+        return self.pages.num_pages <= self.keys.shape[1]
+
+    def fit(self, exactly: bool = False) -> None:
+        """Allocate memory for every page, and by default for as many again as there were."""
+        present, needed = self.keys.shape[1], self.pages.num_pages
+        if needed <= present:
+            return
+        target = needed if exactly or self.pages.size is not None else max(needed, 2 * present)
+        self.keys, self.values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
+        self.summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
+
+    def maintain(self, user: object, kinds: Iterable[str], device: torch.device | None = None) -> None:
+        """Note the kinds of page summary that a store maintains, each stored from now on; drop those that none does."""
+        with self.lock:  # else two stores could both make room, and one would write into what the other replaces
+            self._users[user] = tuple(kinds)
+            for kind in self._users[user]:
+                if kind not in self.summaries:
+                    width, dtype = SUMMARIES[kind].width(self.keys.shape[3]), SUMMARIES[kind].dtype
+                    shape = (*self.keys.shape[:2], width)
+                    self.summaries[kind] = self.keys.new_empty(shape, dtype=dtype, device=device)
+            for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
+                del self.summaries[kind]
+
+    def is_used_only_by(self, user: object) -> bool:
+        """Whether no other store than ``user`` maintains these tensors."""
+        return all(other is user for other in self._present_users())
+
+    def _present_users(self) -> list[object]:
+        """A copy: stores of other threads may go while it is read."""
+        return [user for user in [reference() for reference in self._users.keyrefs()] if user is not None]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy a page with its summaries."""
+        for tensor in self.tensors:
+            tensor[:, target] = tensor[:, source]
+
+
+@dataclass
+class KVPool:
+    """Pages and tensors of all layers; several caches, and so several documents, may share it.
+
+    Attributes:
+        pages: which pages are free.
+        layers: by true layer index.
+    """
+
+    pages: PagePool = field(default_factory=PagePool)
+    layers: dict[int, LayerPool] = field(default_factory=dict)
+
+    @classmethod
+    def of_size(cls, num_pages: int) -> KVPool:
+        """A pool that is allocated once and never grows."""
+        return cls(PagePool(num_pages))
+
+    def layer(self, index: int, page_size: int, make: Callable[[PagePool], LayerPool]) -> LayerPool:
+        """Tensors of a layer, made when they are first needed."""
+        with self.pages.lock:
+            pool = self.layers.get(index)
+            if pool is None:
+                pool = self.layers[index] = make(self.pages)
+        if pool.page_size != page_size:
+            raise InputError(
+                f"the pool has pages of {pool.page_size} tokens, and the plan needs pages of {page_size}. Give the "
+                f"plan page_size={pool.page_size}, or the cache a pool of its own."
+            )
+        return pool
+
+    def leave(self, index: int, user: object) -> None:
+        """Free the tensors of a layer unless another store than ``user`` uses them."""
+        if index in self.layers and self.layers[index].is_used_only_by(user):
+            del self.layers[index]
+
+
+def _grown(pool: Tensor, num_pages: int, pinned: bool = False) -> Tensor:
+    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:])
+    if pinned:
+        pin(grown)
+    grown[:, : pool.shape[1]] = pool
+    return grown

@@ -1,0 +1,167 @@
+"""KV in host memory that the device attends: the selection is copied to it and stays in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.stores.base import Attended, Segment, Select, Transfers, View
+from kvsift.stores.device_cache import DeviceCache
+from kvsift.stores.page_table import PageTable
+from kvsift.stores.repositioned import attend_view
+from kvsift.stores.split import HostReader, HostValues, SplitStore
+from kvsift.types import LayerShape, Part, Selection
+
+DEVICE_CACHE = 8192  # tokens of a layer
+
+
+class OffloadStore(SplitStore):
+    """Keys and values of one layer in host memory, page summaries on the device.
+
+    ``reader`` reads on the host, ``device_reader`` on the device, with a cache of what was gathered lately.
+
+    Args:
+        device_cache: tokens of the layer that are cached on the device, sinks and window aside. The other arguments
+            are those of ``SplitStore``.
+    """
+
+    def __init__(
+        self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),
+        reserve: int = 0, table: PageTable | None = None, *, host_values: HostValues = "model",
+        device_cache: int = DEVICE_CACHE,
+    ) -> None:  # fmt: skip
+        self.cache = DeviceCache(device_cache, like.device)
+        super().__init__(shape, num_rows, page_size, like, summaries, reserve, table, host_values=host_values)
+
+    @classmethod
+    def check_knobs(cls, *, device_cache: object = DEVICE_CACHE, **knobs: Any) -> None:
+        super().check_knobs(**knobs)
+        if isinstance(device_cache, bool) or not isinstance(device_cache, int) or device_cache < 1:
+            raise InputError(
+                f"device_cache={device_cache!r} must be a number of tokens, 1 or more; {DEVICE_CACHE} is usual."
+            )
+
+    @classmethod
+    def device_tokens(
+        cls, num_tokens: int, summary_share: float, *, device_cache: int = DEVICE_CACHE, **knobs: Any
+    ) -> int:
+        return int(summary_share * num_tokens) + device_cache
+
+    def attend_all(self, row: int, segment: Segment) -> Part:
+        return self._attend_streamed(row, segment)
+
+    def attend(self, row: int, segment: Segment, view: View, select: Select) -> Attended:
+        """As ``Store.attend``, for one query, on the device.
+
+        A method that ranks summaries selects on the device, where they are; one that reads keys selects on the host,
+        where they are: copying all keys for each token would cost more than attending them.
+        """
+        if view.from_summaries:
+            selection = select(segment, self.device_reader(row))
+        else:
+            selection = select(segment._replace(queries=segment.queries.cpu()), self.reader(row))
+        sinks_stop, window_start = view.spans[0]
+        for span in ((0, sinks_stop), (min(window_start, segment.stop), segment.stop)):
+            if span[0] < span[1]:
+                self.near(row, *span)
+        on_device = None if selection is None else self._selection_on_device(selection)
+        view = view._replace(spans=view.spans[:1])
+        attended = attend_view(self.shape, segment, self.device_reader(row), view, on_device)
+        on_host = None if selection is None else replace(selection, units=selection.units.cpu())
+        return attended._replace(selection=on_host)
+
+    def _selection_on_device(self, selection: Selection) -> Selection:
+        weight, extra = selection.log_weight, selection.extra
+        return replace(
+            selection,
+            units=selection.units.to(self.device),
+            log_weight=None if weight is None else weight.to(self.device),
+            extra=None if extra is None else self._on_device(extra),
+        )
+
+    def device_reader(self, row: int) -> OffloadReader:
+        """A reader of a row on the device."""
+        self._settle()
+        return OffloadReader(self, row)
+
+    def resident(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
+        """As ``near``, if it is on the device already."""
+        return self._resident.read(row, start, stop)
+
+    def copied(self, rows: Tensor) -> Tensor:
+        """Copy rows to the device, counted."""
+        self._copied_bytes += rows.numel() * rows.element_size()
+        return rows.to(self.device)
+
+    def gather_cached(self, granules: Tensor, granule_size: int) -> list[Tensor]:
+        """Keys and values of physical granules, [num_heads, count], through the cache."""
+        pieces, num_bytes = self.cache.fetch((self.pool.keys, self.pool.values), granules, granule_size)
+        self._copied_bytes += num_bytes
+        return pieces
+
+    def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        super()._write(slots, keys, values)
+        self.cache.forget(torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots)
+
+    def _use(self, table: PageTable) -> None:
+        super()._use(table)
+        self.cache = DeviceCache(self.cache.tokens, self.device)  # names pieces by their place in the pool
+
+    def _own_partial_page(self, row: int) -> None:
+        super()._own_partial_page(row)
+        for run in self.table.runs(row)[-1:]:
+            self.cache.forget(torch.arange((run.stop - 1) * self.page_size, run.stop * self.page_size))
+
+    def _maintain(self) -> None:
+        self.pool.maintain(self, self.kinds, self.device)
+
+    def take_transfers(self) -> Transfers:
+        return Transfers(super().take_transfers().num_bytes, *self.cache.take_counts())
+
+    @property
+    def num_device_bytes(self) -> int:
+        summaries = sum(pool.numel() * pool.element_size() for pool in self.summaries.values())
+        return super().num_device_bytes + summaries + self.cache.num_bytes
+
+
+class OffloadReader(HostReader):
+    """A row on the device: summaries, sinks and window are there, the rest is copied when it is read."""
+
+    def __init__(self, store: OffloadStore, row: int) -> None:
+        super().__init__(store.pool, store.table, row, store.lengths[row])
+        self._store = store
+
+    @property
+    def in_place(self) -> bool:
+        """Never: reading may copy."""
+        return False
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        resident = self._resident(start, stop)
+        return self._store.copied(super().keys(start, stop)) if resident is None else resident[0]
+
+    def values(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        resident = self._resident(start, stop)
+        if resident is not None:
+            return resident[1]
+        return self.unpacked(self._store.copied(self.stored_values(start, stop)))
+
+    def keys_of(self, pages: Tensor) -> Tensor:
+        """[num_heads, count * page_size, head_dim], not cached: they are read to select."""
+        return self._store.copied(super().keys_of(pages.cpu()))
+
+    def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
+        """As ``RowReader.gather``, through the cache."""
+        physical = self.physical(granules.cpu().clamp_min(0), self.page_size // granule_size)
+        keys, values = self._store.gather_cached(physical, granule_size)
+        return keys, self.unpacked(values)
+
+    def _resident(self, start: int, stop: int | None) -> tuple[Tensor, Tensor] | None:
+        return self._store.resident(self._row, start, self.length if stop is None else stop)

@@ -1,0 +1,215 @@
+"""KV on the device that attends it: paged pools of one layer for all rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.page_summary import summarise
+from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
+from kvsift.stores.kv_pool import LayerPool
+from kvsift.stores.page_pool import PagePool
+from kvsift.stores.page_table import PageTable
+from kvsift.stores.parts import attend_dense
+from kvsift.stores.reader import RowReader
+from kvsift.stores.repositioned import attend_view
+from kvsift.types import LayerShape, Part
+
+
+class PagedStore(Store):
+    """Keys, values and page summaries of one layer on the device of the model.
+
+    Args:
+        shape: the layer.
+        num_rows: sequences in the batch.
+        page_size: tokens per page.
+        like: a tensor with the device and dtype of the keys.
+        summaries: kinds to maintain (``kernels.page_summary.SUMMARIES``).
+        reserve: tokens a row is expected to reach; saves copies, limits nothing.
+        table: pages of the rows, which all layers of a cache share; by default a table and a pool of this layer alone.
+    """
+
+    table: PageTable
+
+    def __init__(
+        self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),
+        reserve: int = 0, table: PageTable | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.page_size, self.reserve = shape, page_size, reserve
+        self.lengths = [0] * num_rows
+        self._like = like.new_empty(0)
+        self._use(PageTable(num_rows) if table is None else table)
+        self.repage(page_size, summaries)
+
+    def _use(self, table: PageTable) -> None:
+        """Store in these pages from now on."""
+        self.table, self._steps, self._copies = table, table.steps, len(table.copies)
+        self.pool = table.kv.layer(self.shape.layer, self.page_size, self._new_pool)
+        self.kinds: tuple[str, ...] = ()
+
+    def _new_pool(self, pages: PagePool) -> LayerPool:
+        return LayerPool(self.shape, self.page_size, self._like, pages)
+
+    @property
+    def token_bytes(self) -> int:
+        return self.pool.token_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.pool.num_bytes
+
+    @property
+    def keys(self) -> Tensor:
+        """[num_kv_heads, num_pages, page_size, head_dim]"""
+        return self.pool.keys
+
+    @property
+    def values(self) -> Tensor:
+        """As ``keys``; the width of packed values differs."""
+        return self.pool.values
+
+    @property
+    def summaries(self) -> dict[str, Tensor]:
+        """Page summaries that are maintained: kind -> [num_kv_heads, num_pages, width]."""
+        return {kind: self.pool.summaries[kind] for kind in self.kinds}
+
+    def pools(self) -> Pools:
+        return Pools(self.pool.keys, self.pool.values, self.summaries)
+
+    @torch.inference_mode()  # pools outlive the block they were made in
+    def append(self, row: int, keys: Tensor, values: Tensor) -> None:
+        start, stop = self.lengths[row], self.lengths[row] + keys.shape[1]
+        if start == stop:
+            return
+        self.table.grow(row, -(-stop // self.page_size), -(-self.reserve // self.page_size))
+        with self.pool.lock:
+            self._fit()
+            self.lengths[row] = stop
+            self._write(self._reader(row).slots(start, stop), keys, values)
+            self._summarise(row, start // self.page_size, self.kinds)
+
+    @torch.inference_mode()
+    def reserve_rows(self, lengths: Sequence[int]) -> None:
+        self.table.reserve_scratch()
+        for row, length in enumerate(lengths):
+            self.table.reserve(row, -(-length // self.page_size))
+        with self.pool.lock:
+            self._fit(exactly=True)
+
+    @torch.inference_mode()
+    def advance(self, row: int, length: int, stale_from: int | None = None) -> None:
+        self.table.grow(row, -(-length // self.page_size))
+        self.lengths[row] = length
+        if stale_from is not None:
+            self._summarise(row, stale_from // self.page_size, self.kinds)
+
+    def clear(self) -> None:
+        if self.table.take_step(self._steps, "clear"):
+            self.table.clear()
+        self._steps += 1
+        self.lengths = [0] * self.num_rows
+
+    def reader(self, row: int) -> RowReader:
+        return self._reader(row)
+
+    def _reader(self, row: int) -> RowReader:
+        return RowReader(self.pool, self.table, row, self.lengths[row])
+
+    def attend_all(self, row: int, segment: Segment) -> Part:
+        return attend_dense(self.shape, segment, self.reader(row))
+
+    def attend(self, row: int, segment: Segment, view: View, select: Select) -> Attended:
+        reader = self.reader(row)
+        return attend_view(self.shape, segment, reader, view, select(segment, reader))
+
+    @torch.inference_mode()
+    def repage(self, page_size: int, summaries: Iterable[str]) -> None:
+        """As ``Store.repage``; the tokens are copied if the page size changes."""
+        if page_size != self.page_size:
+            rows = [(reader.keys(), reader.values()) for reader in map(self.reader, range(self.num_rows))]
+            self.page_size, self.lengths = page_size, [0] * self.num_rows
+            self._use(self.table.successor(self._steps, page_size))
+            for row, tokens in enumerate(rows):
+                self.append(row, *tokens)
+        self.kinds, before = tuple(summaries), self.kinds
+        self._maintain()
+        for row in range(self.num_rows) if set(self.kinds) - set(before) else ():
+            self._summarise(row, 0, [kind for kind in self.kinds if kind not in before])
+
+    def _maintain(self) -> None:
+        self.pool.maintain(self, self.kinds)
+
+    @torch.inference_mode()
+    def crop(self, row: int, length: int) -> None:
+        if length >= self.lengths[row]:
+            return
+        self.lengths[row] = length
+        self.table.shrink(row, -(-length // self.page_size))
+        self._own_partial_page(row)
+        self._summarise(row, length // self.page_size, self.kinds)
+
+    @torch.inference_mode()
+    def fork(self, sources: Sequence[int]) -> None:
+        """As ``Store.fork``; full pages are shared, the page being filled is copied."""
+        if self.table.take_step(self._steps, "fork", *sources):
+            self.table.fork(sources)
+        self._steps += 1
+        self.lengths = [self.lengths[source] for source in sources]
+        for row in range(self.num_rows):
+            self._own_partial_page(row)
+
+    def empty_copy(self, num_rows: int, table: PageTable | None = None, reserve: int = 0) -> PagedStore:
+        """An empty store like this one, in the pages of ``table`` or a pool of its own."""
+        return PagedStore(self.shape, num_rows, self.page_size, self._like, self.kinds, reserve, table)
+
+    def leave_pool(self) -> None:
+        """Free the tensors of this layer, unless other caches store in them; this store is of no use afterwards."""
+        self.table.kv.leave(self.shape.layer, self)
+
+    def copy_of_row(self, row: int) -> PagedStore:
+        """A store of one row that begins as a copy of this store's ``row``, with full pages shared."""
+        table = PageTable(1, self.table.kv)
+        table.adopt(0, self.table.runs(row))
+        other = PagedStore(self.shape, 1, self.page_size, self._like, (), self.reserve, table)
+        other.lengths, other.kinds = [self.lengths[row]], self.kinds
+        other._maintain()
+        other._own_partial_page(0)
+        return other
+
+    def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        self.pool.keys.flatten(1, 2)[:, slots] = keys
+        self.pool.values.flatten(1, 2)[:, slots] = values
+
+    def _fit(self, exactly: bool = False) -> None:
+        self.pool.fit(exactly)
+
+    @torch.inference_mode()
+    def _own_partial_page(self, row: int) -> None:
+        if self.lengths[row] % self.page_size:
+            self.table.unshare_last(row)
+        with self.pool.lock:
+            self._fit()
+            for source, target in self.table.copies[self._copies :]:
+                self.pool.copy_page(source, target)
+        self._copies = len(self.table.copies)
+
+    @torch.inference_mode()
+    def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
+        # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
+        # rollback the row is the same, bit for bit. At most one page is read twice.
+        reader, stop_page = self._reader(row), self.table.num_pages(row)
+        if first_page >= stop_page or not kinds:
+            return
+        whole, rest = divmod(self.lengths[row], self.page_size)
+        parts: list[tuple[int, int, Tensor | None]] = [(first_page, whole, None)]
+        if rest:  # only the last page is not full
+            valid = torch.arange(self.page_size, device=self.pool.keys.device).unsqueeze(0) < rest
+            parts.append((whole, stop_page, valid))
+        for first, stop, mask in parts:
+            pages = reader.pages(first, stop)
+            for kind in kinds if first < stop else ():
+                rows = summarise(kind, self.pool.keys[:, pages], mask)
+                with self.pool.lock:
+                    self.pool.summaries[kind][:, pages] = rows.to(self.pool.summaries[kind].device)

@@ -1,0 +1,176 @@
+"""Attention over always-visible spans and a selection, and the exact merge of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.attention import attention, attention_reference
+from kvsift.kernels.merge import merge
+from kvsift.kernels.unit_attention import dense_attention, reads_in_place, unit_attention
+from kvsift.stores.base import Segment, View
+from kvsift.stores.reader import RowReader
+from kvsift.types import LayerShape, Part, Selection
+
+
+def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
+    """Dense attention: every query over everything up to itself."""
+    if _reads_in_place(segment, reader):
+        keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
+        return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap)
+    keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
+    return _past_and_own(shape, segment, keys, values)  # [1, num_kv_heads, stop, head_dim]
+
+
+def _reads_in_place(segment: Segment, reader: RowReader) -> bool:
+    """Whether the compiled core attends the one query of a segment without a copy."""
+    return segment.num_queries == 1 and reader.in_place and reads_in_place(segment.queries, reader.keys_in_place())
+
+
+def attend_sparse(
+    shape: LayerShape, segment: Segment, reader: RowReader, view: View, selection: Selection | None
+) -> tuple[Part, int | float | Tensor]:
+    """Attend always-visible spans and the selection; with how many tokens that is, summed over queries."""
+    spans = view.spans
+    num_queries = segment.num_queries
+    if selection is None:
+        return attend_spans(shape, segment, reader, spans)
+    plain = selection.log_weight is selection.extra is None
+    if plain and _reads_in_place(segment, reader):
+        return _attend_in_place(shape, segment, reader, view, selection)
+    chosen = gather(shape, reader, selection)
+    together = plain and selection.full and view.whole_units
+    part, visible = attend_spans(shape, segment, reader, spans, chosen if together else None)
+    if together:
+        return part, visible + chosen[0].shape[1] * num_queries
+    selected, num_selected = attend_selection(shape, segment, selection, chosen)
+    return merge(part, selected), visible + num_selected * num_queries
+
+
+def _attend_in_place(
+    shape: LayerShape, segment: Segment, reader: RowReader, view: View, selection: Selection
+) -> tuple[Part, float | Tensor]:
+    """The one query of a segment over spans and units, read in place."""
+    (sinks_stop, window_start), units, unit_size = view.spans[0], selection.units, selection.unit_size
+    window_start = min(window_start, segment.stop)
+    part = unit_attention(
+        segment.queries, reader.keys_in_place(), reader.values_in_place(), units, unit_size,
+        [(0, sinks_stop), (window_start, segment.stop)], shape.scale, shape.softcap,
+    )  # fmt: skip
+    always = sinks_stop + segment.stop - window_start
+    if selection.full and view.whole_units:
+        return part, always + units.shape[1] * unit_size
+    stored = (segment.stop - units * unit_size).clamp(0, unit_size).masked_fill(units < 0, 0)
+    return part, always + stored.sum(1).double().mean()
+
+
+def attend_spans(
+    shape: LayerShape, segment: Segment, reader: RowReader, spans: Sequence[tuple[int, int]],
+    chosen: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Part, int | Tensor]:  # fmt: skip
+    """Sinks, window and the segment's own past, and how many tokens that is, summed over queries.
+
+    ``spans`` holds (sinks_stop, window_start) of the first query, if later ones see all that it sees, or of every
+    query, if their windows move along. ``chosen`` keys and values, [num_heads, count, head_dim], are attended along
+    with them by all queries (and not counted).
+    """
+    sinks_stop, window_start = spans[0]
+    window = min(window_start, segment.stop), segment.stop
+    sinks_and_window = ([read(0, sinks_stop), read(*window)] for read in (reader.keys, reader.values))
+    keys, values = (_joined(pieces, among) for pieces, among in zip(sinks_and_window, chosen or (None, None)))
+    num_queries = segment.num_queries
+    if window_start > segment.start:  # window=0: no recent token is always visible
+        return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap), sinks_stop * num_queries
+    if len(spans) > 1:
+        positions = torch.arange(segment.start, segment.stop, device=keys.device)
+        key_positions = torch.cat([torch.arange(sinks_stop), torch.arange(*window)]).to(keys.device)
+        sinks, oldest = torch.tensor(spans, device=keys.device).unsqueeze(2).unbind(1)  # [num_queries, 1]
+        mask = (key_positions <= positions.unsqueeze(1)) & ((key_positions >= oldest) | (key_positions < sinks))
+        part = attention_reference(segment.queries, keys, values, shape.scale, mask=mask, softcap=shape.softcap)
+        return part, mask.sum().double()
+    own = num_queries * (num_queries + 1) // 2
+    visible = num_queries * (sinks_stop + segment.start - window_start) + own
+    return _past_and_own(shape, segment, keys, values), visible
+
+
+def _joined(pieces: list[Tensor], among: Tensor | None) -> Tensor:
+    """[1, num_heads, num_tokens, head_dim]; what was chosen by head, if anything, before the last piece."""
+    if among is not None:
+        pieces = [piece.repeat_interleave(len(among) // len(piece), 0) for piece in pieces]
+        pieces = [*pieces[:-1], among, pieces[-1]]
+    return torch.cat(pieces, 1).unsqueeze(0)
+
+
+def past_lse(shape: LayerShape, segment: Segment, reader: RowReader, spans: tuple[int, int]) -> Tensor:
+    """Return the log-sum-exp over what every query of the segment always sees, [num_query_heads, num_queries].
+
+    Sinks and window, and its own token if it comes alone: the last token of a segment must not sway the first.
+    """
+    sinks_stop, window_start = spans
+    stop = segment.stop if segment.stop == segment.start + 1 else segment.start
+    keys, values = (
+        torch.cat([read(0, sinks_stop), read(min(window_start, stop), stop)], 1).unsqueeze(0)
+        for read in (reader.keys, reader.values)
+    )
+    return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap).lse[0]
+
+
+def gather(shape: LayerShape, reader: RowReader, selection: Selection) -> tuple[Tensor, Tensor]:
+    """Keys and values of selected units, copied: [num_heads, count * unit_size, head_dim], at least one head per KV
+    head."""
+    units, unit_size = _by_kv_head(shape, selection), selection.unit_size
+    granule = gcd(unit_size, reader.page_size)
+    granules = units.unsqueeze(-1) * (unit_size // granule) + torch.arange(unit_size // granule, device=units.device)
+    return reader.gather(granules.flatten(1), granule)
+
+
+def attend_selection(
+    shape: LayerShape, segment: Segment, selection: Selection, chosen: tuple[Tensor, Tensor]
+) -> tuple[Part, Tensor]:
+    """Attention over selected tokens, the same for every query of the segment, some of which may not be stored.
+
+    ``chosen`` are their keys and values (``gather``). Returns the part, and visible tokens per query, a scalar mean
+    over heads.
+    """
+    units, unit_size = _by_kv_head(shape, selection), selection.unit_size
+    keys, values = (tensor.unsqueeze(0) for tensor in chosen)
+    positions = (units.unsqueeze(-1) * unit_size + torch.arange(unit_size, device=units.device)).flatten(1)
+    stored = (units >= 0).repeat_interleave(unit_size, 1) & (positions < segment.stop)  # [num_heads, num_tokens]
+    if selection.log_weight is None and bool(stored.all()):
+        part = attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
+    else:
+        weight = selection.log_weight
+        if weight is not None:
+            weight = weight.expand(units.shape[0], -1).repeat_interleave(unit_size, 1).unsqueeze(1)
+        part = attention_reference(
+            segment.queries, keys, values, shape.scale,
+            mask=stored.unsqueeze(1), softcap=shape.softcap, log_weight=weight,
+        )  # fmt: skip
+    if selection.extra is not None:
+        part = merge(part, selection.extra)
+    return part, stored.sum(1).double().mean()
+
+
+def _by_kv_head(shape: LayerShape, selection: Selection) -> Tensor:
+    """Units of each KV head or query head."""
+    units = selection.units
+    return units.expand(shape.num_kv_heads, -1) if units.shape[0] == 1 else units
+
+
+def _past_and_own(shape: LayerShape, segment: Segment, keys: Tensor, values: Tensor) -> Part:
+    """Attention over given keys, of which the last ones are the segment's own: those causally, the others in full."""
+    num_queries = segment.num_queries
+    if num_queries == 1:
+        return attention(segment.queries, keys, values, shape.scale, softcap=shape.softcap)
+    past = keys.shape[2] - num_queries
+    own = attention(
+        segment.queries, keys[:, :, past:], values[:, :, past:], shape.scale, causal=True, softcap=shape.softcap
+    )
+    if past == 0:
+        return own
+    return merge(
+        attention(segment.queries, keys[:, :, :past], values[:, :, :past], shape.scale, softcap=shape.softcap), own
+    )

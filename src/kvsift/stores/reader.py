@@ -1,0 +1,157 @@
+"""One row of a store, in logical order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.segment_attention import Rows
+from kvsift.native.shapes import HeadRows, PooledRows
+from kvsift.stores.kv_pool import LayerPool
+from kvsift.stores.page_table import PageTable
+
+
+class RowReader:
+    """Keys, values and page summaries of one row (``types.KVReader``); views where its pages are consecutive.
+
+    Args:
+        pool: tensors of the layer.
+        table: pages of the rows.
+        row: of the table.
+        length: tokens that the layer has cached of it.
+    """
+
+    def __init__(self, pool: LayerPool, table: PageTable, row: int, length: int) -> None:
+        self._pool, self._table, self._row, self._length = pool, table, row, length
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.page_size
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def in_place(self) -> bool:
+        """Whether keys and values can be read where they are stored, on the host."""
+        return self._pool.keys.device.type == "cpu"
+
+    def keys_in_place(self, stop: int | None = None) -> HeadRows:
+        """As ``keys(0, stop)``, without a copy, for the compiled core."""
+        return self._in_place(self._pool.keys.flatten(1, 2), 0, self.length if stop is None else stop, self.page_size)
+
+    def values_in_place(self, stop: int | None = None) -> HeadRows:
+        """As ``values(0, stop)``, without a copy, for the compiled core."""
+        return self._in_place(self._pool.values.flatten(1, 2), 0, self.length if stop is None else stop, self.page_size)
+
+    def summary_in_place(self, kind: str, units: slice) -> HeadRows:
+        """As ``summary``, on the host without a copy."""
+        pool = self._pool.summaries[kind]
+        return self._in_place(pool, units.start, units.stop, 1) if pool.is_cpu else self.summary(kind, units)
+
+    def _in_place(self, pool: Tensor, start: int, stop: int, per_page: int) -> HeadRows:
+        """Rows of a pool that has ``per_page`` slots for each page."""
+        first = self._table.run_start(self._row, start // per_page, -(-stop // per_page))
+        if first is not None:
+            offset = first * per_page + start % per_page
+            return pool[:, offset : offset + stop - start]
+        return PooledRows(pool, self._table.slot_runs(self._row, per_page), stop - start, start)
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self._pool.keys.flatten(1, 2)[:, self.slots(start, stop)]
+
+    def values(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self._pool.values.flatten(1, 2)[:, self.slots(start, stop)]
+
+    def slots(self, start: int, stop: int | None) -> slice | Tensor:
+        """Slots of positions start to stop in a pool whose pages are flattened."""
+        stop, size = self.length if stop is None else stop, self.page_size
+        first = self._table.run_start(self._row, start // size, -(-stop // size))
+        if first is not None:
+            offset = first * size + start % size
+            return slice(offset, offset + stop - start)
+        positions = torch.arange(start, stop)
+        slots = self._table.page_ids(self._row)[positions // size] * size + positions % size
+        return slots.to(self._pool.keys.device)
+
+    def pages(self, first: int, stop: int) -> slice | Tensor:
+        """Pages in the pool of the row's pages first to stop."""
+        start = self._table.run_start(self._row, first, stop)
+        if start is not None:
+            return slice(start, start + stop - first)
+        return self._table.page_ids(self._row)[first:stop].to(self._pool.keys.device)
+
+    def summary(self, kind: str, units: slice | Tensor) -> Tensor:
+        """[num_kv_heads, len(units), width]; of pages chosen per head, [num_heads, count]: [num_heads, count, width]"""
+        pool = self._pool.summaries[kind]
+        if isinstance(units, slice):
+            return pool[:, self.pages(units.start, units.stop)]
+        return pool[self._kv_heads(units), self.physical(units, 1)]
+
+    def keys_of(self, pages: Tensor) -> Tensor:
+        """Keys of complete pages chosen per head, [num_heads, count]: [num_heads, count * page_size, head_dim]"""
+        return self._gathered(self._pool.keys, self._granule_rows(pages, self.page_size), self.page_size)
+
+    def paged(self) -> Rows:
+        """The pools, and the row's pages in them."""
+        pool, device = self._pool, self._pool.keys.device
+        first = self._table.run_start(self._row)
+        if first is None:
+            table = self._table.page_ids(self._row).to(torch.int32).to(device, non_blocking=True)
+        else:
+            table = torch.arange(first, first + self._table.num_pages(self._row), dtype=torch.int32, device=device)
+        return Rows(pool.keys, pool.values, table)
+
+    def counted(self, remembered: Tensor) -> Tensor:
+        """The tensor itself."""
+        return remembered
+
+    def borrow(self, start: int, stop: int) -> Tensor:
+        """As ``keys``."""
+        return self.keys(start, stop)
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """No-op; ``layer.counting_reader`` counts."""
+
+    def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of chosen tokens, copied out of the pools.
+
+        Args:
+            granules: int64 [num_heads, count], runs of ``granule_size`` tokens by logical index, -1 for none;
+                num_heads is a multiple of the KV heads. ``granule_size`` divides the page size.
+
+        Returns:
+            Two tensors [num_heads, count * granule_size, head_dim]; what a -1 or the unwritten tail of the last
+            page yields is undefined.
+        """
+        index = self._granule_rows(granules.clamp_min(0), granule_size)
+        keys, values = (self._gathered(pool, index, granule_size) for pool in (self._pool.keys, self._pool.values))
+        return keys, values
+
+    def physical(self, granules: Tensor, per_page: int) -> Tensor:
+        """Where logical granules are in the pools, ``per_page`` of them in a page."""
+        first = self._table.run_start(self._row)
+        if first is not None:
+            return granules + first * per_page
+        page_ids = self._table.page_ids(self._row).to(granules.device)
+        return page_ids[granules // per_page] * per_page + granules % per_page
+
+    def _granule_rows(self, granules: Tensor, granule_size: int) -> Tensor:
+        """Where granules chosen per head are in a pool flattened to rows of ``granule_size`` tokens."""
+        per_page = self.page_size // granule_size
+        heads = self._kv_heads(granules) * (self._pool.keys.shape[1] * per_page)
+        return self.physical(granules, per_page) + heads
+
+    def _gathered(self, pool: Tensor, index: Tensor, granule_size: int) -> Tensor:
+        # one index_select over rows of granule_size tokens: each is one contiguous copy
+        chosen = pool.view(-1, granule_size * pool.shape[3]).index_select(0, index.flatten())
+        return chosen.view(index.shape[0], -1, pool.shape[3])
+
+    def _kv_heads(self, units: Tensor) -> Tensor:
+        """The KV head of each row of units chosen per head, [num_heads, 1]."""
+        num_heads = units.shape[0]
+        heads = torch.arange(num_heads, device=units.device) // (num_heads // len(self._pool.keys))
+        return heads.unsqueeze(1)

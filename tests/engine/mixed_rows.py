@@ -1,0 +1,50 @@
+"""Rows with decode rules of their own in one batch, through the engine's loop, without its front door."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.sampling import Sampling
+from kvsift.engine.session import Session, row_lengths
+from kvsift.engine.transcript import Request, Transcript
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.paged_decode import rule_of
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.transformers import feeding, make_cache
+from kvsift.plan.syntax import parse_plan
+
+KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_read", "recall")
+
+
+def decode(
+    model: Any, plans: Sequence[str], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *,
+    steps: int, dense_below: int = 0, capture: bool = False,
+) -> list[tuple[list[int], dict[str, Any]]]:  # fmt: skip
+    """Decode prompts side by side, each by its own plan; the last plan is the cache's, and sparse in most layers.
+
+    Returns:
+        Tokens and counters of each row.
+    """
+    rules = [rule_of(parse_plan(plan)) for plan in plans]
+    lengths = row_lengths([len(prompt) + steps + 8 for prompt in prompts], parse_plan(plans[-1]).page_size or 16)
+    cache = make_cache(model, plans[-1], rows=lengths)
+    rows = []
+    for number, (prompt, sampling, rule) in enumerate(zip(prompts, samplings, rules)):
+        stats, transcript = RunStats(probe_every=4), Transcript(Request(prompt, steps + 1, sampling), tokenizer=None)
+        cache.turn_to(number, stats)
+        with torch.inference_mode(), feeding(cache, "prefill"):
+            ids = torch.tensor([prompt], device=model.device)
+            logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        transcript.take(sampling.chooser(model.device)(logits[0, -1]), perf_counter())
+        rows.append(DecodeRow(number, transcript, stats, len(prompt), rule))
+    session = Session(DecoderStep(model), cache, lambda *_: dense_below, capture, rules)
+    for _ in DecodeLoop(session, rows):
+        pass
+    reports = [row.stats.report()["phases"]["decode"] for row in rows]
+    return [(row.transcript.new_ids, {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]

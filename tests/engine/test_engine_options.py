@@ -1,0 +1,54 @@
+"""Options of generation: one list for prompts, streams and questions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.tiny_directory import text_of
+
+from kvsift import LLM, InputError, Sampling
+from kvsift.engine.options import GenerateOptions
+
+PROMPTS = [text_of(300), text_of(90), text_of(200)]
+
+
+def test_a_keyword_that_is_not_known_is_refused(llama: Path) -> None:
+    llm, wrong = LLM(llama), {"max_token": 3}
+    document = llm.read(text_of(300))
+    for call in (llm.generate, llm.stream, document.ask):
+        with pytest.raises(TypeError, match="max_token"):
+            call("Why?", **wrong)  # type: ignore[operator]
+
+
+def test_samplings_are_one_for_all_or_one_for_each() -> None:
+    cold, warm = Sampling(), Sampling(temperature=1.0)
+    assert [one.sampling for one in GenerateOptions(sampling=warm).split(2)] == [warm, warm]
+    assert [one.sampling for one in GenerateOptions(sampling=[cold, warm]).split(2)] == [cold, warm]
+    with pytest.raises(InputError, match="2 samplings for 3 prompts"):
+        GenerateOptions(sampling=[cold, warm]).split(3)
+
+
+@pytest.mark.parametrize(("stop", "stops"), [(None, ()), ("", ()), ("a", ("a",)), (["a", "", "b"], ("a", "b"))])
+def test_stops_are_texts(stop: Any, stops: tuple[str, ...]) -> None:
+    assert GenerateOptions(stop=stop).stops == stops
+
+
+def test_a_question_may_bring_its_own_stop(llama: Path) -> None:
+    document = LLM(llama).read(text_of(300), stop="no such text")
+    text = document.ask("Why?", max_new_tokens=8).text
+    stop = text[3]
+    assert document.ask("Why?", max_new_tokens=8, stop=stop).text == text[: text.lstrip().index(stop, 1)].strip()
+
+
+@pytest.mark.parametrize("path", ["composed", "eager"])
+def test_progress_over_several_prompts_never_falls_and_reaches_the_end(path: str, llama: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    llm = LLM(llama, "quest:budget=128:dense_layers=none", path=path, chunk_size=64)
+    llm.generate(PROMPTS, max_new_tokens=2, progress=lambda done, total: calls.append((done, total)))
+    done, totals = [call[0] for call in calls], {call[1] for call in calls}
+    assert done == sorted(done)
+    assert totals == {sum(map(len, PROMPTS))}  # a token per byte, after <bos>; the last one is not counted
+    assert done[-1] in totals
+    assert len(calls) > len(PROMPTS)

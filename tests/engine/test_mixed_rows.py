@@ -1,0 +1,138 @@
+"""Rows of one batch are dense or sparse by themselves: each answers and counts as it does alone."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.mixed_rows import decode
+from engine.tiny_directory import text_of, write_model
+
+from kvsift import LLM, Sampling
+from kvsift.engine import decode_loop
+from kvsift.engine.slots import Slots
+
+QUEST = "quest:budget=128:window=16:dense_layers=0"
+PLANS = (
+    QUEST,
+    "quest:budget=128:window=16:page_size=8:dense_layers=none",
+    "quest:budget=144:window=16:page_size=32:score_by=mean_std:heads=query:dense_layers=none",
+    "quest:budget=128:window=16:score_by=minmax_fp8:dense_layers=2",
+    "quest:ratio=0.3:window=16:dense_layers=1",
+    "quest:budget=128:window=16:min_context=280:dense_layers=none",
+)
+KEYS = (
+    "queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense", "recall"
+)  # fmt: skip
+BELOW = 300
+GREEDY = Sampling()
+
+
+def counters(answer: Any) -> dict[str, Any]:
+    return {key: answer.decode(key) for key in KEYS}
+
+
+@pytest.fixture(autouse=True)
+def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LLM, "_end_ids", lambda llm: set())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_around_the_threshold_answer_as_each_does_alone(plan: str, llama: Path) -> None:
+    rng = random.Random(plan)
+    eager, composed = (LLM(llama, plan, path=path, dense_below=BELOW) for path in ("eager", "composed"))  # type: ignore[arg-type]
+    for _ in range(2):
+        texts = [text_of(BELOW + rng.randint(-60, 60)) for _ in range(3)] + [text_of(rng.choice([40, 700]))]
+        sampling = [Sampling(rng.choice([0, 0, 0.8, 1.3]), rng.choice([1.0, 0.8]), rng.randint(0, 99)) for _ in texts]
+        together = eager.generate(texts, max_new_tokens=40, sampling=sampling)
+        assert {answer.path for answer in together} == {"eager"}
+        for text, choose, answer in zip(texts, sampling, together):
+            for llm in (eager, composed):
+                alone = llm.generate(text, max_new_tokens=40, sampling=choose)
+                assert answer.token_ids == alone.token_ids, (len(text), choose)
+                assert counters(answer) == counters(alone), (len(text), choose)
+                if llm is eager:
+                    assert answer.decode("kv_bytes_attended") == alone.decode("kv_bytes_attended")
+
+
+def test_a_longer_neighbour_changes_no_greedy_answer(llama: Path) -> None:
+    """The longest row decided for all: a dense row became sparse beside a longer one."""
+    llm = LLM(llama, QUEST, path="eager", dense_below=600)
+    short, long = text_of(336), text_of(1040)
+    alone = llm.generate(short, max_new_tokens=20)
+    assert alone.decode("density") == 1
+    together = llm.generate([short, long], max_new_tokens=20)
+    assert together[0].token_ids == alone.token_ids
+    assert together[0].decode("density") == 1
+    assert together[1].decode("density") < 0.6
+
+
+def test_rows_that_cross_in_a_mixed_step_have_the_summaries_of_their_dense_steps(llama: Path) -> None:
+    """One row is dense in pure dense steps, then beside a sparse row, and then sparse itself."""
+    texts = [text_of(BELOW - 20), text_of(BELOW - 100)]
+    eager, composed = (LLM(llama, QUEST, path=path, dense_below=BELOW) for path in ("eager", "composed"))  # type: ignore[arg-type]
+    together = eager.generate(texts, max_new_tokens=300)
+    for text, answer in zip(texts, together):
+        alone = composed.generate(text, max_new_tokens=300)
+        assert answer.token_ids == alone.token_ids
+        assert counters(answer) == counters(alone)
+        assert 0 < answer.decode("sparse_queries") < 600
+
+
+def test_steps_are_mixed_only_where_rows_differ(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    run = Slots.run
+
+    def watched(slots: Slots, kind: Any, number: int) -> Any:
+        modes.append(kind.mode)
+        return run(slots, kind, number)
+
+    monkeypatch.setattr(Slots, "run", watched)
+    llm = LLM(llama, QUEST, path="eager", dense_below=BELOW)
+    llm.generate([text_of(BELOW - 10), text_of(BELOW - 15)], max_new_tokens=30)
+    assert modes == ["dense"] * 8 + ["mixed"] * 5 + ["sparse"] * 16  # <bos> is a token too
+
+
+def test_a_mixed_batch_goes_on_in_the_mode_of_the_rows_that_are_left(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    texts = [text_of(600), text_of(200), text_of(150)]
+    free = LLM(llama, QUEST, path="composed", dense_below=BELOW).generate(texts, max_new_tokens=60)
+    directory = write_model(tmp_path, eos_token_id=free[0].token_ids[9])
+    for move_steps in (1, 512):
+        monkeypatch.setattr(decode_loop, "MOVE_STEPS", move_steps)
+        fast, slow = (
+            LLM(directory, QUEST, path=path, dense_below=BELOW).generate(texts, max_new_tokens=60)  # type: ignore[arg-type]
+            for path in ("eager", "composed")
+        )
+        assert [answer.token_ids for answer in fast] == [answer.token_ids for answer in slow]
+        assert [counters(answer) for answer in fast] == [counters(answer) for answer in slow]
+
+
+OWN_PLANS = [
+    "quest:budget=96:window=16:dense_layers=1",
+    "dense",
+    "quest:ratio=0.4:window=32:sinks=20:dense_layers=0+2",
+    "quest:budget=256:window=16:dense_layers=none",
+]
+
+
+@pytest.mark.parametrize("dense_below", [0, 320])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 0.9, seed=5)], ids=["greedy", "sampled"])
+def test_rows_of_several_plans_answer_as_each_does_alone(dense_below: int, sampling: Sampling, llama: Path) -> None:
+    llm = LLM(llama, path="composed", dense_below=dense_below, probe_every=4)
+    texts = [text_of(500), text_of(420)[::-1], text_of(310), text_of(350)]
+    prompts = [llm.tokenizer(text)["input_ids"] for text in texts]
+    options: dict[str, Any] = {"steps": 24, "dense_below": dense_below}
+    together = decode(llm.model, OWN_PLANS, prompts, [sampling] * 4, **options)
+    for plan, prompt, text, found in zip(OWN_PLANS, prompts, texts, together):
+        assert found == decode(llm.model, [plan], [prompt], [sampling], **options)[0], plan
+        alone = llm.generate(text, plan=plan, max_new_tokens=25, sampling=sampling)
+        assert found[0] == alone.token_ids
+        assert found[1] == {key: alone.decode(key) for key in found[1]}
+    densities = [counted["density"] for _, counted in together]
+    assert len(set(densities)) == 4
+    assert densities[1] == 1

@@ -1,0 +1,134 @@
+"""Where KV may live, how that is written, and what it rules out."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from contracts.harness import answers, assert_same_answer, draw_tokens
+
+from kvsift.errors import InputError
+from kvsift.plan.placement import Placement
+from kvsift.plan.refusals import check_placement, reasons_against
+from kvsift.plan.syntax import parse_plan
+from kvsift.stores.base import Store
+from kvsift.stores.catalogue import STORES, open_store
+from kvsift.stores.host import HostStore
+from kvsift.stores.offload import OffloadStore
+from kvsift.stores.paged import PagedStore
+from kvsift.stores.split import SplitStore
+from kvsift.types import LayerShape
+
+SHAPE = LayerShape(0, 4, 2, 8, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("device", Placement()),
+        ("split", Placement("split")),
+        ("split:host_values=int8", Placement("split", host_values="int8")),
+        ("offload:device_cache=4096:host_values=int8", Placement("offload", host_values="int8", device_cache=4096)),
+        (Placement("offload", device_cache=7), Placement("offload", device_cache=7)),
+    ],
+)
+def test_a_place_is_written_as_a_plan_is(text: str | Placement, place: Placement) -> None:
+    assert Placement.of(text) == place
+    assert Placement.of(str(place)) == place
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ofload", "unknown placement 'ofload'.*offload"),
+        ("split:host_value=int8", "unknown knob of a placement 'host_value'.*host_values"),
+        ("split:host_values=int4", "unknown host_values 'int4'"),
+        ("device:host_values=int8", "host_values=int8 is a knob of placement=split and placement=offload"),
+        ("split:device_cache=5", "device_cache=5 is a knob of placement=offload"),
+        ("offload:device_cache=0", "device_cache=0 must be a number of tokens"),
+        ("offload:device_cache=", "device_cache='' must be a number of tokens"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Placement.of(text)
+
+
+@pytest.mark.parametrize("placement", ["split", "offload", Placement("offload", host_values="int8")])
+def test_a_sparse_prefill_needs_its_kv_on_the_device(placement: str | Placement) -> None:
+    plan = parse_plan("prefill=quoka:budget=512")
+    assert "prefill is dense. Leave the prefill rule out" in str(reasons_against(plan, placement))
+    assert reasons_against(parse_plan("prefill=dense,decode=quest:budget=512"), placement) == []
+    assert reasons_against(plan, "device") == []
+    assert reasons_against(plan, "host") == []
+
+
+def opened(placement: str | Placement, like: torch.Tensor) -> Store:
+    place = Placement.of(placement)
+    return open_store(place.name, SHAPE, 1, 4, like, ["minmax"], **dict(place.knobs))
+
+
+def test_every_placement_has_its_store() -> None:
+    names = ("device", "host", "split:host_values=int8", "offload:device_cache=5")
+    made: dict[str, Any] = {name: opened(name, torch.empty(0)) for name in names}
+    assert [type(store) for store in made.values()] == [PagedStore, HostStore, SplitStore, OffloadStore]
+    assert made["split:host_values=int8"].values.dtype == torch.int8
+    assert made["offload:device_cache=5"].cache.tokens == 5
+    with pytest.raises(InputError, match="placement=host keeps the model on the CPU, and this one is on meta"):
+        opened("host", torch.empty(0, device="meta"))
+
+
+def test_packed_values_take_half_of_16_bits_and_a_scale() -> None:
+    key = 128 * 2
+    assert SplitStore.bytes_per_token(128, torch.bfloat16, host_values="int8") == key + 132
+    assert SplitStore.bytes_per_token(128, torch.float32, host_values="int8") == 2 * key + 132
+    assert SplitStore.bytes_per_token(128, torch.bfloat16) == 2 * key
+
+
+def test_an_index_of_host_memory_is_refused_before_a_gpu_reads_anything() -> None:
+    plan = parse_plan("retrieval_attention:index=flat")
+    assert reasons_against(plan) == []
+    assert "Take placement=split, or device=cpu" in str(reasons_against(plan, on_gpu=True))
+    assert reasons_against(plan, "split", on_gpu=True) == []
+
+
+def test_dropping_while_reading_needs_no_second_hint() -> None:
+    plan = parse_plan("both=h2o:evict=true")
+    for name in ("split", "offload"):
+        (reason,) = reasons_against(plan, name)
+        assert "or take a rule of decode without evict" in reason
+
+
+def test_all_reasons_are_given_at_once() -> None:
+    plan = parse_plan("prefill=quoka:budget=512,decode=h2o:budget=512:evict=true")
+    assert len(reasons_against(plan, "split")) == 2
+    with pytest.raises(InputError, match=r"prefill is dense.*Leave out evict"):
+        check_placement(plan, "split")
+
+
+def test_a_placement_is_one_file_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store with a knob of its own, known to nothing but the catalogue: parsed, checked, opened, attended."""
+    module = ModuleType("placement_of_a_test")
+    module.SlowStore = SlowStore  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(STORES, "slow", "placement_of_a_test:SlowStore")
+    place = Placement.of("slow:delay=3")
+    assert (str(place), place.knob("delay")) == ("slow:delay=3", 3)
+    with pytest.raises(InputError, match="delay=-1"):
+        Placement.of("slow:delay=-1")
+    plan, tokens = parse_plan("quest:budget=24:window=8:page_size=4:dense_layers=none"), draw_tokens(90, 0)
+    assert_same_answer(answers(plan, tokens, 80, placement="slow:delay=3"), answers(plan, tokens, 80), "another answer")
+
+
+class SlowStore(PagedStore):
+    def __init__(self, *arguments: Any, delay: int = 1, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.delay = delay
+
+    @classmethod
+    def check_knobs(cls, *, delay: object = 1, **knobs: Any) -> None:
+        if not isinstance(delay, int):
+            raise InputError(f"delay={delay} must be a whole number.")
