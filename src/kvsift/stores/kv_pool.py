@@ -136,8 +136,9 @@ class KVPool:
 
     def leave(self, index: int, user: object) -> None:
         """Free the tensors of a layer unless another store than ``user`` uses them."""
-        if index in self.layers and self.layers[index].is_used_only_by(user):
-            del self.layers[index]
+        with self.pages.lock:
+            if index in self.layers and self.layers[index].is_used_only_by(user):
+                del self.layers[index]
 
 
 def _grown(pool: Tensor, num_pages: int, pinned: bool = False) -> Tensor:
