@@ -135,7 +135,7 @@ class Selection:
             number of query heads, of KV heads, or 1 when all heads share the row.
         unit_size: tokens per unit.
         log_weight: optional float32 [num_heads, capacity], added to the logits of the unit's tokens.
-        extra: optional estimate of what was left out, merged as if its tokens had been attended.
+        extra: optional estimate of attention over what was left out, merged as if its tokens had been attended.
         full: no row is padded. Readers then need no check, which on a device would make the host wait.
         rest: optional estimate of all that stays unseen, for methods that know its share of the attention: the answer
             is (1 - share) times attention over what is visible, plus share times the value.

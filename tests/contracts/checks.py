@@ -506,7 +506,7 @@ ALL_CHECKS: list[Check] = [
 
 def tokens_alone(answer: Callable[..., Selection], *question: Any) -> Selection:
     """What was chosen, without the estimate of the rest: that is no token, and yet shows in the answer."""
-    return replace(answer(*question), rest=None)
+    return replace(answer(*question), rest=None, extra=None)
 
 
 def masked_attention(tokens: Tokens, mask: Tensor) -> Tensor:

@@ -220,7 +220,8 @@ def poison(*stores: Any) -> None:
         for tensor in (pool.keys, pool.values):
             tensor.masked_fill_(~written[..., None], torch.nan)
         for summary in pool.summaries.values():
-            summary[:, (~written.any(1)).nonzero().flatten()] = torch.nan  # 8-bit pools know no masked_fill
+            bytes_or_numbers = 255 if summary.dtype == torch.uint8 else torch.nan  # 255 twice: a half that is NaN
+            summary[:, (~written.any(1)).nonzero().flatten()] = bytes_or_numbers  # 8-bit pools know no masked_fill
 
 
 class ScatteredPool(PagePool):

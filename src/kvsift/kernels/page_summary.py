@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels import summary_twins as twins
+from kvsift.kernels.sketch import SKETCHES, SketchLayout, sketch_rows
 from kvsift.kernels.summary_twins import FP8_SCALE
 from kvsift.native.extremes import page_extremes, takes_pages
 
@@ -69,13 +70,23 @@ def page_scores(features: Tensor, rows: Tensor) -> Tensor:
     return features @ rows.float().mT
 
 
-def summarise(kind: str, keys: Tensor, valid: Tensor | None = None) -> Tensor:
+def row_format(kind: str, head_dim: int, page_size: int) -> tuple[int, torch.dtype | None]:
+    """Numbers per row of a kind, or of a sketch, and their dtype; None is the KV dtype."""
+    if kind in SKETCHES:
+        return SketchLayout(SKETCHES[kind], head_dim, page_size).width, torch.uint8
+    return SUMMARIES[kind].width(head_dim), SUMMARIES[kind].dtype
+
+
+def summarise(kind: str, keys: Tensor, valid: Tensor | None = None, values: Tensor | None = None) -> Tensor:
     """Return packed rows of pages, in the dtype of their kind, or of ``keys``.
 
     keys [num_kv_heads, num_pages, page_size, head_dim], any numbers and NaN where they are not valid;
     valid bool [num_pages, page_size] with at least one token per page, None if all are -> [num_kv_heads, num_pages,
-    width].
+    width]. A sketch (``kernels.sketch``) is made of the values too.
     """
+    if kind in SKETCHES:
+        assert values is not None, "a sketch holds the mean value of its page"
+        return sketch_rows(SKETCHES[kind], keys, values, valid)
     if kind == "minmax" and takes_pages(keys):
         return page_extremes(keys, valid)
     return SUMMARIES[kind].rows(keys, None if valid is None else valid.unsqueeze(-1))

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsift.layer.observer import Observer
 from kvsift.methods.base import Phase
 from kvsift.stores.base import Segment, Store
-from kvsift.types import Selection
+from kvsift.types import Part, Selection
 
 RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
 
@@ -27,6 +27,8 @@ class Tally:
     context_tokens: int = 0  # what dense attention would have shown, summed over queries
     visible_tokens: float | Tensor = 0.0  # per head, summed over queries
     sparse_queries: int = 0
+    estimated_queries: int = 0
+    estimated: float | Tensor = 0.0  # share of their attention that the method estimated, per head, summed over them
     kv_bytes_read: float | Tensor = 0.0  # keys and values attended
     index_bytes_read: float = 0.0  # keys and summaries read to choose
     kv_bytes_dense: float = 0.0
@@ -70,6 +72,12 @@ class Tally:
             tokens = count * selection.unit_size
             self.kv_bytes_read += tokens * store.token_bytes * max(num_kv_heads, num_heads) // num_kv_heads
 
+    def add_estimated(self, visible: Part, merged: Part) -> None:
+        """Count queries whose attention to visible tokens was merged with an estimate of the rest."""
+        shares = 1 - (visible.lse - merged.lse).exp()  # [1, num_query_heads, num_queries]
+        self.estimated_queries += shares.shape[2]
+        self.estimated = self.estimated + shares.mean(1).sum()
+
     def add_transfers(self, store: Store) -> None:
         """Count what a store has copied to the device since the last call."""
         num_bytes, requested, cached = store.take_transfers()
@@ -89,6 +97,7 @@ class Tally:
             "visible_tokens": visible / queries if queries else None,
             "density": visible / self.context_tokens if self.context_tokens else None,
             "sparse_queries": self.sparse_queries,
+            "estimated_share": float(self.estimated) / self.estimated_queries if self.estimated_queries else None,
             "kv_bytes_read": int(float(self.kv_bytes_read) + self.index_bytes_read),
             "kv_bytes_attended": int(self.kv_bytes_read),
             "kv_bytes_to_select": int(self.index_bytes_read),

@@ -19,7 +19,7 @@ from kvsift.stores.base import Segment, Select, Store, View
 from kvsift.stores.joined_segments import attend_segments, is_plain
 from kvsift.stores.parts import past_lse
 from kvsift.stores.reader import RowReader
-from kvsift.types import Candidates, LayerShape, Limit, Part, Rest, Selection
+from kvsift.types import Candidates, LayerShape, Limit, Part, Selection
 
 
 def view_of(rule: Rule, segment: Segment) -> View:
@@ -35,10 +35,15 @@ def view_of(rule: Rule, segment: Segment) -> View:
     )
 
 
-def with_rest(part: Part, rest: Rest) -> Part:
-    """Attention over what is visible, and a method's estimate of the rest: a part whose weight is its share."""
-    value, share = rest.value.to(part.output), rest.share.to(part.lse.device)
-    return merge(part, Part(value, part.lse + logit(share)))
+def with_estimates(part: Part, selection: Selection) -> Part:
+    """Attention over what is visible, and a method's estimate of what is not."""
+    if selection.extra is not None:
+        estimate = selection.extra
+        part = merge(part, Part(estimate.output.to(part.output), estimate.lse.to(part.lse.device)))
+    if selection.rest is not None:  # a part whose weight is its share
+        value, share = selection.rest.value.to(part.output), selection.rest.share.to(part.lse.device)
+        part = merge(part, Part(value, part.lse + logit(share)))
+    return part
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,7 @@ class Selector:
         selections = method.select_segments(self.state, self.shape, queries, requests, whole)
         self.tally.index_bytes_read += sum(counting.bytes_read for counting in (whole, *readers))
         self.tally.select_s += perf_counter() - started
-        if not all(is_plain(s) and s.rest is None and not s.for_above for s in selections):
+        if not all(map(is_plain, selections)):
             return selections, None
         spans = [self.rule.budget.always(segment.start, method.unit_size) for segment in segments]
         part, num_selected = attend_segments(self.shape, queries, segments, spans, selections, reader.paged())

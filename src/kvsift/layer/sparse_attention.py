@@ -20,7 +20,7 @@ from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import LayerCache
 from kvsift.layer.probe import probe
 from kvsift.layer.segments import pieces_of, steps_of
-from kvsift.layer.selection import Selector, view_of, with_rest
+from kvsift.layer.selection import Selector, view_of, with_estimates
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
@@ -119,9 +119,10 @@ class SparseAttention(LayerCache):
         part, chosen = attended.part, attended.selection
         if chosen is not None and chosen.for_above:  # what was attended is little beside everything
             return self._dense(segment, row, tally)
-        if chosen is not None and chosen.rest is not None:
-            part = with_rest(part, chosen.rest)
         tally.add_sparse(segment, self.store, view.spans[0], chosen, attended.visible)
+        if chosen is not None and (chosen.extra or chosen.rest):
+            visible_part, part = part, with_estimates(part, chosen)
+            tally.add_estimated(visible_part, part)
         self._probe(segment, row, view.spans[0], chosen, selector)
         self._observed(row, segment, view.spans[0], chosen)
         return part

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.page_summary import row_format
 from kvsift.methods import checks, old_names
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Selection
@@ -94,7 +94,7 @@ class Method:
     def state_bytes_per_token(self, shape: LayerShape) -> float:
         """Bytes that one layer needs per cached token beside its keys and values: those of page summaries by default. A
         method whose state grows adds to them."""
-        widths = [(SUMMARIES[kind].width(shape.head_dim), SUMMARIES[kind].dtype) for kind in self.summaries]
+        widths = [row_format(kind, shape.head_dim, self.summary_page_size) for kind in self.summaries]
         row_bytes = sum(width * (2 if dtype is None else dtype.itemsize) for width, dtype in widths)
         return shape.num_kv_heads * row_bytes / self.summary_page_size
 

@@ -15,7 +15,7 @@ from kvsift.types import LayerShape, Part, Selection
 
 def is_plain(selection: Selection) -> bool:
     """Whether a selection is nothing but a list of units."""
-    return selection.log_weight is None and selection.extra is None
+    return selection.log_weight is selection.extra is selection.rest is None and not selection.for_above
 
 
 def attend_segments(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.page_summary import row_format
 from kvsift.stores.page_pool import PagePool, PoolLock
 from kvsift.stores.transfers import pin
 from kvsift.types import LayerShape
@@ -84,9 +84,8 @@ class LayerPool:
             self._users[user] = tuple(kinds)
             for kind in self._users[user]:
                 if kind not in self.summaries:
-                    width, dtype = SUMMARIES[kind].width(self.keys.shape[3]), SUMMARIES[kind].dtype
-                    shape = (*self.keys.shape[:2], width)
-                    self.summaries[kind] = self.keys.new_empty(shape, dtype=dtype, device=device)
+                    width, dtype = row_format(kind, self.keys.shape[3], self.page_size)
+                    self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], width, dtype=dtype, device=device)
             for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
                 del self.summaries[kind]
 

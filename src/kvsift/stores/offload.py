@@ -76,13 +76,8 @@ class OffloadStore(SplitStore):
         return attended._replace(selection=on_host)
 
     def _selection_on_device(self, selection: Selection) -> Selection:
-        weight, extra = selection.log_weight, selection.extra
-        return replace(
-            selection,
-            units=selection.units.to(self.device),
-            log_weight=None if weight is None else weight.to(self.device),
-            extra=None if extra is None else self._on_device(extra),
-        )
+        weight = None if selection.log_weight is None else selection.log_weight.to(self.device)
+        return replace(selection, units=selection.units.to(self.device), log_weight=weight)
 
     def device_reader(self, row: int) -> OffloadReader:
         """A reader of a row on the device."""

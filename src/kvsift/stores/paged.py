@@ -185,6 +185,10 @@ class PagedStore(Store):
     def _fit(self, exactly: bool = False) -> None:
         self.pool.fit(exactly)
 
+    def _page_values(self, pages: slice | Tensor) -> Tensor:
+        """Values of pages of the pool, [num_kv_heads, num_pages, page_size, head_dim]."""
+        return self.pool.values[:, pages]
+
     @torch.inference_mode()
     def _own_partial_page(self, row: int) -> None:
         if self.lengths[row] % self.page_size:
@@ -210,6 +214,6 @@ class PagedStore(Store):
         for first, stop, mask in parts:
             pages = reader.pages(first, stop)
             for kind in kinds if first < stop else ():
-                rows = summarise(kind, self.pool.keys[:, pages], mask)
+                rows = summarise(kind, self.pool.keys[:, pages], mask, self._page_values(pages))
                 with self.pool.lock:
                     self.pool.summaries[kind][:, pages] = rows.to(self.pool.summaries[kind].device)

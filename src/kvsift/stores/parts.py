@@ -38,7 +38,7 @@ def attend_sparse(
     num_queries = segment.num_queries
     if selection is None:
         return attend_spans(shape, segment, reader, spans)
-    plain = selection.log_weight is selection.extra is None
+    plain = selection.log_weight is None
     if plain and _reads_in_place(segment, reader):
         return _attend_in_place(shape, segment, reader, view, selection)
     chosen = gather(shape, reader, selection)
@@ -149,8 +149,6 @@ def attend_selection(
             segment.queries, keys, values, shape.scale,
             mask=stored.unsqueeze(1), softcap=shape.softcap, log_weight=weight,
         )  # fmt: skip
-    if selection.extra is not None:
-        part = merge(part, selection.extra)
     return part, stored.sum(1).double().mean()
 
 

@@ -151,6 +151,10 @@ class SplitStore(PagedStore):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         self._stale[row] = min(first_page, self._stale.get(row, first_page))
 
+    def _page_values(self, pages: slice | Tensor) -> Tensor:
+        values = super()._page_values(pages)
+        return values if self.host_values == "model" else unpack_values(values, self.pool.keys.dtype)
+
     @torch.inference_mode()
     def _settle(self) -> None:
         """Complete transfers, and the summaries of what they brought."""

@@ -1,0 +1,204 @@
+"""Sketches: one row of bytes per page and KV head from which the logit of each of its tokens is estimated.
+
+With R a rotation, mean the page's mean key and x = R (k - mean) the rotated residual of a token:
+
+    code  c  = odd integers from -(2^bits - 1) to 2^bits - 1, x rounded in steps of |x| / sqrt(head_dim)
+    factor f = |x|^2 / <x, c>
+    estimate = f <R q, c> + <R q, R mean>
+
+The estimate is unbiased over rotations (RaBitQ, arXiv 2405.12497, for one bit). Its error has the variance
+|q|^2 f^2 ERROR[bits], which an estimated exponential makes up for: E[exp(l + e)] = exp(l + variance / 2).
+
+Everything of a row comes from the keys and values of its own page. The bytes of a row, all offsets multiples of four:
+
+| bytes                          | what                                             |
+|--------------------------------|--------------------------------------------------|
+| bits * words * page_size * 4   | codes uint32 [bit of the code, word, token]      |
+| 2 * page_size, rounded up to 4 | factors of the tokens, float16                   |
+| 32 * words                     | R mean, int8                                     |
+| head_dim, rounded up to 4      | mean value, int8                                 |
+| 4                              | scales of the two means, float16                 |
+
+Bit i % 32 of word i // 32, the lowest first, is of channel i. There are ceil(head_dim / 32) words; bits of channels
+beyond head_dim are zero, and a row ends at a multiple of 16.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
+SKETCHES = {"sketch1": 1, "sketch2": 2}  # kind of page summary -> bits per channel
+PAGES_AT_ONCE = 2048  # bounds temporary memory
+
+
+class SketchLayout(NamedTuple):
+    """Where the parts of a row are."""
+
+    bits: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def words(self) -> int:
+        """Groups of 32 channels."""
+        return -(-self.head_dim // 32)
+
+    @property
+    def factors(self) -> int:
+        """Offset of the factors."""
+        return 4 * self.bits * self.words * self.page_size
+
+    @property
+    def key_mean(self) -> int:
+        return self.factors + _round_up(2 * self.page_size, 4)
+
+    @property
+    def value_mean(self) -> int:
+        return self.key_mean + 32 * self.words
+
+    @property
+    def scales(self) -> int:
+        return self.value_mean + _round_up(self.head_dim, 4)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return _round_up(self.scales + 4, 16)
+
+
+class Unpacked(NamedTuple):
+    """Unpacked rows of consecutive pages, float32."""
+
+    codes: Tensor  # [num_kv_heads, num_tokens, head_dim]
+    factors: Tensor  # [num_kv_heads, num_tokens], 0 where there is no token
+    key_means: Tensor  # [num_kv_heads, num_pages, head_dim], rotated
+    value_means: Tensor  # [num_kv_heads, num_pages, head_dim]
+
+
+@lru_cache
+def rotation(head_dim: int, device: torch.device) -> Tensor:
+    """An orthogonal matrix that spreads every channel over all, float32 [head_dim, head_dim]; vectors @ it rotates.
+
+    Signs, then a Hadamard matrix of the largest power of two that divides ``head_dim``, in each of as many blocks as
+    there are, and a cosine transform across the blocks.
+    """
+    size = head_dim & -head_dim
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
+    blocks = torch.arange(head_dim // size, dtype=torch.float64)
+    cosines = torch.cos(math.pi / len(blocks) * (blocks + 0.5).unsqueeze(1) * blocks)
+    mixed = torch.kron((cosines / cosines.norm(dim=0)).float(), hadamard / math.sqrt(size))
+    channels = torch.arange(head_dim)
+    signs = 1 - 2 * ((channels * 0x9E3779B1 >> 15) & 1)  # any fixed pattern that no feature of a model follows
+    return (signs.float().unsqueeze(1) * mixed).to(device)
+
+
+def sketch_rows(bits: int, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Rows of pages, uint8 [num_kv_heads, num_pages, width].
+
+    keys, values [num_kv_heads, num_pages, page_size, head_dim], any numbers and NaN where they are not valid; valid
+    bool [num_pages, page_size], None if all are.
+    """
+    layout = SketchLayout(bits, keys.shape[3], keys.shape[2])
+    rows = keys.new_zeros(*keys.shape[:2], layout.width, dtype=torch.uint8)
+    for first in range(0, keys.shape[1], PAGES_AT_ONCE):
+        pages = slice(first, first + PAGES_AT_ONCE)
+        there = None if valid is None else valid[pages]
+        _fill(rows[:, pages], layout, keys[:, pages].float(), values[:, pages].float(), there)
+    return rows
+
+
+def _fill(rows: Tensor, layout: SketchLayout, keys: Tensor, values: Tensor, valid: Tensor | None) -> None:
+    head_dim, page_size = layout.head_dim, layout.page_size
+    count: Tensor | int = page_size
+    if valid is not None:
+        missing, count = ~valid.unsqueeze(-1), valid.sum(1, keepdim=True)
+        keys, values = keys.masked_fill(missing, 0.0), values.masked_fill(missing, 0.0)
+    rotated = keys @ rotation(head_dim, keys.device)
+    mean_codes, mean_scale = _int8(rotated.sum(2) / count)
+    value_codes, value_scale = _int8(values.sum(2) / count)
+    residual = rotated - (mean_codes.float() * mean_scale.float()).unsqueeze(2)
+    if valid is not None:
+        residual = residual.masked_fill(missing, 0.0)
+    index = _code_index(layout, residual)
+    codes = (2 * index - (2**layout.bits - 1)).float()
+    product = (residual * codes).sum(-1)
+    factors = residual.square().sum(-1) / product.clamp_min(torch.finfo(torch.float32).tiny)
+    factors = factors.masked_fill(product <= 0, 0.0)  # no residual: every code is right
+    rows[..., : layout.factors] = _packed(layout, index)
+    rows[..., layout.factors : layout.factors + 2 * page_size] = factors.to(torch.float16).view(torch.uint8)
+    rows[..., layout.key_mean : layout.key_mean + head_dim] = mean_codes.view(torch.uint8)
+    rows[..., layout.value_mean : layout.value_mean + head_dim] = value_codes.view(torch.uint8)
+    scales = torch.cat([mean_scale, value_scale], -1)
+    rows[..., layout.scales : layout.scales + 4] = scales.view(torch.uint8)
+
+
+def _int8(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 [.., n] and their scale float16 [.., 1]."""
+    scale = (numbers.abs().amax(-1, keepdim=True) / 127).clamp(2.0**-24, 65504.0).to(torch.float16)
+    return (numbers / scale.float()).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def _code_index(layout: SketchLayout, residual: Tensor) -> Tensor:
+    """Which code each number gets, 0 to 2^bits - 1."""
+    if layout.bits == 1:
+        return (residual >= 0).to(torch.int32)
+    step = residual.norm(dim=-1, keepdim=True) / math.sqrt(layout.head_dim)
+    half, most = 2 ** (layout.bits - 1), 2**layout.bits - 1
+    whole = (residual / step.clamp_min(torch.finfo(torch.float32).tiny)).floor_()
+    return (whole + half).clamp_(0, most).to(torch.int32)
+
+
+def _packed(layout: SketchLayout, index: Tensor) -> Tensor:
+    """int32 [num_kv_heads, num_pages, page_size, head_dim] -> uint8 [num_kv_heads, num_pages, bytes of the codes]."""
+    padded = torch.nn.functional.pad(index, (0, 32 * layout.words - layout.head_dim))
+    planes = torch.stack([padded >> bit & 1 for bit in range(layout.bits)], 2)  # [heads, pages, bits, tokens, channels]
+    octets = planes.unflatten(-1, (layout.words, 4, 8)) << torch.arange(8, device=index.device)
+    return octets.sum(-1).to(torch.uint8).transpose(3, 4).flatten(2)  # [heads, pages, bits, words, tokens, 4]
+
+
+def unpack(rows: Tensor, layout: SketchLayout) -> Unpacked:
+    """Unpack rows uint8 [num_kv_heads, num_pages, width]."""
+    bits, head_dim, page_size = layout.bits, layout.head_dim, layout.page_size
+    octets = rows[..., : layout.factors].unflatten(-1, (bits, layout.words, page_size, 4)).transpose(3, 4)
+    planes = (octets.unsqueeze(-1) >> torch.arange(8, device=rows.device, dtype=torch.uint8)) & 1
+    channels = planes.flatten(-3)[..., :head_dim]  # [num_kv_heads, num_pages, bits, page_size, head_dim]
+    codes = sum(channels[:, :, bit].float() * 2 ** (bit + 1) for bit in range(bits)) - (2**bits - 1)
+    factors = _halves(rows, layout.factors, page_size)
+    scales = _halves(rows, layout.scales, 2)
+    means = [
+        rows[..., start : start + head_dim].view(torch.int8).float() * scales[..., i : i + 1]
+        for i, start in enumerate((layout.key_mean, layout.value_mean))
+    ]
+    return Unpacked(codes.flatten(1, 2), factors.flatten(1), *means)
+
+
+def _halves(rows: Tensor, start: int, count: int) -> Tensor:
+    return rows[..., start : start + 2 * count].contiguous().view(torch.float16).float()
+
+
+def estimated_logits(queries: Tensor, rows: Unpacked, bits: int) -> tuple[Tensor, Tensor]:
+    """Estimated logits and the variance of their errors, both float32 [num_query_heads, num_queries, num_tokens].
+
+    queries [num_query_heads, num_queries, head_dim], scaled.
+    """
+    num_kv_heads, num_tokens, head_dim = rows.codes.shape
+    rotated = (queries.float() @ rotation(head_dim, queries.device)).unflatten(0, (num_kv_heads, -1)).flatten(1, 2)
+    page_size = num_tokens // max(rows.key_means.shape[1], 1)
+    logits = (rotated @ rows.codes.mT) * rows.factors.unsqueeze(1)
+    logits += (rotated @ rows.key_means.mT).repeat_interleave(page_size, -1)
+    size = rotated.square().sum(-1, keepdim=True) * ERROR[bits]
+    variance = size * rows.factors.square().unsqueeze(1)
+    shape = (*queries.shape[:2], num_tokens)
+    return logits.view(shape), variance.view(shape)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,113 @@
+"""Sketch: tokens by logits estimated from one or two bits per channel; what is not selected is estimated.
+
+Each page holds its mean key and a code of each token's difference from it (``kernels.sketch``), so that every token's
+weight is known roughly. The query heads that share a KV head vote by their shares of attention; the tokens with the
+largest sums are attended exactly. The others enter the answer as pages, each with the sum of its unselected tokens'
+weights and the mean of its values:
+
+    weight_i = exp(l_i - variance_i / 2),   rest = sum over pages of weight(page) * mean value(page) / sum of weights
+
+An estimate with noise overstates its exponential, hence the variance.
+
+Sources: the code and its factor are RaBitQ's (arXiv 2405.12497); estimating what is not retrieved is RetroInfer's idea
+(arXiv 2505.02922), there by clusters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvsift.kernels.sketch import SketchLayout, Unpacked, estimated_logits, unpack
+from kvsift.methods import checks
+from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
+from kvsift.methods.traits import Traits
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
+
+
+@dataclass(frozen=True)
+class Sketch(ScoringMethod):
+    """Tokens by logits estimated from codes of their keys, and an estimate of the rest, in decode; prefill is dense.
+
+    Attributes:
+        bits: per channel of a key.
+        page_size: tokens that share a mean; a row of bytes per page holds their codes.
+        rest: estimate what is not selected; false: leave it out.
+    """
+
+    traits: ClassVar[Traits] = RANKS
+    source: ClassVar[str] = "arXiv 2405.12497"
+
+    bits: Literal[1, 2] = 1
+    page_size: int = 16
+    rest: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.whole("bits", self.bits, 1, 2)
+        checks.whole("page_size", self.page_size, 1)
+        checks.flag("rest", self.rest)
+
+    @property
+    def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (f"sketch{self.bits}",)
+
+    @property
+    def summary_page_size(self) -> int:
+        return self.page_size
+
+    def select(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        reader: KVReader,
+    ) -> Selection:  # fmt: skip
+        rows, skipped = self._rows(shape, candidates, reader)
+        log_weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
+        total = log_weights.logsumexp(-1)
+        if limit.always_lse is not None:
+            total = torch.logaddexp(total, limit.always_lse)
+        shares = (log_weights - total.unsqueeze(-1)).exp().mean(1)  # [num_query_heads, count]
+        by_list = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)
+        chosen = chosen_units(by_list, units_per_head(by_list, 1 - by_list.sum(-1), limit), limit, candidates)
+        if not self.rest or (chosen.units.shape[1] == candidates.count and chosen.full):
+            return chosen
+        return replace(chosen, extra=self._unseen(shape, log_weights[:, 0], chosen, candidates, rows, skipped))
+
+    def score(
+        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
+    ) -> Tensor:
+        rows, skipped = self._rows(shape, candidates, reader)
+        return self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
+
+    def _rows(self, shape: LayerShape, candidates: Candidates, reader: KVReader) -> tuple[Unpacked, int]:
+        """Rows of the pages of the candidates, and how many tokens of them come before the first candidate."""
+        first, stop = candidates.first // self.page_size, -(-candidates.stop // self.page_size)
+        packed = reader.summary(self.summaries[0], slice(first, stop))
+        rows = unpack(packed, SketchLayout(self.bits, shape.head_dim, self.page_size))
+        return rows, candidates.first - first * self.page_size
+
+    def _log_weights(self, shape: LayerShape, queries: Tensor, rows: Unpacked) -> Tensor:
+        """Logarithms of the estimated weights, float32 [num_query_heads, num_queries, num_tokens]."""
+        logits, variance = estimated_logits(queries.float() * shape.scale, rows, self.bits)
+        if shape.softcap is not None:  # which also bounds what noise does to the exponential
+            return shape.softcap * torch.tanh(logits / shape.softcap)
+        return logits - variance / 2
+
+    def _unseen(
+        self, shape: LayerShape, log_weights: Tensor, chosen: Selection, candidates: Candidates, rows: Unpacked,
+        skipped: int,
+    ) -> Part:  # fmt: skip
+        """Estimate attention over the candidates that are not selected; log_weights [num_query_heads, count]."""
+        units = chosen.units.repeat_interleave(shape.num_query_heads // len(chosen.units), 0)
+        places = torch.where(units < 0, candidates.count, units - candidates.first)
+        unseen = pad(log_weights, (0, 1)).scatter(1, places, -torch.inf)[:, : candidates.count]
+        lse = unseen.logsumexp(-1)
+        shares = (unseen - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
+        num_pages = rows.value_means.shape[1]
+        by_page = pad(shares, (skipped, num_pages * self.page_size - skipped - candidates.count))
+        by_page = by_page.unflatten(-1, (num_pages, self.page_size)).sum(-1)  # [num_query_heads, num_pages]
+        values = by_page.unflatten(0, (shape.num_kv_heads, -1)) @ rows.value_means
+        return Part(values.flatten(0, 1)[None, :, None], lse[None, :, None])
