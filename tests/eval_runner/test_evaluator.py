@@ -140,6 +140,10 @@ def test_perplexity_is_that_of_one_forward_pass_when_nothing_is_hidden(
     assert dense["nll"] == pytest.approx(expected, rel=1e-3)
     assert dense["score"] == pytest.approx(exp(-dense["nll"]), rel=1e-5)
     assert quest["nll"] != dense["nll"]
+    assert dense["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert dense["agreement"] == 1.0
+    assert quest["kl"] > 1e-3
+    assert 0 <= quest["agreement"] <= 1
     assert quest["sparse_layer_visible_tokens"] <= 128
     assert (dense["questions"], dense["question"]) == (1, 0)
 

@@ -18,6 +18,7 @@ from kvsift.eval.results import Done, Result
 from kvsift.eval.scorers import score
 from kvsift.eval.tasks import Question, Sample
 from kvsift.methods.base import Phase
+from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 
 
@@ -30,6 +31,7 @@ class Evaluator:
         how: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype, "placement": recipe.placement}
         self.llm = LLM(recipe.model, "dense", dense_below=0, **how)  # the plan is evaluated at every length
         self.contexts = Contexts(recipe, self.llm.tokenizer)
+        self._dense: tuple[Sample, torch.Tensor] | None = None  # predictions of the targets of the latest sample
 
     def results(self, job: Job, done: Done) -> Iterator[Result]:
         """Yield the missing results of a context, one per row and question.
@@ -104,18 +106,29 @@ class Evaluator:
             return document
         return Document(self.llm, ids[:-1], lambda tail: ids, self.llm.plan)
 
-    @torch.inference_mode()
     def _predict(self, document: Document, sample: Sample, row: PlanRow) -> Result:
-        """Return the perplexity of the targets, each decoded under the plan after all tokens before it."""
-        cache = document.prefill(parse_plan(row.plan), len(sample.targets))
-        token, total = sample.context_ids[-1], 0.0
-        for target in sample.targets:
-            logits = self.llm.prefill(cache, [token], phase="decode")
-            total -= float(logits[0, -1].float().log_softmax(-1)[target])
-            token = target
-        nll = total / len(sample.targets)
+        """Return the perplexity of the targets, each decoded under the plan after all tokens before it, and how far the
+        predictions are from those of dense decoding: the mean of KL(dense || plan), and how often the likeliest token
+        is the same."""
+        if self._dense is None or self._dense[0] is not sample:
+            self._dense = sample, self._predictions(document, sample, Plan())[0]
+        dense = self._dense[1]
+        predicted, stats = self._predictions(document, sample, parse_plan(row.plan))
+        nll = -float(predicted.gather(1, torch.tensor(sample.targets).unsqueeze(1)).mean())
+        divergence = torch.nn.functional.kl_div(predicted, dense, reduction="batchmean", log_target=True)
+        agreement = (predicted.argmax(-1) == dense.argmax(-1)).float().mean()
         return {"depth": 1.0, "scorer": "perplexity", "score": _short(exp(-nll)), "nll": _short(nll),
-                **_counters(cache.stats.report(), document)}  # fmt: skip
+                "kl": _short(float(divergence)), "agreement": _short(float(agreement)),
+                **_counters(stats, document)}  # fmt: skip
+
+    @torch.inference_mode()
+    def _predictions(self, document: Document, sample: Sample, plan: Plan) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Log-probabilities of every token in place of each target, float32 [num_targets, vocabulary] on the host, and
+        the counters of the run."""
+        cache = document.prefill(plan, len(sample.targets))
+        read = [sample.context_ids[-1], *sample.targets[:-1]]
+        logits = [self.llm.prefill(cache, [token], phase="decode")[0, -1] for token in read]
+        return torch.stack(logits).float().log_softmax(-1).cpu(), cache.stats.report()
 
 
 def _counters(stats: dict[str, Any], document: Document) -> Result:

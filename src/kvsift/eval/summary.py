@@ -93,7 +93,7 @@ def _cell(row: dict[str, Any], samples: Sequence[Result], effects: dict[str, flo
     scores = [sample["score"] for sample in samples]
     low, high = interval(scores, effects[samples[0]["task"]] or 1.0)
     counted = "prefill_visible_tokens" if row["phase"] == "prefill" else "sparse_layer_visible_tokens"
-    losses = [sample["nll"] for sample in samples if "nll" in sample]
+    predicted = {key: [sample[key] for sample in samples if key in sample] for key in ("nll", "kl", "agreement")}
     return {
         "task": samples[0]["task"],
         "length": samples[0]["length"],
@@ -104,7 +104,7 @@ def _cell(row: dict[str, Any], samples: Sequence[Result], effects: dict[str, flo
         "low": low,
         "high": high,
         "counted_tokens": _over(fmean, samples, counted if row["phase"] else "visible_tokens"),
-        **({"nll": fmean(losses)} if losses else {}),
+        **{key: fmean(numbers) for key, numbers in predicted.items() if numbers},
         **{key: _over(fmean, samples, key) for key in MEANS},
         **{key: _over(median, samples, key) for key in MEDIANS},
     }

@@ -135,6 +135,8 @@ def _interval_cell(cell: dict[str, Any] | None) -> str:
         return "-"
     counted = "" if cell["counted_tokens"] is None else f", {cell['counted_tokens']:,.0f} tokens"
     perplexity = f", perplexity {exp(cell['nll']):.2f}" if "nll" in cell else ""
+    if "kl" in cell:
+        perplexity += f", KL {cell['kl']:.3f}, agreement {cell['agreement']:.2f}"
     return f"{cell['score']:.2f} ({cell['low']:.2f} to {cell['high']:.2f}{counted}{perplexity})"
 
 

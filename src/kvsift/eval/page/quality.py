@@ -62,7 +62,7 @@ def _chart(where: tuple[str, Any], cells: list[dict[str, Any]], lines: dict[str,
 def _numbers(where: tuple[str, Any], cells: list[dict[str, Any]]) -> str:
     head = [
         "plan", "budget", "visible tokens", "score", "interval", "samples", "density", "recall", "recovered",
-        "perplexity",
+        "perplexity", "KL to dense", "agreement",
     ]  # fmt: skip
     rows = [
         [
@@ -74,6 +74,7 @@ def _numbers(where: tuple[str, Any], cells: list[dict[str, Any]]) -> str:
             cell["num_samples"],
             *(shown(cell[key], 3) for key in ("density", "recall", "recovery")),
             shown(exp(cell["nll"]) if "nll" in cell else None, 3),
+            *(shown(cell.get(key), 3) for key in ("kl", "agreement")),
         ]
         for cell in cells
     ]
