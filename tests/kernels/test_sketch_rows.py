@@ -1,0 +1,112 @@
+"""Sketches of pages: what they hold, and how near their estimates are."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsift.kernels.page_summary import row_format, summarise
+from kvsift.kernels.sketch import SKETCHES, SketchLayout, estimated_logits, rotation, sketch_rows, unpack
+
+CPU = torch.device("cpu")
+
+
+def draw(heads: int, pages: int, page_size: int, head_dim: int, seed: int = 0) -> Tensor:
+    """Keys whose pages differ more than the tokens of a page do."""
+    generator = torch.Generator().manual_seed(seed)
+    means = 2 * torch.randn(heads, pages, 1, head_dim, generator=generator)
+    return means + torch.randn(heads, pages, page_size, head_dim, generator=generator)
+
+
+def estimates(queries: Tensor, keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    rows = sketch_rows(bits, keys, torch.zeros_like(keys))
+    return estimated_logits(queries, unpack(rows, SketchLayout(bits, keys.shape[3], keys.shape[2])), bits)
+
+
+def exact(queries: Tensor, keys: Tensor) -> Tensor:
+    grouped = queries.unflatten(0, (len(keys), -1)).flatten(1, 2)
+    return (grouped @ keys.flatten(1, 2).mT).view(*queries.shape[:2], -1)
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 192, 256])
+def test_a_rotation_keeps_lengths_and_spreads_every_channel(head_dim: int) -> None:
+    matrix = rotation(head_dim, CPU)
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(head_dim), atol=2e-6, rtol=0)
+    assert float(matrix.abs().max()) <= 2 / math.sqrt(head_dim), "some channel stays by itself"
+    assert float((matrix > 0).float().mean(1).sub(0.5).abs().max()) <= 0.5
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 16), (64, 16), (80, 32), (24, 4), (128, 5)])
+def test_estimates_have_no_bias_and_the_stated_variance(bits: int, head_dim: int, page_size: int) -> None:
+    keys = draw(2, 8192 // page_size, page_size, head_dim)
+    queries = torch.randn(8, 2, head_dim, generator=torch.Generator().manual_seed(1)) / math.sqrt(head_dim)
+    logits, variance = estimates(queries, keys, bits)
+    errors = logits - exact(queries, keys)
+    deviation = float(variance.mean()) ** 0.5
+    assert abs(float(errors.mean())) < 0.03 * deviation + 0.002
+    assert 0.75 < float(errors.var() / variance.mean()) < 1.35, "in narrow heads channels are no more Gaussian"
+    assert deviation < {1: 0.8, 2: 0.4}[bits]
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_the_variance_makes_up_for_what_noise_does_to_an_exponential(bits: int) -> None:
+    keys, queries = draw(1, 2048, 16, 128), 2.5 * torch.randn(4, 1, 128) / math.sqrt(128)
+    logits, variance = estimates(queries, keys, bits)
+    true = exact(queries, keys).logsumexp(-1)
+    overstated = (logits.logsumexp(-1) - true).mean()
+    assert abs(float(((logits - variance / 2).logsumexp(-1) - true).mean())) < 0.5 * float(overstated)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_page_of_one_key_is_estimated_from_its_mean(bits: int) -> None:
+    keys = draw(2, 12, 1, 64).expand(-1, -1, 16, -1)
+    queries = torch.randn(4, 1, 64)
+    logits, _ = estimates(queries, keys, bits)
+    scale = float(keys.abs().max()) / 127
+    assert float((logits - exact(queries, keys)).abs().max()) < scale * 4 * math.sqrt(64)
+
+
+def test_codes_are_the_signs_of_rotated_differences_from_the_mean() -> None:
+    keys, layout = draw(2, 3, 16, 80), SketchLayout(1, 80, 16)
+    rows = sketch_rows(1, keys, keys)
+    assert rows.shape == (2, 3, layout.width)
+    parts = unpack(rows, layout)
+    residual = keys @ rotation(80, CPU) - parts.key_means.unsqueeze(2)
+    assert torch.equal(parts.codes.view(2, 3, 16, 80) > 0, residual >= 0)
+    torch.testing.assert_close(parts.value_means, keys.mean(2), atol=float(keys.abs().max()) / 250, rtol=0)
+
+
+@pytest.mark.parametrize("kind", SKETCHES)
+def test_slots_without_a_token_hold_anything(kind: str) -> None:
+    keys, values = draw(2, 3, 8, 32), draw(2, 3, 8, 32, seed=1)
+    valid = torch.arange(8) < torch.tensor([8, 5, 1]).unsqueeze(1)
+    poisoned = [tensor.masked_fill(~valid.unsqueeze(-1), torch.nan) for tensor in (keys, values)]
+    rows = summarise(kind, poisoned[0], valid, poisoned[1])
+    assert rows.shape[2] == row_format(kind, 32, 8)[0]
+    layout = SketchLayout(SKETCHES[kind], 32, 8)
+    parts = unpack(rows, layout)
+    assert all(bool(tensor.isfinite().all()) for tensor in parts)
+    short = unpack(sketch_rows(layout.bits, keys[:, 1:2, :5], values[:, 1:2, :5]), layout._replace(page_size=5))
+    for whole, cut in (
+        (parts.key_means[:, 1], short.key_means[:, 0]),
+        (parts.value_means[:, 1], short.value_means[:, 0]),
+    ):
+        assert torch.equal(whole, cut)
+    assert torch.equal(parts.factors.view(2, 3, 8)[:, 1, :5], short.factors)
+    assert not parts.factors.view(2, 3, 8)[:, 1, 5:].any()
+
+
+def test_more_pages_than_are_packed_at_once_are_packed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, values = draw(1, 9, 4, 16), draw(1, 9, 4, 16, seed=2)
+    at_once = sketch_rows(2, keys, values)
+    monkeypatch.setattr("kvsift.kernels.sketch.PAGES_AT_ONCE", 4)
+    assert torch.equal(sketch_rows(2, keys, values), at_once)
+
+
+def test_a_row_of_the_usual_shape_is_small() -> None:
+    assert SketchLayout(1, 128, 16).width == 560  # 35 bytes per token, of 512
+    assert SketchLayout(2, 128, 16).width == 816
