@@ -39,9 +39,9 @@ def method_table() -> str:
 
 
 README_METHODS = (
+    "sketch",
     "quest",
     "retrieval_attention",
-    "loki",
     "infllm",
     "quoka",
     "critiprefill",

@@ -101,6 +101,7 @@ MAIN: dict[str, Show] = {
     "density (all layers)": _density,
     "KV bytes read (with index)": _bytes_read,
     "attention mass recovered": lambda r: _percent(r["recovery"]),
+    "attention estimated": lambda r: _percent(r["estimated_share"]),
     "KV cache": lambda r: _bytes(r["kv_bytes"]),
 }
 MORE: dict[str, Show] = {

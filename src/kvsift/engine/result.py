@@ -60,7 +60,8 @@ class Answer:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the answer ready for JSON."""
-        keys = ("visible_tokens", "density", "kv_bytes_read", "kv_bytes_dense", "recall", "recovery", "select_s")
+        keys = ("visible_tokens", "density", "kv_bytes_read", "kv_bytes_dense", "recall", "recovery",
+                "estimated_share", "select_s")  # fmt: skip
         return {
             "text": self.text,
             "token_ids": self.token_ids,
