@@ -1,0 +1,218 @@
+"""Calibration of layers that reuse selections: which layer's best tokens recover how much of another's attention.
+
+Texts are prefilled and their ends decoded, densely. Every decoded query ranks the tokens between sinks and window by
+the attention of each KV head (the mean of its query heads). The best of each earlier layer's heads are compared with
+the head's own: the attention on them over that on its own best, both summed over all queries.
+
+Attention is measured rather than the overlap of the two sets of tokens: tokens that differ often hardly matter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from kvsift.engine.anchor_search import Choice, choices, choose
+from kvsift.engine.calibration import recipe_of, required_origin
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import ProgressCallback
+from kvsift.errors import InputError
+from kvsift.layer.probe import exact_shares
+from kvsift.methods.anchors import AnchorMap, Reuse, as_json
+from kvsift.methods.base import Method, Phase
+from kvsift.methods.traits import Traits
+from kvsift.plan.budget import Budget
+from kvsift.plan.plan import Plan, Rule
+from kvsift.types import KVReader, LayerShape
+
+
+class DecodedText(NamedTuple):
+    """Token ids of a text, of which those from ``start`` on are decoded."""
+
+    ids: Sequence[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """How layers are compared, and how many select.
+
+    Attributes:
+        selected: tokens that a head selects.
+        dense_layers: layers that are left out, because plans leave them dense.
+        anchors: how many layers select; None: as few as ``min_recovery`` allows.
+        min_recovery: the least share of its attention that a layer may be expected to recover.
+    """
+
+    selected: int = 128
+    dense_layers: tuple[int, ...] = (0, 1)
+    anchors: int | None = None
+    min_recovery: float = 0.95
+
+
+class LayerPairs:
+    """Sums over decoded queries, by layer, and by pair of an earlier layer and a later one.
+
+    Attributes:
+        own: attention on the best tokens of the layer itself, float64 [num_kv_heads].
+        recovered: attention of the later layer's heads on the best tokens of the earlier one's, float64 [num_kv_heads,
+            num_kv_heads].
+        num_queries: compared.
+    """
+
+    def __init__(self, selected: int, dense_layers: Sequence[int]) -> None:
+        self.own: dict[int, Tensor] = {}
+        self.recovered: dict[tuple[int, int], Tensor] = {}
+        self.num_queries = 0
+        self.layers: dict[int, tuple[int, int]] = {}  # query and KV heads
+        self._selected, self._dense = selected, dense_layers
+        self._best: dict[int, dict[int, Tensor]] = defaultdict(dict)  # by position and layer, of the present text
+
+    def begin(self) -> None:
+        """Another text begins."""
+        self._best.clear()
+
+    def add(self, shape: LayerShape, start: int, queries: Tensor, keys: Tensor) -> None:
+        """Compare the query at ``start`` in a layer, [num_query_heads, 1, head_dim], with those of the layers below."""
+        layer = shape.layer
+        self.layers[layer] = heads = shape.num_query_heads, shape.num_kv_heads
+        candidates = Budget().candidates(start, 1)
+        if candidates.count <= self._selected or layer in self._dense:
+            return
+        shares = exact_shares(shape, queries, keys).unflatten(0, (shape.num_kv_heads, -1)).mean(1)
+        shares = shares[:, candidates.units]
+        mass, best = shares.topk(self._selected, -1)
+        below = self._best[start]
+        self.num_queries += not below
+        self._sum(self.own, layer, mass.sum(-1))
+        for other, tokens in below.items():
+            if self.layers[other] == heads:
+                self._sum(self.recovered, (other, layer), shares[:, tokens].sum(-1))
+        below[layer] = best
+
+    def gain(self, anchor: int, layer: int) -> tuple[float, tuple[int, ...]]:
+        """(share of its attention that a layer recovers with the best head of the anchor for each of its own, those
+        heads); -inf if they cannot share."""
+        if (anchor, layer) not in self.recovered:
+            return -inf, ()
+        best, heads = self.recovered[anchor, layer].max(-1)
+        return float(best.sum() / self.own[layer].sum()), tuple(heads.tolist())
+
+    @staticmethod
+    def _sum(sums: dict[Any, Tensor], key: Any, terms: Tensor) -> None:
+        sums[key] = sums.get(key, 0) + terms.double().cpu()
+
+
+@dataclass
+class LastQueries:
+    """Queries of the newest tokens of a row."""
+
+    queries: Tensor | None = None
+
+    def fork(self) -> LastQueries:
+        raise NotImplementedError("a text is decoded once, in one row")
+
+    def crop(self, length: int) -> None:
+        raise NotImplementedError("a text is decoded once, in one row")
+
+
+@dataclass(frozen=True)
+class ComparingDense(Method):
+    """Dense decode that compares the attention of layers."""
+
+    traits: ClassVar[Traits] = Traits(unbounded=True, follows=True)
+
+    pairs: LayerPairs = field(default_factory=lambda: LayerPairs(1, ()), compare=False)
+
+    def new_state(self, shape: LayerShape) -> LastQueries:
+        return LastQueries()
+
+    def observe(
+        self, state: Any, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        state.queries = queries
+
+    def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
+        if phase == "decode":
+            self.pairs.add(shape, start, state.queries, reader.keys())
+
+
+def calibrate_layers(
+    runner: ModelRunner, texts: Sequence[DecodedText], sources: Mapping[str, str], out: Path, options: LayerOptions, *,
+    progress: ProgressCallback | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Decode the ends of texts and write which layers select, and which reuse their selections, to a file.
+
+    Args:
+        runner: of the model, for instance an ``LLM``; its plan is not used.
+        texts: what is decoded.
+        sources: where it is from, by name, for the file's recipe.
+        out: file to write.
+        options: how layers are compared, and how many select.
+        progress: called after each text.
+
+    Returns:
+        The anchors found, in the file and for every other number, ready for JSON.
+
+    Raises:
+        InputError: if the texts are too short to compare anything, or the model cannot read them.
+    """
+    pairs = compare(runner, texts, options, progress)
+    layers = [layer for layer in sorted(pairs.layers) if layer not in options.dense_layers]
+    if not layers or not pairs.num_queries:
+        raise InputError(
+            f"there is nothing to compare: selecting {options.selected} of a context needs longer texts than the "
+            f"{max((len(text.ids) for text in texts), default=0)} tokens of these, and a layer besides the dense "
+            f"{list(options.dense_layers)}. Give longer texts, --length, fewer --selected or fewer --dense-layers."
+        )
+    found = {(anchor, layer): pairs.gain(anchor, layer) for anchor in layers for layer in layers if anchor < layer}
+    gains = [[1.0 if a == b else found.get((a, b), (-inf,))[0] for b in layers] for a in layers]
+    choice = choose(gains, options.anchors, options.min_recovery)
+    reuse = {layers[i]: _reuse(found, layers[a], layers[i]) for i, (a, _) in choice.reuse.items()}
+    recipe = recipe_of(runner, sources, sum(len(text.ids) for text in texts)) | {
+        "queries": pairs.num_queries, "selected": options.selected,
+    }  # fmt: skip
+    dense = [layer for layer in sorted(pairs.layers) if layer in options.dense_layers]
+    anchors = AnchorMap.of(required_origin(runner), [layers[a] for a in choice.anchors], reuse, dense, recipe)
+    partial = out.with_name(out.name + ".partial")
+    partial.write_text(as_json(anchors))
+    partial.replace(out)
+    return {
+        "file": str(out), "model": anchors.model[0], **_summary(choice, layers), "dense": dense,
+        "reuse": {layer: {"anchor": one.anchor, "heads": list(one.heads), "recovery": one.recovery}
+                  for layer, one in reuse.items()},
+        "choices": [_summary(each, layers) for each in choices(gains)], "recipe": recipe,
+    }  # fmt: skip
+
+
+def compare(
+    runner: ModelRunner, texts: Sequence[DecodedText], options: LayerOptions, progress: ProgressCallback | None = None
+) -> LayerPairs:
+    """Decode the ends of texts, and compare the attention of the layers."""
+    runner.check_prompts([text.ids for text in texts], 1, Plan())
+    pairs = LayerPairs(options.selected, options.dense_layers)
+    plan = Plan(decode=Rule(ComparingDense(pairs), Budget(dense_layers=())))
+    for done, text in enumerate(texts, 1):
+        pairs.begin()
+        cache = runner.new_cache(plan, len(text.ids))
+        runner.prefill(cache, text.ids[: text.start])
+        runner.prefill(cache, text.ids[text.start :], phase="decode")
+        if progress is not None:
+            progress(done, len(texts))
+    return pairs
+
+
+def _reuse(found: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]], anchor: int, layer: int) -> Reuse:
+    recovery, heads = found[anchor, layer]
+    return Reuse(anchor, heads, recovery)
+
+
+def _summary(choice: Choice, layers: Sequence[int]) -> dict[str, Any]:
+    return {"anchors": [layers[a] for a in choice.anchors], "mean_recovery": choice.mean,
+            "least_recovery": choice.least}  # fmt: skip
