@@ -32,7 +32,9 @@ def task_texts(tokenizer: Any, tokens: int, length: int) -> tuple[list[DecodedTe
         try:
             sample = make_sample(task, length - room, seed, encode, QUESTIONS, prefix)
         except ValueError as error:
-            raise InputError(f"task {task!r} cannot be made of {length} tokens: {error}. Give a longer --length.") from error
+            raise InputError(
+                f"task {task!r} cannot be made of {length} tokens: {error}. Give a longer --length."
+            ) from error
         texts.append(_answered(sample, encode, room))
         sources[f"{task} {seed}"] = sample.context
     return texts, sources
