@@ -15,7 +15,7 @@ from kvsift.errors import InputError
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
 
-MIN_RECOVERY = 0.95
+MIN_RECOVERY = 0.9
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class LayerChoices:
     ] = None  # fmt: skip
     min_recovery: Annotated[
         float | None,
-        typer.Option("--min-recovery", min=0, max=1, help="With --layers: the least share of attention that a layer "
-                     f"may recover with the selection of another; {MIN_RECOVERY}."),
+        typer.Option("--min-recovery", min=0, max=1, help="With --layers: the least that a layer may recover with "
+                     f"the selection of another, of what it would with its own; {MIN_RECOVERY}."),
     ] = None  # fmt: skip
     selected: Annotated[
         int | None, typer.Option("--selected", min=1, help="With --layers: tokens that a head selects; 128.")

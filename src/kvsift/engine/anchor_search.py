@@ -1,7 +1,7 @@
 """The best anchors for every number of them: layers that select, so that those between need not.
 
-gains[a][l] is what layer l recovers of its attention with the selection of layer a, as a share of what its own
-selection would: 1 for a = l, -inf for a > l. The layers between two anchors reuse the lower one, and dynamic
+gains[a][l] is what layer l recovers of its attention with the selection of layer a, as a share of what it would with
+its own: 1 for a = l, -inf for a > l. The layers between two anchors reuse the lower one, and dynamic
 programming finds the anchors with the largest sum of gains. Each layer then takes the best anchor below it, which need
 not be the nearest.
 

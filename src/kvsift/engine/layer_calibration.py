@@ -2,9 +2,12 @@
 
 Texts are prefilled and their ends decoded, densely. Every decoded query ranks the tokens between sinks and window by
 the attention of each KV head (the mean of its query heads). The best of each earlier layer's heads are compared with
-the head's own: the attention on them over that on its own best, both summed over all queries.
+the head's own: the attention on them over that on its own best, sinks and window included in both, summed over all
+queries.
 
-Attention is measured rather than the overlap of the two sets of tokens: tokens that differ often hardly matter.
+Attention is measured rather than the overlap of the two sets of tokens, because what a head hardly attends to hardly
+matters. Sinks and window count for the same reason: a layer that attends little else loses little by any selection.
+On the embedded model layer 4 shares a fifth of its own selection with layer 0, and the answers are right.
 """
 
 from __future__ import annotations
@@ -47,19 +50,20 @@ class LayerOptions:
         selected: tokens that a head selects.
         dense_layers: layers that are left out, because plans leave them dense.
         anchors: how many layers select; None: as few as ``min_recovery`` allows.
-        min_recovery: the least share of its attention that a layer may be expected to recover.
+        min_recovery: the least that a layer may be expected to recover, as a share of what it would by itself.
     """
 
     selected: int = 128
     dense_layers: tuple[int, ...] = (0, 1)
     anchors: int | None = None
-    min_recovery: float = 0.95
+    min_recovery: float = 0.9
 
 
 class LayerPairs:
     """Sums over decoded queries, by layer, and by pair of an earlier layer and a later one.
 
     Attributes:
+        always: attention on sinks and window, float64 [num_kv_heads].
         own: attention on the best tokens of the layer itself, float64 [num_kv_heads].
         recovered: attention of the later layer's heads on the best tokens of the earlier one's, float64 [num_kv_heads,
             num_kv_heads].
@@ -67,6 +71,7 @@ class LayerPairs:
     """
 
     def __init__(self, selected: int, dense_layers: Sequence[int]) -> None:
+        self.always: dict[int, Tensor] = {}
         self.own: dict[int, Tensor] = {}
         self.recovered: dict[tuple[int, int], Tensor] = {}
         self.num_queries = 0
@@ -91,18 +96,20 @@ class LayerPairs:
         below = self._best[start]
         self.num_queries += not below
         self._sum(self.own, layer, mass.sum(-1))
+        self._sum(self.always, layer, 1 - shares.sum(-1))
         for other, tokens in below.items():
             if self.layers[other] == heads:
                 self._sum(self.recovered, (other, layer), shares[:, tokens].sum(-1))
         below[layer] = best
 
     def gain(self, anchor: int, layer: int) -> tuple[float, tuple[int, ...]]:
-        """(share of its attention that a layer recovers with the best head of the anchor for each of its own, those
-        heads); -inf if they cannot share."""
+        """(what a layer recovers with the best head of the anchor for each of its own, as a share of what it would by
+        itself; those heads). -inf if they cannot share."""
         if (anchor, layer) not in self.recovered:
             return -inf, ()
         best, heads = self.recovered[anchor, layer].max(-1)
-        return float(best.sum() / self.own[layer].sum()), tuple(heads.tolist())
+        always = self.always[layer].sum()
+        return float((always + best.sum()) / (always + self.own[layer].sum())), tuple(heads.tolist())
 
     @staticmethod
     def _sum(sums: dict[Any, Tensor], key: Any, terms: Tensor) -> None:

@@ -32,7 +32,7 @@ class Reuse:
         anchor: true index of the layer that selects.
         heads: of each KV head of the layer, the KV head of the anchor whose selection it takes; the two layers have
             equally many.
-        recovery: expected share of the attention that selections of the layer's own would recover.
+        recovery: attention expected on what the layer sees, as a share of that with selections of its own.
     """
 
     anchor: int
