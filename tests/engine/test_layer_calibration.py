@@ -123,3 +123,18 @@ def test_what_cannot_be_compared_is_refused_and_nothing_written(llm: LLM, text: 
         with pytest.raises(InputError, match="there is nothing to compare"):
             calibrate_layers(llm, [text], {}, tmp_path / "anchors.json", options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_layers_that_kvsift_does_not_attend_are_no_part_of_it(tmp_path: Path) -> None:
+    """Every other layer slides. Logits are capped too, and layers are numbered as in the model."""
+    types = ["sliding_attention", "full_attention"] * 3
+    llm = LLM(write_model(tmp_path / "Gemma2", "Gemma2", num_hidden_layers=6, layer_types=types), "dense", device="cpu")
+    texts = [DecodedText(llm.tokenizer(text_of(400))["input_ids"][:LENGTH], LENGTH - DECODED)]
+    out = tmp_path / "anchors.json"
+    facts = calibrate_layers(llm, texts, {}, out, LayerOptions(SELECTED, dense_layers=(1,), anchors=1))
+    assert (facts["anchors"], facts["dense"], list(facts["reuse"])) == ([3], [1], [5])
+    answer = llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:anchors={out}", max_new_tokens=3)
+    rows = {row["layer"]: row["sparse_queries"] for row in answer.stats["layers"] if row["phase"] == "decode"}
+    assert {layer for layer, sparse in rows.items() if sparse} == {5}
+    with pytest.raises(InputError, match="layer 5 reuses the selection of layer 3"):
+        llm.generate(text_of(300), plan=f"tidal_decode:budget=64:window=16:dense_layers=3:anchors={out}")
