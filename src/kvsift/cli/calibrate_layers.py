@@ -15,7 +15,7 @@ from kvsift.errors import InputError
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
 
-MIN_RECOVERY = 0.9
+MIN_RECOVERY = 0.85
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ class LayerOptions:
     selected: int = 128
     dense_layers: tuple[int, ...] = (0, 1)
     anchors: int | None = None
-    min_recovery: float = 0.9
+    min_recovery: float = 0.85
 
 
 class LayerPairs:

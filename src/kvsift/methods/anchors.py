@@ -178,7 +178,8 @@ def as_json(found: AnchorMap) -> str:
         "format": FORMAT, "model": {"name": found.model[0], "sample": list(found.model[1])},
         "anchors": list(found.anchors), "dense": list(found.dense), "reuse": reuse, "recipe": dict(found.recipe),
     }  # fmt: skip
-    return json.dumps(document, indent=1) + "\n"
+    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 @lru_cache(maxsize=4)
