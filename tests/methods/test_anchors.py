@@ -21,7 +21,8 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.methods.anchors import AnchorMap, Reuse, as_json, read, reuse_in
+from kvsift.methods import anchors as anchors_file
+from kvsift.methods.anchors import AnchorMap, Reuse, read, reuse_in
 from kvsift.methods.base import Phase
 from kvsift.methods.less_is_more import LessIsMore
 from kvsift.methods.tidal_decode import TidalDecode
@@ -48,7 +49,7 @@ def write(
 ) -> str:
     path = folder / "anchors.json"
     anchors = [layer for layer in LAYERS if layer not in reuse and layer not in dense]
-    path.write_text(as_json(AnchorMap.of(origin, anchors, reuse, dense, {"tokens": 5})))
+    anchors_file.write(path, AnchorMap.of(origin, anchors, reuse, dense, {"tokens": 5}))
     return str(path)
 
 

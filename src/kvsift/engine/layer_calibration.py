@@ -7,14 +7,15 @@ queries.
 
 Attention is measured rather than the overlap of the two sets of tokens, because what a head hardly attends to hardly
 matters. Sinks and window count for the same reason: a layer that attends little else loses little by any selection.
-On the embedded model layer 4 shares a fifth of its own selection with layer 0, and the answers are right.
+On the embedded model the tokens of layer 0 hold a fifth of what those of layer 4 would beside sinks and window, and the
+answers are right.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -27,12 +28,12 @@ from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.errors import InputError
 from kvsift.layer.probe import exact_shares
-from kvsift.methods.anchors import AnchorMap, Reuse, as_json
+from kvsift.methods.anchors import AnchorMap, Reuse, write
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
-from kvsift.types import KVReader, LayerShape
+from kvsift.types import KVReader, LayerShape, Origin
 
 
 class DecodedText(NamedTuple):
@@ -111,6 +112,29 @@ class LayerPairs:
         always = self.always[layer].sum()
         return float((always + best.sum()) / (always + self.own[layer].sum())), tuple(heads.tolist())
 
+    @property
+    def compared(self) -> list[int]:
+        """The layers that may select or reuse."""
+        return [layer for layer in sorted(self.layers) if layer not in self._dense]
+
+    def gains(self) -> list[list[float]]:
+        """The table of ``anchor_search`` for the compared layers."""
+        return [[1.0 if a == b else self.gain(a, b)[0] for b in self.compared] for a in self.compared]
+
+    def anchor_map(self, choice: Choice, origin: Origin, recipe: Mapping[str, Any]) -> AnchorMap:
+        """The contents of the file for a choice among the compared layers."""
+        layers, reuse = self.compared, {}
+        for index, (anchor, _) in choice.reuse.items():
+            recovery, heads = self.gain(layers[anchor], layers[index])
+            reuse[layers[index]] = Reuse(layers[anchor], heads, recovery)
+        dense = set(self.layers) - set(layers)
+        return AnchorMap.of(origin, [layers[anchor] for anchor in choice.anchors], reuse, sorted(dense), recipe)
+
+    def summary(self, choice: Choice) -> dict[str, Any]:
+        """The anchors of a choice, and what is expected of them, ready for JSON."""
+        anchors = [self.compared[anchor] for anchor in choice.anchors]
+        return {"anchors": anchors, "mean_recovery": choice.mean, "least_recovery": choice.least}
+
     @staticmethod
     def _sum(sums: dict[Any, Tensor], key: Any, terms: Tensor) -> None:
         sums[key] = sums.get(key, 0) + terms.double().cpu()
@@ -171,30 +195,22 @@ def calibrate_layers(
         InputError: if the texts are too short to compare anything, or the model cannot read them.
     """
     pairs = compare(runner, texts, options, progress)
-    layers = [layer for layer in sorted(pairs.layers) if layer not in options.dense_layers]
-    if not layers or not pairs.num_queries:
+    if not pairs.compared or not pairs.num_queries:
         raise InputError(
             f"there is nothing to compare: selecting {options.selected} of a context needs longer texts than the "
-            f"{max((len(text.ids) for text in texts), default=0)} tokens of these, and a layer besides the dense "
+            f"{max(len(text.ids) for text in texts)} tokens of these, and a layer besides the dense "
             f"{list(options.dense_layers)}. Give longer texts, --length, fewer --selected or fewer --dense-layers."
         )
-    found = {(anchor, layer): pairs.gain(anchor, layer) for anchor in layers for layer in layers if anchor < layer}
-    gains = [[1.0 if a == b else found.get((a, b), (-inf,))[0] for b in layers] for a in layers]
+    gains = pairs.gains()
     choice = choose(gains, options.anchors, options.min_recovery)
-    reuse = {layers[i]: _reuse(found, layers[a], layers[i]) for i, (a, _) in choice.reuse.items()}
-    recipe = recipe_of(runner, sources, sum(len(text.ids) for text in texts)) | {
-        "queries": pairs.num_queries, "selected": options.selected,
-    }  # fmt: skip
-    dense = [layer for layer in sorted(pairs.layers) if layer in options.dense_layers]
-    anchors = AnchorMap.of(required_origin(runner), [layers[a] for a in choice.anchors], reuse, dense, recipe)
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(as_json(anchors))
-    partial.replace(out)
+    recipe = recipe_of(runner, sources, sum(len(text.ids) for text in texts))
+    recipe |= {"queries": pairs.num_queries, "selected": options.selected}
+    found = pairs.anchor_map(choice, required_origin(runner), recipe)
+    write(out, found)
     return {
-        "file": str(out), "model": anchors.model[0], **_summary(choice, layers), "dense": dense,
-        "reuse": {layer: {"anchor": one.anchor, "heads": list(one.heads), "recovery": one.recovery}
-                  for layer, one in reuse.items()},
-        "choices": [_summary(each, layers) for each in choices(gains)], "recipe": recipe,
+        "file": str(out), "model": found.model[0], **pairs.summary(choice), "dense": list(found.dense),
+        "reuse": {layer: asdict(reuse) for layer, reuse in found.reuse.items()},
+        "choices": [pairs.summary(each) for each in choices(gains)], "recipe": recipe,
     }  # fmt: skip
 
 
@@ -213,13 +229,3 @@ def compare(
         if progress is not None:
             progress(done, len(texts))
     return pairs
-
-
-def _reuse(found: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]], anchor: int, layer: int) -> Reuse:
-    recovery, heads = found[anchor, layer]
-    return Reuse(anchor, heads, recovery)
-
-
-def _summary(choice: Choice, layers: Sequence[int]) -> dict[str, Any]:
-    return {"anchors": [layers[a] for a in choice.anchors], "mean_recovery": choice.mean,
-            "least_recovery": choice.least}  # fmt: skip

@@ -168,8 +168,8 @@ def read(knob: str, path: object) -> AnchorMap:
         raise InputError(f"{knob}={path!r} cannot be read as an anchor file ({error}). {_again(path)}") from None
 
 
-def as_json(found: AnchorMap) -> str:
-    """The text of an anchor file."""
+def write(path: Path, found: AnchorMap) -> None:
+    """Write an anchor file; an existing one is replaced at once, as a whole."""
     reuse = {
         str(layer): {"anchor": one.anchor, "heads": list(one.heads), "recovery": round(one.recovery, 4)}
         for layer, one in sorted(found.reuse.items())
@@ -179,7 +179,9 @@ def as_json(found: AnchorMap) -> str:
         "anchors": list(found.anchors), "dense": list(found.dense), "reuse": reuse, "recipe": dict(found.recipe),
     }  # fmt: skip
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.replace(path)
 
 
 @lru_cache(maxsize=4)
