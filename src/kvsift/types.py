@@ -197,9 +197,14 @@ class KVReader(Protocol):
         """What the method passed up for the same queries in this forward pass, in the nearest layer below where it
         chose; None in the first one."""
 
-    def pass_up(self, message: Tensor) -> None:
-        """Leave something for the layers above, for the same queries in this forward pass. It is gone when the pass
-        ends, so a fork or a roll-back has nothing to do."""
+    def from_layer(self, layer: int) -> Tensor | None:
+        """What the method passed up to be kept, for the same queries in this forward pass, in a layer below; None if
+        it did not choose there."""
+
+    def pass_up(self, message: Tensor, keep: bool = False) -> None:
+        """Leave something for the layers above, for the same queries in this forward pass: until another layer passes
+        something up, or for ``from_layer`` until the pass ends if it is to be kept. It is gone then, so a fork or a
+        roll-back has nothing to do."""
 
     def counted(self, remembered: Tensor) -> Tensor:
         """What a method reads of its own memory, handed back as it is: it counts among the bytes read to choose."""

@@ -291,6 +291,7 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         **dict.fromkeys(["mean_value", "second_copy", "full_choice"], st.booleans()),
         **dict.fromkeys(["recent_fraction", "partial"], st.floats(0, 1)),
         "alpha": st.floats(0.1, 9),
+        "anchors": st.none(),
         "calibration": st.none(),
         "axes": st.just("after_rope"),
         "evict": st.just(phase == "decode"),

@@ -1,4 +1,4 @@
-"""kvsift calibrate: the calibration file of a model for Loki and InfiniGen."""
+"""kvsift calibrate: files that methods need of a model: directions of its keys and queries, or layers that reuse."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.calibrate_layers import LayerChoices, calibrate_layers, print_layers
 from kvsift.cli.escaping import plain
+from kvsift.cli.option_groups import expand
 
 CHARACTERS_PER_TOKEN = 8  # an upper bound; surplus text is not used
 
 
+@expand
 def calibrate(
-    out: Annotated[Path, typer.Option("--out", "--output", help="File to write, for loki:calibration=FILE.")],
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "--output", help="File to write, for loki:calibration=FILE or, with --layers, "
+                           "tidal_decode:anchors=FILE."),
+    ],
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Find layers that can reuse the selections of others instead.")
+    ] = False,
+    chosen: LayerChoices,
     model: o.ModelOption = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option("--text", help="Text file, may be repeated; by default generated prose."),
+        typer.Option("--text", help="Text file, may be repeated; by default generated prose, or with --layers "
+                     "generated contexts with questions."),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="The most tokens to read.")] = 16384,
     length: Annotated[int, typer.Option("--length", min=1, help="Tokens of one context.")] = 4096,
@@ -28,8 +40,9 @@ def calibrate(
     dtype: o.DtypeOption = "auto",
     threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
-) -> None:
-    """Prefill texts with a model and write the principal directions of its keys and queries, layer by layer."""
+) -> None:  # fmt: skip
+    """Read texts with a model, and write the principal directions of its keys and queries, or which layers' selections
+    serve which others."""
     from rich.console import Console
     from rich.progress import Progress
     from safetensors import SafetensorError
@@ -37,20 +50,26 @@ def calibrate(
     from kvsift.engine.calibration import calibrate as run
     from kvsift.engine.llm import LLM
 
+    chosen.check(layers)
     o.require_writable(out, "--out")
     o.use_threads(threads)
-    texts = {str(path): o.read_text(path, "text") for path in text} if text else {"prose": _prose(tokens)}
+    texts = {str(path): o.read_text(path, "text") for path in text} if text else None
     llm = LLM(model, "dense", device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task("tokens", total=None)
+        task = bar.add_task("texts" if layers else "tokens", total=None)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
         with o.writing(out, SafetensorError):
-            facts = run(llm, texts, out, tokens=tokens, length=length, progress=show)
+            if layers:
+                facts = calibrate_layers(llm, texts, out, tokens, length, chosen, show)
+            else:
+                facts = run(llm, texts or {"prose": _prose(tokens)}, out, tokens=tokens, length=length, progress=show)
     if as_json:
         print(json.dumps(facts, indent=2))
-        return
-    architecture, tokens = facts["model"].partition(",")[0], facts["recipe"]["tokens"]
-    print(plain(f"{out}: {facts['layers']} layers of {architecture}, from {tokens:,} tokens of text"))
+    elif layers:
+        print_layers(facts)
+    else:
+        architecture, tokens = facts["model"].partition(",")[0], facts["recipe"]["tokens"]
+        print(plain(f"{out}: {facts['layers']} layers of {architecture}, from {tokens:,} tokens of text"))
 
 
 def _prose(tokens: int) -> str:

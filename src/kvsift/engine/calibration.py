@@ -25,7 +25,7 @@ from kvsift.methods.calibration import write
 from kvsift.methods.traits import Traits
 from kvsift.models.transformers_origin import origin_of
 from kvsift.plan.plan import Plan, Rule
-from kvsift.types import LayerShape, Rope
+from kvsift.types import LayerShape, Origin, Rope
 
 FEWEST_TOKENS = 512
 
@@ -117,7 +117,7 @@ def calibrate(
     Raises:
         InputError: if there is too little text, or the model cannot read so much at once.
     """
-    pieces = list(_pieces(runner, texts, tokens, length))
+    pieces = list(pieces_of_texts(runner, texts, tokens, length))
     total = sum(map(len, pieces))
     if total < FEWEST_TOKENS:
         raise InputError(
@@ -132,15 +132,7 @@ def calibrate(
         done += len(piece)
         if progress is not None:
             progress(done, total)
-    origin = origin_of(runner.model)
-    if origin is None:
-        raise InputError(
-            f"{type(runner.model).__name__} has no token embedding to identify it by; nothing was written."
-        )
-    recipe = {
-        "texts": {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
-        "tokens": total, "length": length, "dtype": str(runner.dtype).removeprefix("torch."), "kvsift": __version__,
-    }  # fmt: skip
+    origin, recipe = required_origin(runner), recipe_of(runner, texts, total) | {"length": length}
     directions = {
         f"{kind}.{layer}": tensor
         for layer, moments in method.layers.items()
@@ -151,13 +143,31 @@ def calibrate(
     return {"file": str(out), "model": origin.name, "layers": len(method.layers), "holds": kinds, "recipe": recipe}
 
 
+def required_origin(runner: ModelRunner) -> Origin:
+    """The identity of a model, without which no file is written (``InputError``)."""
+    origin = origin_of(runner.model)
+    if origin is None:
+        raise InputError(
+            f"{type(runner.model).__name__} has no token embedding to identify it by; nothing was written."
+        )
+    return origin
+
+
+def recipe_of(runner: ModelRunner, texts: Mapping[str, str], tokens: int) -> dict[str, Any]:
+    """What a calibration was made from: digests of texts by name, the number of tokens and the versions."""
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+    dtype = str(runner.dtype).removeprefix("torch.")
+    return {"texts": digests, "tokens": tokens, "dtype": dtype, "kvsift": __version__}
+
+
 def before_rope(keys: Tensor, start: int, rope: Rope) -> Tensor:
     """Return keys at positions from ``start`` on, [num_heads, n, d], as they were before RoPE, in float32."""
     positions = torch.arange(start, start + keys.shape[1])
     return rerotate(keys.float(), positions, torch.zeros_like(positions), rope)
 
 
-def _pieces(runner: ModelRunner, texts: Mapping[str, str], tokens: int, length: int) -> Iterator[Sequence[int]]:
+def pieces_of_texts(runner: ModelRunner, texts: Mapping[str, str], tokens: int, length: int) -> Iterator[Sequence[int]]:
+    """At most so many token ids of texts, in pieces of at most ``length``."""
     left = tokens
     for text in texts.values():
         ids = runner.tokenizer(text, verbose=False)["input_ids"][:left]

@@ -61,12 +61,21 @@ class CountingReader:
 
     def from_below(self) -> Tensor | None:
         """The method's message for these queries from the nearest layer below where it selected."""
-        message: Tensor | None = self._messages.get(*self._address)
-        return None if message is None else self.counted(message)
+        return self._received(*self._address)
 
-    def pass_up(self, message: Tensor) -> None:
-        """Send a message to the layers above."""
-        self._messages.put(*self._address, message)
+    def from_layer(self, layer: int) -> Tensor | None:
+        """The message that the method kept for these queries in a layer below."""
+        row, own, key = self._address
+        return self._received(row, own, (key, layer))
+
+    def pass_up(self, message: Tensor, keep: bool = False) -> None:
+        """Send a message to the layers above; a kept one is addressed by its layer (``from_layer``)."""
+        row, own, key = self._address
+        self._messages.put(row, own, (key, own) if keep else key, message)
+
+    def _received(self, row: int, layer: int, key: Any) -> Tensor | None:
+        message: Tensor | None = self._messages.get(row, layer, key)
+        return None if message is None else self.counted(message)
 
     def counted(self, remembered: Tensor) -> Tensor:
         """Count a tensor of the method's own memory as read, and return it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -74,6 +74,11 @@ class Method:
     def evict(self) -> bool:
         """Whether the store frees what the method drops; a field of methods that drop tokens."""
         return False
+
+    @property
+    def reused(self) -> Mapping[int, int]:
+        """By layer that reuses a selection, the layer that must have selected; empty if layers select by themselves."""
+        return {}
 
     def check_layers(self, layers: Sequence[int]) -> None:
         """Refuse a model by the true indices of its attention layers.

@@ -74,7 +74,7 @@ def directions(path: str, kind: str, shape: LayerShape) -> Tensor:
     stat = Path(path).stat()
     about, tensors = _contents(path, stat.st_mtime_ns, stat.st_size)
     again = f"Write one with kvsift calibrate --model DIRECTORY --out {path}."
-    if shape.origin is not None and not _is_of(shape.origin, about["model"], tensors[SAMPLE]):
+    if shape.origin is not None and not is_of(shape.origin, about["model"], tensors[SAMPLE]):
         raise InputError(
             f"{path} was calibrated on another model ({about['model']}); this one is {shape.origin.name}. {again}"
         )
@@ -90,7 +90,8 @@ def directions(path: str, kind: str, shape: LayerShape) -> Tensor:
     return columns
 
 
-def _is_of(origin: Origin, name: str, sample: Tensor) -> bool:
+def is_of(origin: Origin, name: str, sample: Tensor) -> bool:
+    """Whether a file with this name and sample of weights was made for a model."""
     own = origin.sample()
     near = own.shape == sample.shape and torch.allclose(own, sample, rtol=0.02, atol=1e-3 * float(sample.abs().max()))
     return near and origin.name == name  # near: the same weights may be rounded to another dtype

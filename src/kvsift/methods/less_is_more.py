@@ -7,7 +7,7 @@ fraction of it that goes to the most recent tokens. The layers above attend that
 Deviation from the paper: recent tokens are the budget's window and, where a fraction of the budget is more, those next
 to it. In prefill a chunk selects by the mean share of its queries. With ``full_choice=false`` the selecting layers
 attend their selection alone. The paper searches the correction layer of each model; ``correction=auto`` takes the same
-relative depth.
+relative depth, and ``anchors=FILE`` names any number of layers that select, found by calibration.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods import checks
+from kvsift.methods.anchors import AnchoredMethod, Reuse, from_anchor
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
 from kvsift.methods.softmax_share import mean_shares
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -30,7 +31,7 @@ FIRST, DEPTH = 2, 32  # the first sparse layer of the papers, and the layers of 
 
 
 @dataclass(frozen=True)
-class LessIsMore(ChunkedMethod):
+class LessIsMore(AnchoredMethod, ChunkedMethod):
     """The tokens that all heads together rank highest, for the layers up to the correction and for those above.
 
     Attributes:
@@ -49,17 +50,23 @@ class LessIsMore(ChunkedMethod):
     full_choice: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        AnchoredMethod.__post_init__(self)
+        ChunkedMethod.__post_init__(self)
+        if self.anchors is not None and self.correction != "auto":
+            raise InputError(
+                f"anchors={self.anchors!r} says which layers select, and so does correction={self.correction!r}. Leave "
+                "one of them out."
+            )
         if self.correction not in ("auto", "none"):
             checks.whole("correction", self.correction, 0, also=("auto", "none"))
         checks.share("recent_fraction", self.recent_fraction)
         checks.flag("full_choice", self.full_choice)
 
     def select(
-        self, state: object, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
+        self, state: Reuse | None, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
-        ranked = None if shape.layer == self.corrects_at(shape.peers) else reader.from_below()
+        ranked = self._reused_ranking(state, shape, reader)
         if ranked is not None:  # a layer may have a smaller limit than the one that selected
             return Selection(ranked[:, : limit.units].sort(-1).values.to(queries.device), 1, full=True)
         keys = reader.keys(0, seen_by_all(start, queries.shape[1]))
@@ -68,8 +75,14 @@ class LessIsMore(ChunkedMethod):
         ranked = self.ranking(shape, shares[:, : candidates.count - recent], limit.units - recent)
         newest = torch.arange(candidates.count - recent, candidates.count, device=ranked.device)
         ranked = torch.cat([newest.flip(0).expand(len(ranked), -1), ranked], 1) + candidates.first
-        reader.pass_up(ranked)
+        reader.pass_up(ranked, keep=self.anchors is not None)
         return Selection(ranked.sort(-1).values, 1, full=True, for_above=self.full_choice)
+
+    def _reused_ranking(self, reuse: Reuse | None, shape: LayerShape, reader: KVReader) -> Tensor | None:
+        """The ranking that this layer takes from one below; None: it ranks tokens itself."""
+        if self.anchors is not None:
+            return from_anchor(reuse, reader)
+        return None if shape.layer == self.corrects_at(shape.peers) else reader.from_below()
 
     def corrects_at(self, layers: Sequence[int]) -> int | None:
         """The attention layer that selects anew; None if none does, or the layers are unknown."""
@@ -82,6 +95,7 @@ class LessIsMore(ChunkedMethod):
         return next((layer for layer in layers if layer >= depth), layers[-1])
 
     def check_layers(self, layers: Sequence[int]) -> None:
+        AnchoredMethod.check_layers(self, layers)
         if isinstance(self.correction, int) and self.correction not in layers:
             all_layers = len(layers) == layers[-1] + 1
             possible = f"0 to {layers[-1]}" if all_layers else ", ".join(map(str, layers))

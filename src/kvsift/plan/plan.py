@@ -39,11 +39,22 @@ class Rule:
                 f"{_name_of(self.method)} does not score candidates for each head, so head_budgets='adaptive' does "
                 "not apply; leave it out."
             )
+        self._check_anchors()
         if self.budget.head_budgets == "adaptive" and self.evicts:
             raise InputError(
                 "evict=true stores equally many tokens for every KV head, so it frees nothing of what heads with fewer "
                 "save under head_budgets='adaptive'. Leave one of them out."
             )
+
+    def _check_anchors(self) -> None:
+        dense = self.budget.dense_layers
+        for layer, anchor in self.method.reused.items():
+            if anchor in dense and layer not in dense:
+                raise InputError(
+                    f"layer {layer} reuses the selection of layer {anchor} by the anchors of "
+                    f"{_name_of(self.method)}, and dense_layers={_spell(dense)} leaves that one nothing to select. "
+                    f"Leave {anchor} out of dense_layers, or calibrate with --dense-layers {_spell(dense)}."
+                )
 
     @property
     def evicts(self) -> bool:

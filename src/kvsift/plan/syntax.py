@@ -167,16 +167,25 @@ def _parse_rule(text: str) -> Rule:
     return make_rule(name.strip(), settings)
 
 
+def read_layers(text: str) -> tuple[int, ...]:
+    """Layers such as 0+1, or none.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if text == "none":
+        return ()
+    if not all(layer.isdecimal() for layer in text.split("+")):
+        raise InputError(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
+    return tuple(int(layer) for layer in text.split("+"))
+
+
 def _read(key: str, text: str) -> Any:
     """A value as it is written in a plan: whole number, decimal, true or false, layers such as 0+1 or none, a word."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if key == "dense_layers":
-        if text == "none":
-            return ()
-        if not all(layer.isdecimal() for layer in text.split("+")):
-            raise InputError(f"dense_layers={text} must be layer numbers such as 0+1, or none.")
-        return tuple(int(layer) for layer in text.split("+"))
+        return read_layers(text)
     for convert in (int, float):
         try:
             return convert(text)

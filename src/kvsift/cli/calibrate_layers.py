@@ -1,0 +1,96 @@
+"""kvsift calibrate --layers: which layers select, and which reuse their selections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsift.cli.escaping import cell, plain
+from kvsift.errors import InputError
+
+if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM
+
+MIN_RECOVERY = 0.85
+
+
+@dataclass(frozen=True)
+class LayerChoices:
+    """Options of ``--layers``; None: the default."""
+
+    anchors: Annotated[
+        int | None,
+        typer.Option("--anchors", min=1, help="With --layers: how many layers select; by default, as few as "
+                     "--min-recovery allows."),
+    ] = None  # fmt: skip
+    min_recovery: Annotated[
+        float | None,
+        typer.Option("--min-recovery", min=0, max=1, help="With --layers: the least that a layer may recover with "
+                     f"the selection of another, of what it would with its own; {MIN_RECOVERY}."),
+    ] = None  # fmt: skip
+    selected: Annotated[
+        int | None, typer.Option("--selected", min=1, help="With --layers: tokens that a head selects; 128.")
+    ] = None
+    dense_layers: Annotated[
+        str | None,
+        typer.Option("--dense-layers", help="With --layers: layers that plans leave dense, or none; 0+1."),
+    ] = None
+
+    def check(self, layers: bool) -> None:
+        """Refuse options that do not apply (``InputError``)."""
+        given = [name for name, value in vars(self).items() if value is not None]
+        if given and not layers:
+            raise InputError(f"--{given[0].replace('_', '-')} is an option of --layers; add that, or leave it out.")
+        if self.anchors is not None and self.min_recovery is not None:
+            raise InputError("--anchors and --min-recovery both say how many layers select; give one of them.")
+
+
+def calibrate_layers(
+    llm: LLM, texts: Mapping[str, str] | None, out: Path, tokens: int, length: int, chosen: LayerChoices,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Compare the layers on texts, or on generated contexts, and write the anchors found."""
+    from kvsift.engine.layer_calibration import LayerOptions
+    from kvsift.engine.layer_calibration import calibrate_layers as run
+    from kvsift.eval.calibration_texts import ends, task_texts
+    from kvsift.plan.syntax import read_layers
+
+    defaults = LayerOptions()
+    options = LayerOptions(
+        selected=chosen.selected or defaults.selected,
+        dense_layers=defaults.dense_layers if chosen.dense_layers is None else read_layers(chosen.dense_layers),
+        anchors=chosen.anchors,
+        min_recovery=MIN_RECOVERY if chosen.min_recovery is None else chosen.min_recovery,
+    )
+    if texts is None:
+        decoded, sources = task_texts(llm.tokenizer, tokens, length)
+    else:
+        decoded, sources = ends(llm, texts, tokens, length), dict(texts)
+    return run(llm, decoded, sources, out, options, progress=progress)
+
+
+def print_layers(facts: Mapping[str, Any]) -> None:
+    """Print what every number of anchors recovers, then the layers of the file."""
+    from rich.console import Console
+    from rich.table import Table
+
+    numbers = Table("anchors", "layers that select", "mean recovery", "least", title="attention that layers recover")
+    for choice in facts["choices"]:
+        mark = " *" if choice["anchors"] == facts["anchors"] else ""
+        numbers.add_row(f"{len(choice['anchors'])}{mark}", cell(", ".join(map(str, choice["anchors"]))),
+                        f"{choice['mean_recovery']:.3f}", f"{choice['least_recovery']:.3f}")  # fmt: skip
+    layers = Table("layer", "reuses layer", "KV heads", "recovery", title="layers that reuse a selection")
+    for layer, reuse in facts["reuse"].items():
+        heads = cell(" ".join(map(str, reuse["heads"])))
+        layers.add_row(str(layer), str(reuse["anchor"]), heads, f"{reuse['recovery']:.3f}")
+    console = Console()
+    console.print(numbers)
+    if facts["reuse"]:
+        console.print(layers)
+    count, every = len(facts["anchors"]), len(facts["anchors"]) + len(facts["reuse"])
+    queries = facts["recipe"]["queries"]
+    print(plain(f"{facts['file']}: {count} of {every} layers select, from {queries:,} decoded tokens"))
