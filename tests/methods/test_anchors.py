@@ -23,8 +23,9 @@ from kvsift.errors import InputError
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.methods import anchors as anchors_file
 from kvsift.methods.anchors import AnchorMap, Reuse, read, reuse_in
-from kvsift.methods.base import Phase
+from kvsift.methods.base import Method, Phase
 from kvsift.methods.less_is_more import LessIsMore
+from kvsift.methods.sketch import Sketch
 from kvsift.methods.tidal_decode import TidalDecode
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
@@ -53,7 +54,7 @@ def write(
     return str(path)
 
 
-def decoded(method: LessIsMore, tokens: Tokens, budget: Budget = BUDGET) -> tuple[Stack, list[Asked]]:
+def decoded(method: Method, tokens: Tokens, budget: Budget = BUDGET) -> tuple[Stack, list[Asked]]:
     """One token through a stack of layers, and what each was asked in turn."""
     asked = spy(method)
     stack = Stack(Plan(decode=Rule(method, budget)), layers=LAYERS, peers=LAYERS)
@@ -84,6 +85,17 @@ def test_query_heads_move_with_their_group(file: str) -> None:
     _, asked = decoded(TidalDecode(anchors=file, heads="query"), draw_tokens(PROMPT + 1, 0))
     two, _, five, _ = (question.selection.units for question in asked)
     assert torch.equal(five, two[[2, 3, 0, 1]])
+
+
+def test_sketches_are_read_in_anchors_alone_and_estimate_the_rest_there(file: str) -> None:
+    stack, asked = decoded(Sketch(anchors=file, page_size=4), draw_tokens(PROMPT + 1, 0))
+    two, three, five, seven = (question.selection for question in asked)
+    assert torch.equal(five.units, two.units[[1, 0]])
+    assert torch.equal(seven.units, three.units[[1, 1]])
+    assert not torch.equal(two.units, three.units)
+    assert [chosen.extra is None for chosen in (two, three, five, seven)] == [False, False, True, True]
+    read = [layer.stats.phase("decode").index_bytes_read for layer in stack.layers]
+    assert read[2] == five.units.numel() * 8 < read[0], "the list of the anchor alone"
 
 
 def test_one_set_for_all_heads_needs_no_heads(file: str) -> None:

@@ -24,19 +24,22 @@ from torch.nn.functional import pad
 
 from kvsift.kernels.sketch import SketchLayout, Unpacked, estimated_logits, unpack
 from kvsift.methods import checks
+from kvsift.methods.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 
 @dataclass(frozen=True)
-class Sketch(ScoringMethod):
+class Sketch(AnchoredMethod, ScoringMethod):
     """Tokens by logits estimated from codes of their keys, and an estimate of the rest, in decode; prefill is dense.
 
     Attributes:
         bits: per channel of a key.
         page_size: tokens that share a mean; a row of bytes per page holds their codes.
         rest: estimate what is not selected; false: leave it out.
+        anchors: file from kvsift calibrate --layers that says which layers select; the others attend the same tokens,
+            without an estimate of the rest. Without a file every layer selects.
     """
 
     traits: ClassVar[Traits] = RANKS
@@ -47,7 +50,8 @@ class Sketch(ScoringMethod):
     rest: bool = True
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        AnchoredMethod.__post_init__(self)
+        ScoringMethod.__post_init__(self)
         checks.whole("bits", self.bits, 1, 2)
         checks.whole("page_size", self.page_size, 1)
         checks.flag("rest", self.rest)
@@ -64,6 +68,17 @@ class Sketch(ScoringMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
+        reused = from_anchor(state, reader)
+        if reused is not None and reused.shape[1] <= limit.units:  # else of a layer with a larger budget
+            return Selection(reused, 1, full=limit.mass is None and not limit.adaptive)
+        chosen = self._select(shape, queries, candidates, limit, reader)
+        if self.anchors is not None:
+            reader.pass_up(chosen.units, keep=True)
+        return chosen
+
+    def _select(
+        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, reader: KVReader
+    ) -> Selection:
         rows, skipped = self._rows(shape, candidates, reader)
         log_weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
         total = log_weights.logsumexp(-1)
