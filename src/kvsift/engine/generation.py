@@ -81,9 +81,9 @@ class Generation:
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
         cache, kept = self._pooled_cache(requests)
-        rule, every = rule_of(self._plan), runner.probe_every
+        rule, every, guards = rule_of(self._plan), runner.probe_every, cache.run.guards
         rows = [
-            DecodeRow(number, Transcript(request, runner.tokenizer), RunStats(every), len(request.ids), rule)
+            DecodeRow(number, Transcript(request, runner.tokenizer), RunStats(every), len(request.ids), rule, guards.of(number))
             for number, request in enumerate(requests)
         ]
         session = partial(runner.fast_path.session, runner.model, cache, kept)
