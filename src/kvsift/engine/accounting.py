@@ -82,6 +82,11 @@ class DecodeRow:
         """Whether its budget is guarded, and may grow."""
         return self.rule is not None and self.rule.budget.min_recovery is not None and not self.stays_dense
 
+    @property
+    def will_widen(self) -> bool:
+        """Whether its budget grows before the next step."""
+        return self.is_guarded and self._planned is not None and self.guard.widens(self._planned.budget)
+
     def widen(self) -> None:
         """Take the budget that the guard has decided on, before a step whose token will be in the transcript."""
         if not self.is_guarded:
@@ -91,8 +96,8 @@ class DecodeRow:
         if widening := self.guard.settle(self.written, self._planned.budget):
             self.stats.widenings.append(widening._replace(row=self.row))
         rule = widened_rule(self._planned, self.guard)
-        self.stays_dense = rule is None  # by its length: the rule stays, since the steps of the batch have its method
-        if rule is not None and rule is not self.rule:
+        self.stays_dense = rule is None  # the rule stays: dense steps leave summaries to be written by it
+        if rule is not None and rule != self.rule:
             self.budgets.append((len(self.dense), self.rule.budget))
             self.rule = rule
 

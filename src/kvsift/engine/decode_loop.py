@@ -117,7 +117,7 @@ class DecodeLoop:
                     kind = kind._replace(mode="mixed")
                 self._launched.append(self._launch(slots, rows, kind, number))
                 number += 1
-                moving = any(row.guard.widens(row.rule.budget) for row in rows if row.is_guarded)
+                moving = any(row.will_widen for row in rows if row.remaining > 0)
             if not self._launched:
                 return
             yield from self._read(slots, self._launched.popleft())
@@ -126,6 +126,7 @@ class DecodeLoop:
     def _launch(self, slots: Slots, rows: Sequence[DecodeRow], kind: StepKind, number: int) -> LaunchedStep:
         running = [row for row in rows if not row.transcript.done]
         for row in running:
+            row.widen()  # no further than it is, or it would have moved
             _follow_summaries(slots, row, kind)
             row.dense.append(row.mode() == "dense")
         step = slots.run(kind, number)

@@ -64,9 +64,7 @@ class Session:
         key = self._key(num_slots, rules)
         if key not in self._slots:
             every = [*self._rules, *rules]
-            self._slots[key] = Slots(
-                self._step, self._angles, self.cache, every, key[0], self._max_pages, self._pool
-            )
+            self._slots[key] = Slots(self._step, self._angles, self.cache, every, key[0], self._max_pages, self._pool)
         return self._slots[key]
 
     def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:

@@ -34,12 +34,8 @@ class Widening(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         fields = self._asdict()
-        return {
-            **{name: fields[name] for name in ("row", "position", "recovery", "lowest", "lowest_layer")},
-            "min_recovery": self.least,
-            "from": self.before,
-            "to": self.after,
-        }
+        renamed = {"min_recovery": fields.pop("least"), "from": fields.pop("before"), "to": fields.pop("after")}
+        return {**fields, **renamed}
 
 
 class Mark(NamedTuple):
@@ -51,6 +47,11 @@ class Mark(NamedTuple):
     low: bool = False  # the last probe was below, and the next one decides
     again: bool = False  # the next step is probed
     first: int | None = None  # position of the request's first probe
+
+    @property
+    def size(self) -> tuple[int, bool]:
+        """Which budget holds."""
+        return self.doublings, self.dense
 
 
 class Guard:
@@ -93,7 +94,7 @@ class Guard:
         self._probed = {}
         mark = decide(last, at, fmean(probed.values()), budget)
         self._marks.append(mark)
-        if mark[1:3] == last[1:3]:
+        if mark.size == last.size:
             return None
         return _widening(at, probed, budget, last, mark)
 
@@ -102,7 +103,7 @@ class Guard:
         if not self._probed:
             return False
         mark = decide(self._last, self._position, fmean(self._probed.values()), budget)
-        return mark[1:3] != self._last[1:3]
+        return mark.size != self._last.size
 
     def budget(self, budget: Budget) -> Budget | None:
         """The budget as it is now; None is dense."""

@@ -60,8 +60,8 @@ def check_probes(plan: Plan, probe_every: int) -> None:
     """Refuse a plan with min_recovery where no step is probed (``InputError``)."""
     if plan.is_guarded and not probe_every:
         raise InputError(
-            f"min_recovery={plan.rules[-1].budget.min_recovery} is checked by probes, and probe_every=0 takes none. Give "
-            "probe_every=16, for instance, or leave out min_recovery."
+            f"min_recovery={plan.rules[-1].budget.min_recovery} is checked by probes, and probe_every=0 takes none. "
+            "Give probe_every=16, for instance, or leave out min_recovery."
         )
 
 
