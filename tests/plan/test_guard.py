@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_two_low_probes_in_a_row_double_the_budget(low: list[int], probed: list[
     assert [event[0] - START for event in found if len(event) == 3] == doubled
     steps = [128, 256, 512, "dense"]
     named = [name if name == "dense" else f"budget={name}" for name in steps]
-    assert [event[1:] for event in found if len(event) == 3] == list(zip(named, named[1:]))[: len(doubled)]
+    assert [event[1:] for event in found if len(event) == 3] == list(pairwise(named))[: len(doubled)]
 
 
 def test_a_recovery_is_the_mean_over_layers_and_the_worst_is_named() -> None:
@@ -79,7 +80,9 @@ def test_a_recovery_is_the_mean_over_layers_and_the_worst_is_named() -> None:
         ({"tokens": 100}, ["budget=200", "budget=400", "budget=800", "dense"]),
         ({"ratio": 0.3}, ["ratio=0.6", "dense"]),
         ({"mass": 0.9}, ["mass=0.95", "mass=0.975", "mass=0.9875", "dense"]),
-        ({"mass": 0.97, "tokens": 100}, ["budget=200:mass=0.985", "budget=400:mass=0.9925", "budget=800:mass=0.99625", "dense"]),
+        ({"mass": 0.97, "tokens": 300}, ["budget=600:mass=0.985", "dense"]),
+        ({"mass": 0.9, "tokens": 600}, ["budget=1200:mass=0.95", "budget=2400:mass=0.975", "budget=4800:mass=0.9875",
+          "dense"]),
         ({"mass": 1.0}, ["dense"]),
     ],
 )  # fmt: skip
