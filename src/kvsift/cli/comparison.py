@@ -136,7 +136,7 @@ def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
             name = f"answer {number} under {answer.plan}: " if several else ""
             for event in answer.guard:
                 low = f"recovery {event['recovery']:.2f} < {event['min_recovery']:g} at token {event['token']}"
-                _console(to_stderr).print(cell(f"{name}{low}: {event['from']} -> {event['to']}"))
+                _console(to_stderr).print(cell(f"{name}{low}: {event['from']} -> {event['to']}"), soft_wrap=True)
 
 
 def cut_mark(answer: Answer) -> str:
