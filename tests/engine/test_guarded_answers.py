@@ -123,6 +123,31 @@ def test_a_widening_that_no_token_follows_is_none(max_new_tokens: int, llama: Pa
         assert bool(answer.guard) == (max_new_tokens > 3 and len(text) > 100)
 
 
+@pytest.mark.parametrize("last", range(1, 8))
+def test_rows_that_end_around_a_widening_count_as_they_do_alone(
+    last: int, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, composed = (LLM(llama, QUEST, path=path) for path in ("eager", "composed"))
+    free = eager.generate(TEXTS, max_new_tokens=12)
+    monkeypatch.setattr(LLM, "_end_ids", lambda llm: {free[0].token_ids[last]})
+    found = eager.generate(TEXTS, max_new_tokens=12)
+    assert len(found[0].token_ids) <= last
+    for text, answer in zip(TEXTS, found):
+        assert_same(answer, composed.generate(text, max_new_tokens=12))
+
+
+def test_a_row_that_stops_sooner_widens_no_more(llama: Path) -> None:
+    llm = LLM(llama, path="composed", probe_every=4)
+    prompts = [llm.tokenizer(text)["input_ids"] for text in TEXTS[:2]]
+    for steps in range(1, 6):
+        options: dict[str, Any] = {"steps": 12}
+        together = decode(llm.model, [QUEST] * 2, prompts, [Sampling()] * 2, fewer=[12 - steps, 0], **options)
+        alone = llm.generate(TEXTS[0], plan=QUEST, max_new_tokens=steps + 1)
+        assert together[0] == (alone.token_ids, {key: alone.decode(key) for key in together[0][1]})
+        other = llm.generate(TEXTS[1], plan=QUEST, max_new_tokens=13)
+        assert together[1] == (other.token_ids, {key: other.decode(key) for key in together[1][1]})
+
+
 def test_samples_and_steps_go_on_where_slots_were_changed(llama: Path) -> None:
     sampling = [Sampling(0.9, 0.9, seed) for seed in range(len(TEXTS))]
     eager, composed = (LLM(llama, QUEST, path=path, dense_below=320) for path in ("eager", "composed"))  # type: ignore[arg-type]
@@ -156,6 +181,18 @@ def test_one_row_of_a_batch_has_a_guard(llama: Path) -> None:
         alone = llm.generate(text, plan=plan, max_new_tokens=25)
         assert ids == alone.token_ids
         assert counted == {key: alone.decode(key) for key in counted}
+
+
+@pytest.mark.parametrize("placement", ["split", "offload:device_cache=64", "host"])
+def test_budgets_double_wherever_keys_and_values_are(placement: str, llama: Path) -> None:
+    beside, apart = (LLM(llama, QUEST, placement=place, dtype="float32") for place in ("device", placement))
+    one, other = (llm.generate(TEXTS[0], max_new_tokens=24) for llm in (beside, apart))
+    assert other.token_ids == one.token_ids
+    assert told(other) == told(one)
+    assert len(one.guard) >= 3
+    assert [other.decode(key) for key in ("visible_tokens", "sparse_queries")] == [
+        one.decode(key) for key in ("visible_tokens", "sparse_queries")
+    ]
 
 
 def test_without_probes_a_guard_is_refused_before_anything_is_loaded(llama: Path) -> None:

@@ -126,7 +126,8 @@ class DecodeLoop:
     def _launch(self, slots: Slots, rows: Sequence[DecodeRow], kind: StepKind, number: int) -> LaunchedStep:
         running = [row for row in rows if not row.transcript.done]
         for row in running:
-            row.widen()  # no further than it is, or it would have moved
+            if row.remaining > 0:
+                row.widen()  # notes what was probed; a budget that grows has stopped the launches before
             _follow_summaries(slots, row, kind)
             row.dense.append(row.mode() == "dense")
         step = slots.run(kind, number)
