@@ -25,9 +25,10 @@ KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_read
 def decode(
     model: Any, plans: Sequence[str], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *,
     steps: int, dense_below: int = 0, capture: bool = False, fewer: Sequence[int] = (),
+    doubled: list[list[str]] | None = None,
 ) -> list[tuple[list[int], dict[str, Any]]]:  # fmt: skip
     """Decode prompts side by side, each by its own plan; the last plan is the cache's, and sparse in most layers.
-    Rows take so many steps, or ``fewer``.
+    Rows take so many steps, or ``fewer``; what their budgets became is added to ``doubled``.
 
     Returns:
         Tokens and counters of each row.
@@ -48,5 +49,7 @@ def decode(
     session = Session(DecoderStep(model), cache, lambda *_: dense_below, capture, rules)
     for _ in DecodeLoop(session, rows):
         pass
+    if doubled is not None:
+        doubled += [[widening.after for widening in row.stats.widenings] for row in rows]
     reports = [row.stats.report()["phases"]["decode"] for row in rows]
     return [(row.transcript.new_ids, {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]

@@ -114,6 +114,13 @@ def test_rows_of_a_captured_batch_widen_as_they_do_alone_and_composed(plan: str,
     assert_same(together[0], eager.generate(TEXTS[0], max_new_tokens=30))
 
 
+def test_steps_are_counted_under_the_budget_that_they_had(llama: Path) -> None:
+    text = text_of(254)  # its first step has a context of 256, which the next budget would show whole
+    one, other = (LLM(llama, QUEST, path=path).generate(text, max_new_tokens=8) for path in ("eager", "composed"))
+    assert one.guard[0]["to"] == "budget=256"
+    assert_same(one, other)
+
+
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5])
 def test_a_widening_that_no_token_follows_is_none(max_new_tokens: int, llama: Path) -> None:
     eager, composed = (LLM(llama, QUEST, path=path) for path in ("eager", "composed"))
@@ -140,11 +147,13 @@ def test_a_row_that_stops_sooner_widens_no_more(llama: Path) -> None:
     llm = LLM(llama, path="composed", probe_every=4)
     prompts = [llm.tokenizer(text)["input_ids"] for text in TEXTS[:2]]
     for steps in range(1, 6):
-        options: dict[str, Any] = {"steps": 12}
+        doubled: list[list[str]] = []
+        options: dict[str, Any] = {"steps": 12, "doubled": doubled}
         together = decode(llm.model, [QUEST] * 2, prompts, [Sampling()] * 2, fewer=[12 - steps, 0], **options)
         alone = llm.generate(TEXTS[0], plan=QUEST, max_new_tokens=steps + 1)
         assert together[0] == (alone.token_ids, {key: alone.decode(key) for key in together[0][1]})
         other = llm.generate(TEXTS[1], plan=QUEST, max_new_tokens=13)
+        assert doubled == [[event["to"] for event in answer.guard] for answer in (alone, other)]
         assert together[1] == (other.token_ids, {key: other.decode(key) for key in together[1][1]})
 
 
