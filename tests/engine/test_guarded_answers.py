@@ -145,14 +145,15 @@ def test_rows_that_end_around_a_widening_count_as_they_do_alone(
 
 def test_a_row_that_stops_sooner_widens_no_more(llama: Path) -> None:
     llm = LLM(llama, path="composed", probe_every=4)
+    calm = QUEST.rpartition(":")[0]  # a row that makes no other move to larger slots
     prompts = [llm.tokenizer(text)["input_ids"] for text in TEXTS[:2]]
     for steps in range(1, 6):
         doubled: list[list[str]] = []
         options: dict[str, Any] = {"steps": 12, "doubled": doubled}
-        together = decode(llm.model, [QUEST] * 2, prompts, [Sampling()] * 2, fewer=[12 - steps, 0], **options)
+        together = decode(llm.model, [QUEST, calm], prompts, [Sampling()] * 2, fewer=[12 - steps, 0], **options)
         alone = llm.generate(TEXTS[0], plan=QUEST, max_new_tokens=steps + 1)
         assert together[0] == (alone.token_ids, {key: alone.decode(key) for key in together[0][1]})
-        other = llm.generate(TEXTS[1], plan=QUEST, max_new_tokens=13)
+        other = llm.generate(TEXTS[1], plan=calm, max_new_tokens=13)
         assert doubled == [[event["to"] for event in answer.guard] for answer in (alone, other)]
         assert together[1] == (other.token_ids, {key: other.decode(key) for key in together[1][1]})
 
