@@ -24,9 +24,11 @@ KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_read
 
 def decode(
     model: Any, plans: Sequence[str], prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *,
-    steps: int, dense_below: int = 0, capture: bool = False,
+    steps: int, dense_below: int = 0, capture: bool = False, fewer: Sequence[int] = (),
+    doubled: list[list[str]] | None = None,
 ) -> list[tuple[list[int], dict[str, Any]]]:  # fmt: skip
     """Decode prompts side by side, each by its own plan; the last plan is the cache's, and sparse in most layers.
+    Rows take so many steps, or ``fewer``; what their budgets became is added to ``doubled``.
 
     Returns:
         Tokens and counters of each row.
@@ -36,7 +38,8 @@ def decode(
     cache = make_cache(model, plans[-1], rows=lengths)
     rows = []
     for number, (prompt, sampling, rule) in enumerate(zip(prompts, samplings, rules)):
-        stats, transcript = RunStats(probe_every=4), Transcript(Request(prompt, steps + 1, sampling), tokenizer=None)
+        num_new = steps + 1 - (fewer[number] if fewer else 0)
+        stats, transcript = RunStats(probe_every=4), Transcript(Request(prompt, num_new, sampling), tokenizer=None)
         cache.turn_to(number, stats)
         with torch.inference_mode(), feeding(cache, "prefill"):
             ids = torch.tensor([prompt], device=model.device)
@@ -46,5 +49,7 @@ def decode(
     session = Session(DecoderStep(model), cache, lambda *_: dense_below, capture, rules)
     for _ in DecodeLoop(session, rows):
         pass
+    if doubled is not None:
+        doubled += [[widening.after for widening in row.stats.widenings] for row in rows]
     reports = [row.stats.report()["phases"]["decode"] for row in rows]
     return [(row.transcript.new_ids, {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]

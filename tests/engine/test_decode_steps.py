@@ -156,9 +156,9 @@ def test_what_is_left_moves_to_fewer_slots(
     used: list[int] = []
     slots = Session.slots
 
-    def watched(session: Session, num_slots: int) -> Any:
+    def watched(session: Session, num_slots: int, rules: Any) -> Any:
         used.append(num_slots)
-        return slots(session, num_slots)
+        return slots(session, num_slots, rules)
 
     monkeypatch.setattr(Session, "slots", watched)
     for sampling in (None, SAMPLED):

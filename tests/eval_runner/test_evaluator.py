@@ -36,6 +36,14 @@ def test_plans_that_sift_in_prefill_read_the_context_themselves(model: Path, tmp
     assert 100 < sifted["prefill_visible_tokens"] < 200
 
 
+def test_a_sample_says_where_its_budget_doubled(model: Path, tmp_path: Path) -> None:
+    plans = (PLANS, '"dense", "quest:budget={budget}:window=16:dense_layers=none:min_recovery=0.95"')
+    dense, guarded = results(evaluator(tmp_path, model, plans))
+    assert "guard" not in dense
+    assert guarded["guard"][0]["from"] == "budget=128"
+    assert json.loads(json.dumps(guarded)) == guarded
+
+
 def test_set_ups_differ_in_the_phase_of_the_question(model: Path, tmp_path: Path) -> None:
     """Decoded, its tokens are answered under the decode rule; prefilled, only those of the answer are."""
     queries = {}

@@ -95,7 +95,7 @@ def test_a_budget_of_nothing_is_refused() -> None:
         Budget(tokens=0)
 
 
-@pytest.mark.parametrize("name", ["ratio", "mass"])
+@pytest.mark.parametrize("name", ["ratio", "mass", "min_recovery"])
 @pytest.mark.parametrize("value", [0, -0.1, 1.01, math.nan, math.inf, "0.5", True])
 def test_a_share_is_more_than_0_and_at_most_1(name: str, value: object) -> None:
     with pytest.raises(InputError, match=f"{name}={value!r} must be a share"):

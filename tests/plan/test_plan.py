@@ -340,6 +340,8 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         shares = method.traits.compares_heads and not method.evict
         budget["layer_budgets"] = draw(st.sampled_from(["equal", "pyramid"]))
         budget["head_budgets"] = draw(st.sampled_from(["equal", "adaptive"] if shares else ["equal"]))
+    if phase == "decode" and not method.evict and (method.traits.keeps_all or not method.traits.selects):
+        budget["min_recovery"] = draw(st.one_of(st.none(), st.floats(1e-9, 1)))
     if method.traits.selects:
         budget["window"] = draw(st.integers(phase == "prefill", 999))
     return Rule(method, Budget(**budget))

@@ -35,11 +35,11 @@ class FixedSlots:
     def __init__(self, slots: Slots, plan: Plan, dense_below: int = 0) -> None:
         self.steps, self.plan, self._dense_below = slots, plan, dense_below
 
-    def slots(self, num_slots: int) -> Slots:
+    def slots(self, num_slots: int, rules: Any) -> Slots:
         assert num_slots == self.steps.num_slots
         return self.steps
 
-    def captured(self, num_slots: int, kind: Any) -> bool:
+    def captured(self, num_slots: int, rules: Any, kind: Any) -> bool:
         return num_slots == self.steps.num_slots and self.steps.captured(kind)
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:

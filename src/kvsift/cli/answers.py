@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvsift.cli import options as o
-from kvsift.cli.comparison import Column, Reading, cut_mark, print_answers, print_bold, print_numbers, print_reading
+from kvsift.cli.comparison import (
+    Column,
+    Reading,
+    cut_mark,
+    print_answers,
+    print_bold,
+    print_guard,
+    print_numbers,
+    print_reading,
+)
 from kvsift.cli.escaping import plain
 from kvsift.cli.option_groups import PrintOptions, SamplingOptions
 from kvsift.cli.progress import ProgressBar
@@ -190,6 +199,7 @@ def _finish(
             print_reading(llm, document)
         print_answers([item["question"] for item in items], columns)
     if not printed.quiet:
+        print_guard(columns, to_stderr=output.by_line)
         print_numbers([column.summary() for column in columns], printed.verbose, to_stderr=output.by_line)
 
 

@@ -97,6 +97,7 @@ def summary(answers: Sequence[Answer], read: Reading = NO_READING) -> dict[str, 
         "peak_memory_bytes": max(answer.peak_memory_bytes for answer in answers),
         "phases": [answer.stats["phases"] for answer in answers],
         "layers": answers[0].stats["layers"],
+        "guard": [answer.guard for answer in answers],
     }
 
 
@@ -126,6 +127,17 @@ def print_answers(questions: Sequence[str], columns: Sequence[Column]) -> None:
 def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool) -> None:
     """Print the table of numbers."""
     _console(to_stderr).print(numbers_table(rows, verbose))
+
+
+def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
+    """Print where budgets doubled, a line each time."""
+    several = sum(len(column.answers) for column in columns) > 1
+    for column in columns:
+        for number, answer in enumerate(column.answers, 1):
+            name = f"answer {number} under {answer.plan}: " if several else ""
+            for event in answer.guard:
+                low = f"recovery {event['recovery']:.2f} < {event['min_recovery']:g} at token {event['token']}"
+                _console(to_stderr).print(cell(f"{name}{low}: {event['from']} -> {event['to']}"), soft_wrap=True)
 
 
 def cut_mark(answer: Answer) -> str:

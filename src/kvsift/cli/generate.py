@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.comparison import Column, Reading, cut_mark, print_numbers
+from kvsift.cli.comparison import Column, Reading, cut_mark, print_guard, print_numbers
 from kvsift.cli.escaping import plain
 from kvsift.cli.option_groups import EngineOptions, PrintOptions, SamplingOptions, expand
 from kvsift.cli.progress import ProgressBar
@@ -78,6 +78,7 @@ def generate(
     if not printed.as_json and not printed.quiet:
         if mark := cut_mark(answer).strip():
             print(mark, file=sys.stderr)
+        print_guard([column], to_stderr=True)
         print_numbers([column.summary()], printed.verbose, to_stderr=True)
     if model is None and not printed.quiet:
         print(f"kvsift: WARNING: {o.EMBEDDED_NOTE}", file=sys.stderr)

@@ -101,6 +101,8 @@ def _budget_of(method: Method) -> dict[str, Any]:
         return {}
     refused = {"window": not method.traits.selects, "mass": not method.traits.estimates_mass}
     refused["head_budgets"] = not method.traits.compares_heads
+    drops = method.traits.selects and not method.traits.keeps_all
+    refused["min_recovery"] = drops or "decode" not in method.phases
     defaults = budget_knobs(Budget(**method.budget_defaults))
     return {key: value for key, value in defaults.items() if not refused.get(key)}
 
@@ -144,7 +146,8 @@ def budget_note(knobs: str) -> str:
     return (
         f"A knob without a value is off by default. Every method except dense also accepts {knobs}; other defaults "
         'of a method follow "budget:", and a compat mode may set its own. A method refuses keys that do not apply: '
-        "window if it selects nothing, mass and head_budgets=adaptive if its scores do not estimate attention."
+        "window if it selects nothing, mass and head_budgets=adaptive if its scores do not estimate attention, "
+        "min_recovery if it drops tokens or selects in prefill alone."
     )
 
 

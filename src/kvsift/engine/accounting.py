@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kvsift.engine.transcript import Transcript
 from kvsift.layer.accounting import RunStats
+from kvsift.layer.guards import widened_rule
 from kvsift.layer.paged_decode import DecodeLayer, StepMode, page_spans
 from kvsift.plan.budget import Budget
+from kvsift.plan.guard import Guard
 from kvsift.plan.plan import Rule
 
 
@@ -24,12 +26,15 @@ class DecodeRow:
         transcript: its answer so far; it begins with the token after the prompt.
         stats: its counters.
         start: tokens cached before the first step.
-        rule: of decode; None is dense.
+        rule: of decode, its budget as it is now; None is dense.
+        guard: of its budget.
         dense: of each step launched for it, whether it was dense.
         sparse_steps: number of sparse steps so far, those before ``start`` included; probes go by it.
         stale_from: the first position whose page has no summary yet, since dense steps write none.
         dense_below: context length below which it is dense, in the slots that it has.
         sparse_mode: of a step in which all rows are sparse and have its rule.
+        stays_dense: its guard has seen every budget fall short.
+        budgets: budgets that it had before, each with the number of steps launched for it when it changed.
         visible: int64 [layers], visible tokens of its lists in the slots that it had before.
         visible_in_slot: int64 [layers], those in its present slot, up to the last step with a token in the transcript.
     """
@@ -39,13 +44,19 @@ class DecodeRow:
     stats: RunStats
     start: int
     rule: Rule | None
+    guard: Guard = field(default_factory=Guard)
     dense: list[bool] = field(default_factory=list)
     sparse_steps: int = 0
     stale_from: int | None = None
     dense_below: int = 0
     sparse_mode: StepMode = "sparse"
+    stays_dense: bool = False
+    budgets: list[tuple[int, Budget]] = field(default_factory=list)
     visible: Tensor | int = 0
     visible_in_slot: Tensor | int = 0
+
+    def __post_init__(self) -> None:
+        self._planned = self.rule
 
     @property
     def written(self) -> int:
@@ -66,6 +77,30 @@ class DecodeRow:
         """Return the mode that this row needs in the next step, or in one that many steps later."""
         return "dense" if self.written + 1 + ahead < self.dense_below else self.sparse_mode
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether its budget is guarded, and may grow."""
+        return self.rule is not None and self.rule.budget.min_recovery is not None and not self.stays_dense
+
+    @property
+    def will_widen(self) -> bool:
+        """Whether its budget grows before the next step."""
+        return self.is_guarded and self._planned is not None and self.guard.widens(self._planned.budget)
+
+    def widen(self) -> None:
+        """Take the budget that the guard has decided on, before a step whose token will be in the transcript."""
+        if not self.is_guarded:
+            return
+        assert self._planned is not None
+        assert self.rule is not None
+        if widening := self.guard.settle(self.written, self._planned.budget):
+            self.stats.widenings.append(widening._replace(row=self.row))
+        rule = widened_rule(self._planned, self.guard)
+        self.stays_dense = rule is None  # the rule stays: dense steps leave summaries to be written by it
+        if rule is not None and rule != self.rule:
+            self.budgets.append((len(self.dense), self.rule.budget))
+            self.rule = rule
+
 
 def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
     """Count the steps of a row in every layer."""
@@ -73,13 +108,17 @@ def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
     sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
     visible = torch.zeros(len(layers), dtype=torch.int64) + row.visible + row.visible_in_slot
     for layer, visible_in_lists in zip(layers, visible.tolist()):
-        budget = None if row.rule is None or layer.shape.layer in row.rule.budget.dense_layers else row.rule.budget
-        _add(row.stats, layer, lengths, sparse & (budget is not None), budget, visible_in_lists)
+        is_dense = row.rule is None or layer.shape.layer in row.rule.budget.dense_layers
+        _add(row.stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
+        if row.rule is None or is_dense or layer.summary is None:
+            continue
+        start = 0
+        for stop, budget in [*row.budgets, (row.steps, row.rule.budget)]:
+            _add_selection(row.stats, layer, lengths[start:stop][sparse[start:stop]], budget)
+            start = stop
 
 
-def _add(
-    stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, budget: Budget | None, visible_in_lists: int
-) -> None:
+def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, visible_in_lists: int) -> None:
     shape, keys = layer.shape, layer.kv.keys
     tally, per_head = stats.tally(shape.layer, "decode"), 2 * shape.head_dim * keys.element_size()
     per_token = shape.num_kv_heads * per_head
@@ -90,10 +129,16 @@ def _add(
     lists = shape.num_kv_heads if layer.shares else shape.num_query_heads
     tally.visible_tokens = tally.visible_tokens + full + visible_in_lists / lists
     tally.kv_bytes_read += full * per_token + visible_in_lists * per_head
-    if layer.summary is None or budget is None or not bool(sparse.any()):
+
+
+def _add_selection(stats: RunStats, layer: DecodeLayer, lengths: Tensor, budget: Budget) -> None:
+    """Count the steps that selected, of those at these lengths."""
+    assert layer.summary is not None
+    if not len(lengths):
         return
-    first, stop, chosen, _ = page_spans(budget, lengths[sparse], layer.kv.page_size).long().unbind(1)
+    tally = stats.tally(layer.shape.layer, "decode")
+    first, stop, chosen, _ = page_spans(budget, lengths, layer.kv.page_size).long().unbind(1)
     selects = chosen < stop - first
     tally.sparse_queries += int(selects.sum())
-    per_page = shape.num_kv_heads * layer.summary.shape[2] * layer.summary.element_size()
+    per_page = layer.shape.num_kv_heads * layer.summary.shape[2] * layer.summary.element_size()
     tally.index_bytes_read += int((stop - first)[selects].sum()) * per_page

@@ -26,11 +26,11 @@ MOVE_STEPS = 512  # so many steps must be left before fewer slots are worth capt
 class SlotSource(Protocol):
     """The slots of a loop (``engine.session``)."""
 
-    def slots(self, num_slots: int) -> Slots:
-        """Return slots for at least so many sequences."""
+    def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots for at least so many sequences with these rules."""
 
-    def captured(self, num_slots: int, kind: StepKind) -> bool:
-        """Return whether a step for so many sequences is captured."""
+    def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
+        """Return whether a step for them is captured."""
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:
         """Return the context length below which dense steps are to be preferred."""
@@ -79,7 +79,9 @@ class DecodeLoop:
 
     def _assign(self, rows: Sequence[DecodeRow]) -> Slots:
         started = perf_counter()
-        slots = self._source.slots(len(rows))
+        for row in rows:
+            row.widen()
+        slots = self._source.slots(len(rows), [row.rule for row in rows])
         for row in rows:
             self._prepare(row, slots)
         steps = max(row.remaining for row in rows)
@@ -95,9 +97,10 @@ class DecodeLoop:
     def _prepare(self, row: DecodeRow, slots: Slots) -> None:
         row.visible, row.visible_in_slot = row.visible + row.visible_in_slot, 0
         row.sparse_mode, row.dense_below = slots.sparse_mode(row.rule), ALWAYS
-        if row.rule is not None:
+        if row.rule is not None and not row.stays_dense:
             measured = self._source.dense_below(slots, row.rule)
-            self.dense_below = max(self.dense_below, measured)
+            if not row.budgets:  # else the guard has decided on a budget for which dense steps may be faster
+                self.dense_below = max(self.dense_below, measured)
             row.dense_below = max(measured, row.rule.budget.min_context)
 
     def _kind(self, rows: Sequence[DecodeRow], running: Sequence[DecodeRow], ahead: int = 0) -> StepKind:
@@ -114,6 +117,7 @@ class DecodeLoop:
                     kind = kind._replace(mode="mixed")
                 self._launched.append(self._launch(slots, rows, kind, number))
                 number += 1
+                moving = any(row.will_widen for row in rows if row.remaining > 0)
             if not self._launched:
                 return
             yield from self._read(slots, self._launched.popleft())
@@ -122,6 +126,8 @@ class DecodeLoop:
     def _launch(self, slots: Slots, rows: Sequence[DecodeRow], kind: StepKind, number: int) -> LaunchedStep:
         running = [row for row in rows if not row.transcript.done]
         for row in running:
+            if row.remaining > 0:
+                row.widen()  # notes what was probed; a budget that grows has stopped the launches before
             _follow_summaries(slots, row, kind)
             row.dense.append(row.mode() == "dense")
         step = slots.run(kind, number)
@@ -157,7 +163,8 @@ class DecodeLoop:
         if not running or 2 * len(running) > slots.num_slots:
             return False
         steps, kind = max(row.remaining for row in running), self._kind(running, running)
-        return steps > 0 and (steps >= MOVE_STEPS or self._source.captured(len(running), kind))
+        rules = [row.rule for row in running]
+        return steps > 0 and (steps >= MOVE_STEPS or self._source.captured(len(running), rules, kind))
 
 
 def _follow_summaries(slots: Slots, row: DecodeRow, kind: StepKind) -> None:

@@ -208,7 +208,7 @@ class Document:
         reason, captured = runner.composed_reason(cache.run.plan), None
         if reason is None:
             rule, length = rule_of(cache.run.plan), len(transcript.request.ids)
-            row = DecodeRow(0, transcript, cache.stats, length, rule)
+            row = DecodeRow(0, transcript, cache.stats, length, rule, cache.run.guards.of(0))
             captured = CapturedDecode(runner, cache, [row], partial(self._steps, cache, row), phase)
             pieces: Iterator[str] = (piece for _, piece in captured)
         else:

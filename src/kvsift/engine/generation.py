@@ -81,9 +81,16 @@ class Generation:
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
         cache, kept = self._pooled_cache(requests)
-        rule, every = rule_of(self._plan), runner.probe_every
+        rule, every, guards = rule_of(self._plan), runner.probe_every, cache.run.guards
         rows = [
-            DecodeRow(number, Transcript(request, runner.tokenizer), RunStats(every), len(request.ids), rule)
+            DecodeRow(
+                number,
+                Transcript(request, runner.tokenizer),
+                RunStats(every),
+                len(request.ids),
+                rule,
+                guards.of(number),
+            )
             for number, request in enumerate(requests)
         ]
         session = partial(runner.fast_path.session, runner.model, cache, kept)
@@ -140,6 +147,11 @@ def answer_of(
 ) -> Answer:  # fmt: skip
     """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
     prompt_tokens = len(transcript.request.ids)
+    report = (cache.stats if stats is None else stats).report()
+    # the step of a position chooses the token after it, and the next one is the first under the larger budget
+    guard = [{"token": max(event["position"] + 2 - prompt_tokens, 0), **event} for event in report["guard"]]
+    for event in guard:
+        del event["row"]  # of a batch that the answer shares with others
     return Answer(
         text=transcript.text,
         token_ids=transcript.new_ids,
@@ -150,7 +162,7 @@ def answer_of(
         plan=str(cache.run.plan),
         kv_bytes=cache.num_bytes,
         peak_memory_bytes=peak_bytes(runner.device),
-        stats=(cache.stats if stats is None else stats).report(),
+        stats=report,
         path=runner.fast_path.name if captured is not None else f"composed: {path}",
         host="" if captured is not None else _host(runner),
         index=cache.describe(),
@@ -158,6 +170,7 @@ def answer_of(
         setup_s=0.0 if captured is None else captured.setup_s,
         build_s=build_s,
         finish_reason=transcript.finish_reason,
+        guard=guard,
     )
 
 

@@ -25,7 +25,7 @@ from kvsift.models.transformers import PlanSpec
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_placement
+from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_plan
 
 DEFAULT_PLAN = "quest:budget=1024"
@@ -86,6 +86,7 @@ class LLM(ModelRunner):
         on_gpu = target.type == "cuda"
         precision = choose_dtype(dtype, target, directory.config)
         check_placement(self.plan, place, on_gpu)
+        check_probes(self.plan, probe_every)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path)
 

@@ -24,6 +24,7 @@ from kvsift.models.transformers_load import ModelDirectory
 from kvsift.models.transformers_rope import RopeLimits
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
+from kvsift.plan.refusals import check_probes
 from kvsift.stores.kv_pool import KVPool
 
 
@@ -94,6 +95,7 @@ class ModelRunner:
                 f"for {positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use "
                 "a model made for longer contexts."
             )
+        check_probes(plan, self.probe_every)
         plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
             if self.fast_path.enabled:  # all rows are cached together
@@ -154,17 +156,18 @@ class ModelRunner:
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
         fused = None if foreseeing else self.fast_path.fused(self.model)
+        size = 1 if phase == "decode" and cache.run.plan.is_guarded else self.chunk_size  # it decides token by token
         with feeding(cache, phase):
-            for start in range(0, len(ids), self.chunk_size):
-                if first and start + self.chunk_size >= len(ids):
+            for start in range(0, len(ids), size):
+                if first and start + size >= len(ids):
                     cache.prepare_after_next()
-                chunk = torch.tensor([ids[start : start + self.chunk_size]], device=self.device)
+                chunk = torch.tensor([ids[start : start + size]], device=self.device)
                 if fused is not None:
                     logits = fused(chunk[0], cache, phase)
                 else:
                     logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 if progress is not None:
-                    progress(min(start + self.chunk_size, len(ids)), len(ids))
+                    progress(min(start + size, len(ids)), len(ids))
         return logits
 
     @cached_property

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.slots import CapturedStep, Slots
 from kvsift.layer.paged_decode import DecodeLayer
-from kvsift.layer.probe import probe
+from kvsift.layer.probe import probe as compare
 from kvsift.types import Selection
 
 
@@ -42,7 +42,8 @@ def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> t
         layers = [] if row.transcript.done else _sparse_layers(slots, row)
         if not layers:
             continue
-        due = row.sparse_steps % row.stats.probe_every == 0
+        position, every = row.written - 1, row.stats.probe_every
+        due = row.guard.due(position, every) if row.is_guarded else row.sparse_steps % every == 0
         row.sparse_steps += 1
         if not due:
             continue
@@ -51,7 +52,10 @@ def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> t
         started = perf_counter()
         for index in layers:
             layer = slots.layers[index]
-            probes.append(Probe(row, layer.shape.layer, *_probe(layer, slot, row.written, step.queries[index][slot])))
+            probe = Probe(row, layer.shape.layer, *_probe(layer, slot, row.written, step.queries[index][slot]))
+            probes.append(probe)
+            if row.is_guarded:
+                row.guard.note(position, probe.layer, probe.recovery)
         spent += perf_counter() - started
     return probes, spent
 
@@ -75,4 +79,4 @@ def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple
     keys = layer.kv.keys[:, physical].flatten(1, 2)[:, :length]
     listed = torch.arange(pages.shape[1], device=pages.device) < counts.unsqueeze(1)
     selection = Selection(pages.long().masked_fill(~listed, -1), page_size)
-    return probe(layer.shape, queries.unsqueeze(1), keys, (0, length), selection)
+    return compare(layer.shape, queries.unsqueeze(1), keys, (0, length), selection)

@@ -28,6 +28,9 @@ class Answer:
         index: layer -> index of the plan's method, for every row; empty for methods without an index.
         setup_s: seconds spent on capturing steps and measuring the crossover; not included in any other time.
         build_s: seconds of ``ttft_s`` spent on building the plan's index, codes or summaries of a cached document.
+        guard: of a plan with ``min_recovery``, each time that its budget doubled: ``recovery`` of the probe that
+            decided, ``lowest`` of the worst layer, budgets ``from`` and ``to``, and ``token``, so that ``token_ids``
+            from this index on were chosen under the larger one.
         finish_reason: "stop" (an end-of-text token, or a stop) or "length" (``max_new_tokens`` reached).
     """
 
@@ -48,6 +51,7 @@ class Answer:
     setup_s: float = 0.0
     build_s: float = 0.0
     finish_reason: str = "stop"
+    guard: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def tpot_s(self) -> float | None:
@@ -78,4 +82,5 @@ class Answer:
             "host": self.host,
             "index": self.index,
             "dense_below": self.dense_below,
+            "guard": self.guard,
         }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvsift.engine.slots import Slots, StepKind
-from kvsift.layer.paged_decode import rule_of
+from kvsift.layer.paged_decode import list_capacity, rule_of
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
@@ -37,7 +37,7 @@ class Session:
         self._max_pages = round_up(cache.table.longest)
         self._angles = step.angles(self._max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._slots: dict[int, Slots] = {}
+        self._slots: dict[tuple[int, int], Slots] = {}  # by number and pages of a list
         self._held = cache.table.pool
         self._held.hold(self)
 
@@ -58,18 +58,24 @@ class Session:
         fits = len(rows) <= table.num_rows and max(pages) <= self._max_pages
         return fits and sum(pages) <= table.num_reserved + table.pool.num_free
 
-    def slots(self, num_slots: int) -> Slots:
-        """Return slots for at least so many sequences: one, two, four, eight, ..."""
-        num_slots = _bucket(num_slots)
-        if num_slots not in self._slots:
-            self._slots[num_slots] = Slots(
-                self._step, self._angles, self.cache, self._rules, num_slots, self._max_pages, self._pool
-            )
-        return self._slots[num_slots]
+    def slots(self, num_slots: int, rules: Sequence[Rule | None] = ()) -> Slots:
+        """Return slots for at least so many sequences: one, two, four, eight, ... ``rules`` are theirs, whose budgets
+        may have grown."""
+        key = self._key(num_slots, rules)
+        if key not in self._slots:
+            every = [*self._rules, *rules]
+            self._slots[key] = Slots(self._step, self._angles, self.cache, every, key[0], self._max_pages, self._pool)
+        return self._slots[key]
 
-    def captured(self, num_slots: int, kind: StepKind) -> bool:
-        """Return whether a step for so many sequences is captured."""
-        return _bucket(num_slots) in self._slots and self._slots[_bucket(num_slots)].captured(kind)
+    def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
+        """Return whether a step for so many sequences with these rules is captured."""
+        key = self._key(num_slots, rules)
+        return key in self._slots and self._slots[key].captured(kind)
+
+    def _key(self, num_slots: int, rules: Sequence[Rule | None]) -> tuple[int, int]:
+        budgets = [rule.budget for rule in (*self._rules, *rules) if rule is not None]
+        needs = [list_capacity(budget, self._max_pages, self.cache.page_size) for budget in budgets]
+        return _bucket(num_slots), max(needs, default=0)
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:
         """Return the context length below which dense steps are to be preferred."""

@@ -142,6 +142,7 @@ def _counters(stats: dict[str, Any], document: Document) -> Result:
         "layers": [[row["layer"], *(_short(row[key]) for key in ("visible_tokens", "recall", "recovery"))]
                    for row in layers],
         "read_s": _short(document.read_s),
+        **({"guard": stats["guard"]} if stats["guard"] else {}),
     }  # fmt: skip
 
 

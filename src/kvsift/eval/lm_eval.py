@@ -42,7 +42,9 @@ class KVSiftLM(TemplateLM):
         batch_size: object = 1, max_batch_size: object = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.llm = LLM(pretrained, str(plan).replace(";", ","), device=device or "auto", dtype=dtype, probe_every=0)
+        chosen = parse_plan(str(plan).replace(";", ","))
+        probe_every = 16 if chosen.is_guarded else 0
+        self.llm = LLM(pretrained, chosen, device=device or "auto", dtype=dtype, probe_every=probe_every)
         self.tokenizer = self.llm.tokenizer
         self._document: tuple[tuple[int, ...], Document] | None = None
 

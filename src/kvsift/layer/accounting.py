@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsift.layer.observer import Observer
 from kvsift.methods.base import Phase
+from kvsift.plan.guard import Widening
 from kvsift.stores.base import Segment, Store
 from kvsift.types import Part, Selection
 
@@ -121,6 +122,11 @@ class Counters(ABC):
     def tallies(self) -> Mapping[tuple[int, Phase], Tally]:
         """Counters by layer and phase."""
 
+    @property
+    @abstractmethod
+    def widenings(self) -> Sequence[Widening]:
+        """Budgets that the guard doubled, in their order."""
+
     def phase(self, phase: Phase) -> Tally:
         """Sum over the layers."""
         total = Tally()
@@ -143,6 +149,7 @@ class Counters(ABC):
                 {"layer": layer, "phase": phase, **tally.report()}
                 for (layer, phase), tally in sorted(self.tallies.items())
             ],
+            "guard": [widening.as_dict() for widening in self.widenings],
         }
 
 
@@ -160,10 +167,15 @@ class RunStats(Counters):
         self.probe_s = 0.0
         self.observer = observer
         self._tallies: Tallies = {}
+        self._widenings: list[Widening] = []
 
     @property
     def tallies(self) -> Tallies:
         return self._tallies
+
+    @property
+    def widenings(self) -> list[Widening]:
+        return self._widenings
 
     def tally(self, layer: int, phase: Phase) -> Tally:
         """The counters of one layer in one phase."""
@@ -172,6 +184,7 @@ class RunStats(Counters):
     def clear(self) -> None:
         """Reset all counters."""
         self._tallies.clear()
+        self._widenings.clear()
         self.probe_s = 0.0
 
 
@@ -191,6 +204,7 @@ class SharedStats(Counters):
         self._lock = Lock()
         self._of_caches: list[tuple[weakref.ref[Any], RunStats]] = []
         self._of_freed_caches: Tallies = {}
+        self._widenings_of_freed: list[Widening] = []
 
     def open(self, owner: object) -> RunStats:
         """Counters of another cache, which writes them for as long as ``owner`` lives."""
@@ -201,6 +215,7 @@ class SharedStats(Counters):
             for pair in self._of_caches:  # asked once: another thread may free its cache meanwhile
                 if pair[0]() is None:
                     _add(self._of_freed_caches, pair[1].tallies)
+                    self._widenings_of_freed += pair[1].widenings
                 else:
                     kept.append(pair)
             self._of_caches = kept
@@ -215,10 +230,16 @@ class SharedStats(Counters):
                 _add(total, dict(stats.tallies))
         return total
 
+    @property
+    def widenings(self) -> list[Widening]:
+        with self._lock:
+            return self._widenings_of_freed + [each for _, stats in self._of_caches for each in stats.widenings]
+
     def clear(self) -> None:
         """Reset all counters."""
         with self._lock:
             self._of_freed_caches.clear()
+            self._widenings_of_freed.clear()
             for _, stats in self._of_caches:
                 stats.clear()
 

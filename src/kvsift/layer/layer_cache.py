@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
+from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.method_states import MethodStates
 from kvsift.layer.preparation import Preparation
@@ -39,6 +40,7 @@ class LayerCache:
         messages: of all layers of the model, for methods that send some upwards; by default this layer is alone.
         placement: where KV is (``plan.placement``).
         table: pages of the rows, which all layers of a cache share; by default this layer has its own.
+        guards: of the rows, likewise.
 
     Attributes:
         store: keys, values and page summaries.
@@ -47,10 +49,13 @@ class LayerCache:
     def __init__(
         self, shape: LayerShape, plan: Plan, num_rows: int, like: Tensor, stats: RunStats, reserve: int = 0,
         messages: LayerMessages | None = None, placement: PlacementSpec = "device", table: PageTable | None = None,
+        guards: Guards | None = None,
     ) -> None:  # fmt: skip
         check_placement(plan, placement, like.is_cuda)
         self.shape, self.stats, self.plan = shape, stats, _plan_in_layer(plan, shape)
         self.messages = LayerMessages() if messages is None else messages
+        self.guards = Guards() if guards is None else guards
+        self._forks = self.guards.forks
         place, page_size = Placement.of(placement), self.plan.page_size or DEFAULT_PAGE_SIZE
         evicts = self.plan.evicts_in(shape.layer)
         if evicts and self.plan.evicts_prompt:
@@ -127,6 +132,7 @@ class LayerCache:
         plan = _plan_in_layer(plan, self.shape)
         if plan == self.plan:
             return
+        self.guards.clear()
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
         if plan.evicts_in(self.shape.layer):
             self.store = evicting(self.store)
@@ -144,6 +150,7 @@ class LayerCache:
         self._preparation.wait()
         self.store.fork(sources)
         self.messages.clear()
+        self._forks = self.guards.fork(sources, self._forks)
         self._states.fork(sources)
 
     def crop(self, row: int, length: int) -> None:
@@ -151,6 +158,7 @@ class LayerCache:
         self._preparation.wait()
         self.store.crop(row, length)
         self.messages.clear()
+        self.guards.crop(row, length)
         self._states.crop(row, length)
 
     def checkpoint(self) -> None:

@@ -81,13 +81,20 @@ class SparseAttention(LayerCache):
             self._check_prompt(row)
         start, tally = self._append(row, queries, keys, values), self.stats.tally(self.shape.layer, phase)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
-        rule = self.plan.rule(phase)
+        rule = self._rule(row, start, phase)
         parts = [self._dense(segment, row, tally)] if rule is None else self._by_rule(segment, row, rule, phase, tally)
         self._states.follow(row, segment.num_queries, phase, self.store.reader(row), self.messages, self.stats)
         tally.add_transfers(self.store)
         if len(parts) == 1:
             return parts[0]
         return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+    def _rule(self, row: int, start: int, phase: Phase) -> Rule | None:
+        """The rule of a phase as it is now for a row; None is dense."""
+        if phase == "decode":
+            return self.guards.rule(row, start, self.plan.decode, self.stats)
+        self.guards.begin(row, start, self.plan.decode)
+        return self.plan.prefill
 
     def _by_rule(self, segment: Segment, row: int, rule: Rule, phase: Phase, tally: Tally) -> list[Part]:
         """Attend a segment piece by piece, each dense or sparse as the rule says."""
@@ -142,15 +149,25 @@ class SparseAttention(LayerCache):
     def _probe(
         self, segment: Segment, row: int, spans: tuple[int, int], selection: Selection | None, selector: Selector
     ) -> None:
-        every, tally = self.stats.probe_every, selector.tally
-        if selector.phase != "decode" or every == 0 or (tally.sparse_queries - 1) % every:
+        tally, guarded = selector.tally, selector.rule.budget.min_recovery is not None
+        if selector.phase != "decode" or not self._is_due(row, segment.start, tally, guarded):
             return
         if self.store.num_stored(row) < self.store.lengths[row]:
             return  # what was missed is evicted
         started = perf_counter()
         keys = self.store.reader(row).keys()
-        tally.add_probe(*probe(self.shape, segment.queries[0].to(keys.device), keys, spans, selection))
+        recall, recovery = probe(self.shape, segment.queries[0].to(keys.device), keys, spans, selection)
+        tally.add_probe(recall, recovery)
+        if guarded:
+            self.guards.of(row).note(segment.start, self.shape.layer, recovery)
         self.stats.probe_s += perf_counter() - started
+
+    def _is_due(self, row: int, position: int, tally: Tally, guarded: bool) -> bool:
+        """Whether the sparse step at a position, which is counted, is to be probed."""
+        every = self.stats.probe_every
+        if guarded:
+            return self.guards.of(row).due(position, every)
+        return every > 0 and (tally.sparse_queries - 1) % every == 0
 
     def _check_prompt(self, row: int) -> None:
         """Refuse another prompt for a row of which something was evicted, unless prompts are read so."""

@@ -17,7 +17,7 @@ from kvsift.methods.base import Phase
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.models.transformers_run import SparseRun
 from kvsift.plan.plan import PHASES, Plan
-from kvsift.plan.refusals import check_rope
+from kvsift.plan.refusals import check_probes, check_rope
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.background import new_thread
 from kvsift.stores.page_table import PageTable
@@ -207,6 +207,7 @@ class SparseCache(DynamicCache):
         """Continue with another plan over the cached tokens; counters are reset."""
         new_plan = parse_plan(plan)
         check_rope(new_plan, self.run.rope, self.run.no_rope)
+        check_probes(new_plan, self.stats.probe_every)
         new_plan.check_layers(self.run.peers)
         self.run.plan = new_plan
         self.run.stats.clear()

@@ -66,8 +66,18 @@ def count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[s
         calls: methods of the model that this thread is running.
 
     Raises:
-        InputError: if transformers is about to feed cached tokens again.
+        InputError: if transformers is about to feed cached tokens again, or drafts under a plan with min_recovery.
     """
+    count = _count_decode_tokens(run, cache, num_new, kwargs, calls)
+    if count > 1 and run.plan.is_guarded:
+        raise InputError(
+            f"min_recovery decides after every generated token, and {count} come at once: drafts of assisted decoding "
+            "or prompt lookup. Leave out the drafts, or min_recovery."
+        )
+    return count
+
+
+def _count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[str, Any], calls: Calls) -> int:
     if run.feeding is not None:
         return num_new if run.feeding == "decode" else 0
     past = cache.get_seq_length()

@@ -115,8 +115,9 @@ class SparseLayer(AttendingLayer):
     def _new_attention(self, shape: LayerShape, keys: Tensor) -> SparseAttention:
         run, num_rows = self.run, len(self.run.rows) or len(keys)
         attention = SparseAttention(
-            shape, run.plan, num_rows, keys, run.stats, run.reserve, run.messages, run.placement, run.table_of(num_rows)
-        )
+            shape, run.plan, num_rows, keys, run.stats, run.reserve, run.messages, run.placement,
+            run.table_of(num_rows), run.guards,
+        )  # fmt: skip
         if run.rows:
             attention.store.reserve_rows(run.rows)
         return attention

@@ -9,11 +9,12 @@ from typing import Any, Self
 from torch import Tensor
 
 from kvsift.layer.accounting import RunStats, SharedStats
+from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.methods.base import Phase
 from kvsift.plan.placement import PlacementSpec
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_placement, check_rope
+from kvsift.plan.refusals import check_placement, check_probes, check_rope
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
 from kvsift.types import Origin, Rope
@@ -31,7 +32,7 @@ class SparseRun:
         placement: see ``SparseAttention``.
 
     Raises:
-        InputError: for a plan that does not support the placement.
+        InputError: for a plan that does not support the placement, or needs probes where none are taken.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class SparseRun:
         placement: PlacementSpec = "device",
     ) -> None:  # fmt: skip
         check_placement(plan, placement)
+        check_probes(plan, stats.probe_every)
         self.plan = plan
         self.stats = stats
         self.block_stats: SharedStats | None = None  # counters of the block that this run is part of
@@ -56,6 +58,7 @@ class SparseRun:
 
     def _begin(self) -> None:
         self.messages = LayerMessages()  # between the layers, within a forward pass
+        self.guards = Guards()  # of the rows
         self.table: PageTable | None = None  # pages of the rows, of all layers
         self.feeding: Phase | None = None  # phase of all tokens; None: derived from each call of the model
         self.decode_tokens = 0  # generated tokens at the end of each row, in the current forward pass
@@ -70,7 +73,7 @@ class SparseRun:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return the run of a copied cache: counted by the same block; the description of the model is shared."""
         run = self.fresh()
-        run.table = deepcopy(self.table, memo)
+        run.table, run.guards = deepcopy(self.table, memo), deepcopy(self.guards, memo)
         run.stats = deepcopy(self.stats, memo) if self.block_stats is None else self.block_stats.open(run)
         memo |= {id(self): run, id(self.stats): run.stats, id(self.messages): run.messages}
         memo |= {id(shared): shared for shared in (self.rope, self.origin)}

@@ -41,6 +41,8 @@ class Budget:
         head_budgets: "equal", or "adaptive": the heads of a layer that choose share what they would have in all, by
             their estimated shares of attention (``methods.head_budgets``). ``tokens`` is then the mean of a layer's
             heads.
+        min_recovery: decode steps are probed, and where less attention than this share is recovered, the budget of the
+            sequence doubles (``plan.guard``); None: it stays.
     """
 
     tokens: int | None = None
@@ -52,6 +54,7 @@ class Budget:
     min_context: int = 0
     layer_budgets: Literal["equal", "pyramid"] = "equal"
     head_budgets: Literal["equal", "adaptive"] = "equal"
+    min_recovery: float | None = None
 
     def __post_init__(self) -> None:
         _whole("budget", self.tokens, 1)
@@ -60,6 +63,7 @@ class Budget:
         _whole("min_context", self.min_context, 0)
         _share("ratio", self.ratio)
         _share("mass", self.mass)
+        _share("min_recovery", self.min_recovery)
         if not isinstance(self.dense_layers, Iterable):
             raise InputError(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).")
         object.__setattr__(self, "dense_layers", tuple(self.dense_layers))

@@ -26,6 +26,8 @@ class Rule:
     budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
+        if self.budget.min_recovery is not None:
+            self._check_guard()
         if self.method.traits.unbounded:
             return
         self.budget.check(self.method.unit_size, self.method.traits.selects)
@@ -55,6 +57,21 @@ class Rule:
                     f"{_name_of(self.method)}, and dense_layers={_spell(dense)} leaves that one nothing to select. "
                     f"Leave {anchor} out of dense_layers, or calibrate with --dense-layers {_spell(dense)}."
                 )
+
+    def _check_guard(self) -> None:
+        traits, name = self.method.traits, _name_of(self.method)
+        if traits.unbounded:
+            raise InputError(f"{name} sees everything, so min_recovery has nothing to widen; leave it out.")
+        if self.evicts:
+            raise InputError(
+                "min_recovery compares with exact attention, and of what evict=true has freed there is none. Leave "
+                "out evict=true, and give a method that keeps all tokens, or leave out min_recovery."
+            )
+        if traits.selects and not traits.keeps_all:
+            raise InputError(
+                f"{name} never sees a token again that it has dropped, so a larger budget brings nothing back. Leave "
+                "out min_recovery, or take a method that keeps all tokens, such as quest."
+            )
 
     @property
     def evicts(self) -> bool:
@@ -87,7 +104,7 @@ class Rule:
         budget = self.budget
         sizes = {"budget": budget.tokens, "ratio": budget.ratio, "mass": budget.mass}
         plain = Budget(**self.method.budget_defaults)
-        others = ("sinks", "window", "dense_layers", "min_context", "layer_budgets", "head_budgets")
+        others = "sinks", "window", "dense_layers", "min_context", "layer_budgets", "head_budgets", "min_recovery"
         rest = {key: getattr(budget, key) for key in others}
         rest = {key: value for key, value in rest.items() if value != getattr(plain, key)}
         settings = {**{k: v for k, v in sizes.items() if v is not None}, **changed, **rest}
@@ -116,6 +133,11 @@ class Plan:
         if self.prefill is not None and self.prefill.budget.window == 0:
             raise InputError(
                 "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
+            )
+        if self.prefill is not None and self.prefill.budget.min_recovery is not None:
+            raise InputError(
+                "min_recovery guards decode, and the rule of prefill has it. Give it to a rule of decode alone: "
+                "prefill=METHOD:...,decode=METHOD:...:min_recovery=0.9."
             )
         if self.prefill is not None and self.prefill.evicts:
             self._check_evicting(self.prefill)
@@ -172,6 +194,11 @@ class Plan:
         """Refuse a model of these attention layers, true indices, if a method cannot run on it (``InputError``)."""
         for rule in self.rules:
             rule.method.check_layers(layers)
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether the budget of decode doubles where it recovers too little (``plan.guard``)."""
+        return self.decode is not None and self.decode.budget.min_recovery is not None
 
     @property
     def wants_hidden(self) -> bool:

@@ -56,6 +56,15 @@ def check_placement(plan: Plan, placement: PlacementSpec, on_gpu: bool = False) 
         raise InputError(" ".join(reasons))
 
 
+def check_probes(plan: Plan, probe_every: int) -> None:
+    """Refuse a plan with min_recovery where no step is probed (``InputError``)."""
+    if plan.is_guarded and not probe_every:
+        raise InputError(
+            f"min_recovery={plan.rules[-1].budget.min_recovery} is checked by probes, and probe_every=0 takes none. "
+            "Give probe_every=16, for instance, or leave out min_recovery."
+        )
+
+
 def check_rope(plan: Plan, rope: Rope | None, why: str = "") -> None:
     """Refuse a plan that repositions queries where the model's rotation is not known (``InputError``)."""
     rule = next((rule for rule in plan.rules if rule.method.traits.repositions), None)

@@ -155,7 +155,7 @@ def equal_budget(plan: Plan, tokens: int | None) -> Budget:
     """
     if plan.decode is None or plan.decode.method.traits.unbounded:
         return Budget(tokens=tokens or DENSE_BUDGET, dense_layers=())
-    own = replace(plan.decode.budget, min_context=0, layer_budgets="equal", head_budgets="equal")
+    own = replace(plan.decode.budget, min_context=0, layer_budgets="equal", head_budgets="equal", min_recovery=None)
     if tokens is not None:
         return replace(own, tokens=tokens, ratio=None, mass=None)
     if own.mass is not None:
