@@ -223,12 +223,14 @@ def test_an_oracle_divides_its_tokens_by_exact_shares() -> None:
     assert any(first != second for first, second in lengths)
 
 
-COMPARING = ["oracle_tokens", "oracle_pages", "quest", "sparq", "loki", "sample_attention", "pqcache", "h2o", "snapkv"]
+COMPARING = ["oracle_tokens", "oracle_pages", "quest", "sketch", "sparq", "loki", "sample_attention", "pqcache", "h2o",
+             "snapkv"]  # fmt: skip
+ESTIMATES = {"sparq": {"mean_value": False}, "sketch": {"rest": False}}  # which show in the answer without being tokens
 
 
 @pytest.mark.parametrize("name", COMPARING)
 def test_heads_see_different_numbers_of_tokens_and_the_budget_in_the_mean(name: str) -> None:
-    make = small(name, mean_value=False) if name == "sparq" else small(name)  # the mean would stand in for all others
+    make = small(name, **ESTIMATES.get(name, {}))
     for phase in make().phases:
         budget = Budget(4 + 9 + 3 + 24, sinks=4, window=9, dense_layers=(), head_budgets="adaptive")
         case = Case(*((2 * make().segment_size + 60, 0) if phase == "prefill" else (90, 6)), budget, 2)
