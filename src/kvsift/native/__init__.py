@@ -11,6 +11,7 @@ from kvsift.native.memory import advise_huge, bandwidth
 from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import scan, scan_codes
 from kvsift.native.shapes import PooledRows
+from kvsift.native.sketch import choose_sketched, sketches_fit
 
 __all__ = [
     "Codes",
@@ -21,6 +22,7 @@ __all__ = [
     "available",
     "bandwidth",
     "choose_pages",
+    "choose_sketched",
     "core",
     "level",
     "levels",
@@ -28,6 +30,7 @@ __all__ = [
     "page_scores",
     "scan",
     "scan_codes",
+    "sketches_fit",
     "use_level",
     "why_missing",
 ]
