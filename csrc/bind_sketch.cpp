@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include "sketch.hpp"
+#include "sketch_rows.hpp"
 
 namespace nb = nanobind;
 using namespace kvsift;
@@ -51,6 +52,17 @@ void bind_sketch(nb::module_& m) {
         choose_sketched({at<const float>(queries), num_query_heads, in_pool, first, count, k, num_selections,
                          at<std::int64_t>(ids), at<float>(output), at<float>(lse)},
                         threads);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "sketch_rows",
+      [](const SketchFormat& format, bool bf16, Address keys, std::int64_t key_stride, Address values, std::int64_t value_stride,
+         int num_heads, Address valid, std::int64_t num_pages, int threads, Address rows) {
+        const Pages pages{num_heads, num_pages, key_stride, value_stride, at<const bool>(valid)};
+        if (bf16)
+          sketch_rows(format, at<const std::uint16_t>(keys), at<const std::uint16_t>(values), pages, threads, at<std::uint8_t>(rows));
+        else
+          sketch_rows(format, at<const float>(keys), at<const float>(values), pages, threads, at<std::uint8_t>(rows));
       },
       nb::call_guard<nb::gil_scoped_release>());
 }

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.kernels.sketch import SketchLayout, Unpacked, estimated_logits, unpack
+from kvsift.kernels.sketch import Unpacked, estimated_logits, unpack
 from kvsift.methods import checks
 from kvsift.methods.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
 from kvsift.methods.traits import Traits
+from kvsift.native.sketch_format import SketchLayout
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 

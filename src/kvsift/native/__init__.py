@@ -12,6 +12,7 @@ from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import scan, scan_codes
 from kvsift.native.shapes import PooledRows
 from kvsift.native.sketch import choose_sketched, sketches_fit
+from kvsift.native.sketch_rows import sketch_rows, takes_tokens
 
 __all__ = [
     "Codes",
@@ -30,7 +31,9 @@ __all__ = [
     "page_scores",
     "scan",
     "scan_codes",
+    "sketch_rows",
     "sketches_fit",
+    "takes_tokens",
     "use_level",
     "why_missing",
 ]

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.kernels.sketch import SketchLayout, rotation
 from kvsift.native.loader import available, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
@@ -19,6 +18,7 @@ from kvsift.native.shapes import (
     is_row_major,
     pool_of,
 )
+from kvsift.native.sketch_format import SketchLayout, rotation
 
 STRIP = 16  # tokens; a page has a multiple of them
 LARGEST_PAGE = 1024
@@ -77,8 +77,7 @@ def choose_sketched(
 
 def _sketches(rows: HeadRows, layout: SketchLayout) -> object:
     """The core's form of layout and slots."""
-    parts = layout.factors, layout.key_mean, layout.value_mean, layout.scales, layout.width
-    form = core().SketchFormat(layout.bits, layout.head_dim, layout.page_size, *parts)
+    form = layout.native(core())
     if isinstance(rows, PooledRows):
         return check_runs(rows, lambda *runs: core().Sketches(form, *rows.shape[:2], *runs))
     return core().Sketches(form, *rows.shape[:2])
