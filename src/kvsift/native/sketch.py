@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.kernels.sketch import SketchLayout, rotation
 from kvsift.native.loader import available, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
@@ -24,7 +25,28 @@ STRIP = 16  # tokens; a page has a multiple of them
 LARGEST_PAGE = 1024
 
 
-def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
+class Layout(Protocol):
+    """Where the parts of a row are, in bytes: ``SketchLayout`` of kernels/sketch.py."""
+
+    @property
+    def bits(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def factors(self) -> int: ...
+    @property
+    def key_mean(self) -> int: ...
+    @property
+    def value_mean(self) -> int: ...
+    @property
+    def scales(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
+def sketches_fit(queries: Tensor, rows: HeadRows, layout: Layout) -> bool:
     """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token, rows
     uint8 [num_kv_heads, num_pages, width]."""
     pool = pool_of(rows)
@@ -34,28 +56,19 @@ def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
 
 
 def choose_sketched(
-    queries: Tensor,
-    rows: HeadRows,
-    layout: SketchLayout,
-    first: int,
-    count: int,
-    k: int,
-    num_selections: int,
-    scale: float,
-    *,
+    queries: Tensor, rows: HeadRows, layout: Layout, first: int, count: int, k: int, num_selections: int, *,
     threads: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The k candidates with the largest shares of attention, and attention over the others, both estimated.
 
     Args:
-        queries: [num_query_heads, head_dim] of one token.
+        queries: [num_query_heads, head_dim] of one token, scaled and rotated.
         rows: uint8 [num_kv_heads, num_pages, layout.width] of the pages of the candidates, a tensor or ``PooledRows``.
         layout: of a row; the page size is a multiple of 16, at most 1024, and head_dim at most 256.
         first: tokens of the first page before the first candidate.
         count: candidates, which end in the last page.
         k: candidates of each selection.
         num_selections: num_kv_heads or num_query_heads; the query heads of a selection add their shares.
-        scale: of the logits.
         threads: torch's number by default; the result does not depend on it.
 
     Returns:
@@ -65,17 +78,17 @@ def choose_sketched(
         lse: float32 [num_query_heads], its log-sum-exp; -inf if there is nothing.
     """
     _check(queries, rows, layout, first, count, k, num_selections)
-    rotated = (queries.float() * scale) @ rotation(layout.head_dim, queries.device)
+    q = queries.float().contiguous()
     ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
-    output, lse = torch.empty_like(rotated), rotated.new_empty(len(queries))
+    output, lse = torch.empty_like(q), q.new_empty(len(q))
     core().choose_sketched(
-        _sketches(rows, layout), rotated.data_ptr(), len(queries), *address_of(rows), first, count, ids.shape[1],
+        _sketches(rows, layout), q.data_ptr(), len(q), *address_of(rows), first, count, ids.shape[1],
         num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return ids, output, lse
 
 
-def _sketches(rows: HeadRows, layout: SketchLayout) -> object:
+def _sketches(rows: HeadRows, layout: Layout) -> object:
     """The core's form of layout and slots."""
     parts = layout.factors, layout.key_mean, layout.value_mean, layout.scales, layout.width
     form = core().SketchFormat(layout.bits, layout.head_dim, layout.page_size, *parts)
@@ -84,19 +97,19 @@ def _sketches(rows: HeadRows, layout: SketchLayout) -> object:
     return core().Sketches(form, *rows.shape[:2])
 
 
-def _readable(layout: SketchLayout) -> bool:
+def _readable(layout: Layout) -> bool:
     whole_strips = layout.page_size % STRIP == 0 and 0 < layout.page_size <= LARGEST_PAGE
     return layout.bits in (1, 2) and whole_strips and 0 < layout.head_dim <= LARGEST_HEAD_DIM
 
 
 def _check(
-    queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int
+    queries: Tensor, rows: HeadRows, layout: Layout, first: int, count: int, k: int, num_selections: int
 ) -> None:
     pool = pool_of(rows)
     if not _readable(layout):
         raise InputError(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
-            f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Use kvsift.native.twins.choose_sketched."
+            f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
         )
     if pool.dim() != 3 or pool.shape[0] == 0 or pool.shape[2] != layout.width:
         raise InputError(f"rows have shape {list(pool.shape)}; they must be [num_kv_heads, num_pages, {layout.width}].")
