@@ -14,6 +14,26 @@
 
 namespace kvsift {
 
+// Number of 16 bits, IEEE.
+inline float from_float16(const std::uint8_t* at) {
+  std::uint16_t half;
+  std::memcpy(&half, at, 2);
+  const std::uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
+  const std::uint32_t bits = exponent == 31 ? 0x7f800000u | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
+  float size;
+  std::memcpy(&size, &bits, 4);
+  if (exponent == 0) size = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+  return half & 0x8000 ? -size : size;
+}
+
+// For whole numbers up to 0; 0 below -126.
+inline float power_of_2(float exponent) {
+  const std::uint32_t bits = exponent < -126 ? 0 : std::uint32_t(127 + int(exponent)) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power;
+}
+
 // Rows [num_kv_heads, num_pages, format.width] of one sequence in a pool; its heads are head_stride bytes apart.
 struct SketchRows {
   const std::uint8_t* data;
@@ -42,9 +62,10 @@ struct SketchCall {
 // Candidates of one KV head. The steps: weigh each block, vote, choose, estimate the rest.
 class SketchHead {
  public:
-  void start(const SketchCall& call, const SketchQueriesOf& queries, const Slots& slots, int kv_head) {
-    call_ = &call, queries_ = &queries, kv_head_ = kv_head;
+  void start(const SketchCall& call, const Slots& slots, int kv_head) {
+    call_ = &call, kv_head_ = kv_head;
     const SketchFormat& format = call.rows.format;
+    queries_.set(call.queries + std::int64_t(kv_head) * call.group() * format.head_dim, call.group(), format);
     num_pages_ = slots.count;
     pages_per_block_ = kSketchTokens / format.page_size;
     num_blocks_ = (num_pages_ + pages_per_block_ - 1) / pages_per_block_;
@@ -56,7 +77,8 @@ class SketchHead {
     const std::size_t group = std::size_t(call.group());
     weights_.resize(group * std::size_t(stride_));
     page_sums_.resize(group * std::size_t(num_pages_));
-    maxima_.resize(group * std::size_t(num_blocks_));
+    references_.resize(group * std::size_t(num_blocks_));
+    sums_.resize(references_.size());
     totals_.resize(group);
   }
 
@@ -69,11 +91,11 @@ class SketchHead {
     const std::int64_t stop = std::min<std::int64_t>(call_->first + call_->count - token, pages_in(block) * format.page_size);
     const int first = int(std::max<std::int64_t>(call_->first - token, 0));
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
-      const SketchQueries chunk = queries_->chunk(kv_head_, q);
-      float maxima[kSketchQueries];
+      const SketchQueries chunk = queries_.chunk(q);
+      float references[kSketchQueries], sums[kSketchQueries];
       kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
-                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, maxima});
-      for (int i = 0; i < chunk.count; ++i) maximum(q + i, block) = maxima[i];
+                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums});
+      for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
     }
     drop_outside(page, first, page * format.page_size + stop);
   }
@@ -96,11 +118,11 @@ class SketchHead {
     const int head_dim = call_->rows.format.head_dim, stride = padded(head_dim);
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
       const int count = std::min(kSketchQueries, call_->group() - q);
-      sums_.assign(std::size_t(count * stride), 0.0f);
-      float references[kSketchQueries];
-      for (int i = 0; i < count; ++i) references[i] = largest(q + i);
-      for (std::int64_t block = 0; block < num_blocks_; ++block) add_values(block, q, count, references);
-      for (int i = 0; i < count; ++i) finish(q + i, sums_.data() + i * stride);
+      values_.assign(std::size_t(count * stride), 0.0f);
+      float tops[kSketchQueries];
+      for (int i = 0; i < count; ++i) tops[i] = largest(q + i);
+      for (std::int64_t block = 0; block < num_blocks_; ++block) add_values(block, q, count, tops);
+      for (int i = 0; i < count; ++i) finish(q + i, values_.data() + i * stride);
     }
   }
 
@@ -109,36 +131,31 @@ class SketchHead {
     return int(std::min(pages_per_block_, num_pages_ - block * pages_per_block_));
   }
   std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
+  std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
   float* page_sums(int q) { return page_sums_.data() + q * num_pages_; }
-  float& maximum(int q, std::int64_t block) { return maxima_[std::size_t(q * num_blocks_ + block)]; }
+  float& reference(int q, std::int64_t block) { return references_[std::size_t(q * num_blocks_ + block)]; }
+  float& sum(int q, std::int64_t block) { return sums_[std::size_t(q * num_blocks_ + block)]; }
   float largest(int q) const {
-    const auto from = maxima_.begin() + std::ptrdiff_t(q * num_blocks_);
+    const auto from = references_.begin() + std::ptrdiff_t(q * num_blocks_);
     return *std::max_element(from, from + std::ptrdiff_t(num_blocks_));
   }
-  // How much a block's weights count beside those of the block of the largest one.
-  float block_factor(int q, std::int64_t block, float reference) { return std::exp2(maximum(q, block) - reference); }
 
-  // Sum of the weights of all candidates, and its logarithm to the base of 2.
+  // Logarithm to the base of 2 of the sum of all weights.
   float log_sum(int q) {
-    const float reference = largest(q);
+    const float top = largest(q);
     float total = 0;
-    for (std::int64_t block = 0; block < num_blocks_; ++block) {
-      const float* from = page_sums(q) + block * pages_per_block_;
-      float sum = 0;
-      for (int i = 0; i < pages_in(block); ++i) sum += from[i];
-      total += sum * block_factor(q, block, reference);
-    }
-    return reference + std::log2(total);
+    for (std::int64_t block = 0; block < num_blocks_; ++block) total += sum(q, block) * power_of_2(reference(q, block) - top);
+    return top + std::log2(total);
   }
 
-  // Drops the weights of tokens of [page, ..] that are no candidates: at either end, up to the pages that they share.
+  // Drops the weights of tokens of a block's pages that are no candidates: at either end.
   void drop_outside(std::int64_t page, int first, std::int64_t stop) {
     const int page_size = call_->rows.format.page_size;
     const std::int64_t start = page * page_size, end = (stop + page_size - 1) / page_size * page_size;
     if (first == 0 && stop == end) return;
     for (int q = 0; q < call_->group(); ++q) {
-      std::fill(weights(q) + start, weights(q) + start + first, std::uint16_t{0});
-      std::fill(weights(q) + stop, weights(q) + end, std::uint16_t{0});
+      for (std::int64_t token = start; token < start + first; ++token) weight(q, token) = 0;
+      for (std::int64_t token = stop; token < end; ++token) weight(q, token) = 0;
       sum_page(q, start / page_size);
       sum_page(q, (stop - 1) / page_size);
     }
@@ -147,9 +164,10 @@ class SketchHead {
   void sum_page(int q, std::int64_t page) {
     const int page_size = call_->rows.format.page_size;
     const std::uint16_t* from = weights(q) + page * page_size;
-    float sum = 0;
-    for (int i = 0; i < page_size; ++i) sum += from_bf16(from[i]);
-    page_sums(q)[page] = sum;
+    float lanes[4] = {};
+    for (int i = 0; i < page_size; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] += from_bf16(from[i + j]);
+    page_sums(q)[page] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
   }
 
   void vote(int q, int sharing) {
@@ -157,7 +175,8 @@ class SketchHead {
     factors_.resize(std::size_t(sharing));
     for (std::int64_t block = 0; block < num_blocks_; ++block) {
       const std::int64_t token = block * pages_per_block_ * page_size;
-      for (int i = 0; i < sharing; ++i) factors_[std::size_t(i)] = block_factor(q + i, block, totals_[std::size_t(q + i)]);
+      for (int i = 0; i < sharing; ++i)
+        factors_[std::size_t(i)] = std::exp2(reference(q + i, block) - totals_[std::size_t(q + i)]);
       kernels().sketch_votes(weights(q) + token, stride_, factors_.data(), sharing, pages_in(block) * page_size,
                              votes_.data() + token);
     }
@@ -168,61 +187,72 @@ class SketchHead {
     const int page_size = call_->rows.format.page_size;
     for (std::int64_t i = 0; i < call_->k;) {
       const std::int64_t page = (call_->first + ids[i]) / page_size;
-      for (; i < call_->k && (call_->first + ids[i]) / page_size == page; ++i) weights(q)[call_->first + ids[i]] = 0;
+      for (; i < call_->k && call_->first + ids[i] < (page + 1) * page_size; ++i) weight(q, call_->first + ids[i]) = 0;
       sum_page(q, page);
     }
   }
 
-  // Adds the mean values of a block's pages, with weights of 15 bits.
-  void add_values(std::int64_t block, int q, int count, const float* references) {
+  // Adds the mean values of a block's pages, with weights of 15 bits, and sums up what is left of the weights.
+  void add_values(std::int64_t block, int q, int count, const float* tops) {
     const SketchFormat& format = call_->rows.format;
     const std::int64_t page = block * pages_per_block_;
     const int num_pages = pages_in(block);
     const std::uint8_t* const* rows = &pages_[std::size_t(page)];
-    float value_scales[kSketchPages], scales[kSketchQueries];
+    float value_scales[kSketchPages] = {}, scales[kSketchQueries];
     for (int i = 0; i < num_pages; ++i) value_scales[i] = from_float16(rows[i] + format.scales + 2);
-    alignas(64) std::int16_t weights[kSketchQueries * kSketchPages] = {};
+    alignas(64) std::int16_t whole[kSketchQueries * kSketchPages];
     bool any = false;
     for (int i = 0; i < count; ++i) {
-      const float factor = block_factor(q + i, block, references[i]);
-      scales[i] = factor * to_whole(page_sums(q + i) + page, value_scales, num_pages, weights + i * kSketchPages);
+      float left[kSketchPages] = {};
+      std::copy_n(page_sums(q + i) + page, num_pages, left);
+      sum(q + i, block) = lane_sum(left);
+      scales[i] = power_of_2(reference(q + i, block) - tops[i]) * to_whole(left, value_scales, whole + i * kSketchPages);
       any = any || scales[i] > 0;
     }
-    if (any) kernels().sketch_values(format, rows, num_pages, weights, scales, count, sums_.data(), padded(format.head_dim));
+    if (any) kernels().sketch_values(format, rows, num_pages, whole, scales, count, values_.data(), padded(format.head_dim));
+  }
+
+  static float lane_sum(const float* numbers) {
+    float lanes[4] = {};
+    for (int i = 0; i < kSketchPages; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] += numbers[i + j];
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
   }
 
   // whole[i] = sums[i] * scales[i] / the result, at most 32767
-  static float to_whole(const float* sums, const float* scales, int count, std::int16_t* whole) {
-    float products[kSketchPages], largest = 0;
-    for (int i = 0; i < count; ++i) {
-      products[i] = sums[i] * scales[i];
-      largest = products[i] > largest ? products[i] : largest;
+  static float to_whole(const float* sums, const float* scales, std::int16_t* whole) {
+    float products[kSketchPages], lanes[4] = {};
+    for (int i = 0; i < kSketchPages; ++i) products[i] = sums[i] * scales[i];
+    for (int i = 0; i < kSketchPages; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] = products[i + j] > lanes[j] ? products[i + j] : lanes[j];
+    const float largest = std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3]));
+    const float factor = largest > 1e-30f ? 32767 / largest : 0;
+    for (int i = 0; i < kSketchPages; ++i) {
+      const float number = products[i] * factor + 0.5f;
+      whole[i] = std::int16_t(std::int32_t(number > 0 ? number : 0));  // NaN counts as 0
     }
-    if (!(largest > 1e-30f)) return 0;
-    const float factor = 32767 / largest;
-    for (int i = 0; i < count; ++i) whole[i] = products[i] > 0 ? std::int16_t(products[i] * factor + 0.5f) : std::int16_t{0};
-    return largest / 32767;
+    return factor > 0 ? largest / 32767 : 0;
   }
 
-  void finish(int q, const float* sums) {
+  void finish(int q, const float* values) {
     const int head_dim = call_->rows.format.head_dim, head = kv_head_ * call_->group() + q;
     const float log_total = log_sum(q);
     const bool any = log_total > -std::numeric_limits<float>::infinity();
     const float factor = any ? std::exp2(largest(q) - log_total) : 0.0f;
-    for (int i = 0; i < head_dim; ++i) call_->output[std::int64_t(head) * head_dim + i] = sums[i] * factor;
+    for (int i = 0; i < head_dim; ++i) call_->output[std::int64_t(head) * head_dim + i] = values[i] * factor;
     call_->lse[head] = log_total * 0.693147181f;
   }
 
   const SketchCall* call_ = nullptr;
-  const SketchQueriesOf* queries_ = nullptr;
+  SketchGroup queries_;
   int kv_head_ = 0;
   std::int64_t num_pages_ = 0, pages_per_block_ = 0, num_blocks_ = 0, stride_ = 0;
   std::vector<const std::uint8_t*> pages_;
-  std::vector<std::uint16_t> weights_;  // bf16 [group, tokens]
-  std::vector<float> page_sums_;        // [group, num_pages]
-  std::vector<float> maxima_;           // [group, num_blocks], of the weights' logarithms
-  std::vector<float> totals_;           // [group], logarithms of the sums of weights
-  std::vector<float> votes_, factors_, sums_;
+  std::vector<std::uint16_t> weights_;      // bf16 [group, tokens], strips in order of weight_position
+  std::vector<float> page_sums_;            // [group, num_pages]
+  std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
+  std::vector<float> totals_;               // [group], logarithms of the sums of weights
+  std::vector<float> votes_, factors_, values_;
   TopOfMany best_;
 };
 
@@ -230,13 +260,12 @@ class SketchHead {
 // and weights then stay in its cache; else all threads take blocks.
 inline void choose_sketched(const SketchCall& call, int threads) {
   const int num_heads = call.rows.num_kv_heads;
-  const SketchQueriesOf queries(call.queries, call.num_query_heads, num_heads, call.rows.format);
   std::vector<std::int64_t> ids;
   const Slots slots = call.rows.table.range(0, call.rows.num_pages(), ids);
   if (threads <= num_heads) {
     parallel_for(num_heads, threads, [&](std::int64_t h, int) {
       thread_local SketchHead head;  // keeps its memory: a step has as many calls as layers
-      head.start(call, queries, slots, int(h));
+      head.start(call, slots, int(h));
       for (std::int64_t block = 0; block < head.num_blocks(); ++block) head.weigh(block);
       head.choose();
       head.estimate_rest();
@@ -244,7 +273,7 @@ inline void choose_sketched(const SketchCall& call, int threads) {
     return;
   }
   std::vector<SketchHead> heads(static_cast<std::size_t>(num_heads));
-  for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, queries, slots, h);
+  for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, slots, h);
   const std::int64_t num_blocks = heads[0].num_blocks();
   parallel_for(num_heads * num_blocks, threads,
                [&](std::int64_t task, int) { heads[std::size_t(task / num_blocks)].weigh(task % num_blocks); });

@@ -13,11 +13,15 @@ class TopOfMany {
  public:
   void positions(const float* scores, std::int64_t count, std::int64_t k, std::int64_t* positions) {
     constexpr std::int64_t kSets = 8;  // for each of the k: more cost time, fewer let more scores pass
-    const std::int64_t run = k == 0 ? 0 : count / (kSets * k);
+    if (k == 0) return;
+    const std::int64_t run = count / (kSets * k);
     const std::int64_t passing = run < 2 ? 0 : pass(scores, count, run, k);
     if (passing < k) return top_positions(scores, count, k, positions);  // also if many are NaN
     kept_.clear();
-    for (std::int64_t i = 0; i < passing; ++i) kept_.emplace_back(scores[passed_[std::size_t(i)]], std::uint32_t(passed_[std::size_t(i)]));
+    for (std::int64_t i = 0; i < passing; ++i) {
+      const std::int32_t position = passed_[std::size_t(i)];
+      kept_.emplace_back(scores[position], std::uint32_t(position));
+    }
     order_ = kept_;
     const auto kth = order_.begin() + std::ptrdiff_t(k - 1);
     std::nth_element(order_.begin(), kth, order_.end(), std::greater<Scored>());
@@ -26,8 +30,8 @@ class TopOfMany {
   }
 
  private:
-  // Finds the scores that are no less than the k-th largest maximum of disjoint sets, which is none of the k - 1 largest
-  // scores or less -> their number, less than k if there is no such maximum.
+  // Finds the scores that are no less than the k-th largest maximum of disjoint sets, as k scores at least are -> their
+  // number, less than k if there is no such maximum.
   std::int64_t pass(const float* scores, std::int64_t count, std::int64_t run, std::int64_t k) {
     maxima_.resize(std::size_t(count / run) + 1);
     const std::int64_t num_sets = kernels().set_maxima(scores, count, run, maxima_.data());

@@ -67,14 +67,17 @@ struct SketchBlock {
   int first, stop;  // tokens of the block that are candidates; the others have no weight
 };
 
-// Weights of a block, relative to the largest of each query.
+// Weights of a block: 2^(logarithm - reference), the largest of a query from 1/2 to 2.
 struct SketchWeights {
-  std::uint16_t* weights;  // bf16 [count, tokens], rows stride numbers apart
+  std::uint16_t* weights;  // bf16 [count, tokens], rows stride numbers apart; each strip of 16 in order of weight_position
   std::int64_t stride;
   float* page_sums;  // [count, num_pages], rows page_stride numbers apart
   std::int64_t page_stride;
-  float* maxima;  // [count], logarithms to the base of 2
+  float *references, *sums;  // [count], of the block
 };
+
+// Where the weight of a token of a strip is.
+static inline constexpr int weight_position(int token) { return token % 8 * 2 + token / 8; }
 
 struct Kernels {
   const char* name;

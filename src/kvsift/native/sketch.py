@@ -18,7 +18,7 @@ from kvsift.native.shapes import (
     is_row_major,
     pool_of,
 )
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout
 
 STRIP = 16  # tokens; a page has a multiple of them
 LARGEST_PAGE = 1024
@@ -34,28 +34,19 @@ def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
 
 
 def choose_sketched(
-    queries: Tensor,
-    rows: HeadRows,
-    layout: SketchLayout,
-    first: int,
-    count: int,
-    k: int,
-    num_selections: int,
-    scale: float,
-    *,
+    queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int, *,
     threads: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The k candidates with the largest shares of attention, and attention over the others, both estimated.
 
     Args:
-        queries: [num_query_heads, head_dim] of one token.
+        queries: [num_query_heads, head_dim] of one token, scaled and rotated.
         rows: uint8 [num_kv_heads, num_pages, layout.width] of the pages of the candidates, a tensor or ``PooledRows``.
         layout: of a row; the page size is a multiple of 16, at most 1024, and head_dim at most 256.
         first: tokens of the first page before the first candidate.
         count: candidates, which end in the last page.
         k: candidates of each selection.
         num_selections: num_kv_heads or num_query_heads; the query heads of a selection add their shares.
-        scale: of the logits.
         threads: torch's number by default; the result does not depend on it.
 
     Returns:
@@ -65,11 +56,11 @@ def choose_sketched(
         lse: float32 [num_query_heads], its log-sum-exp; -inf if there is nothing.
     """
     _check(queries, rows, layout, first, count, k, num_selections)
-    rotated = (queries.float() * scale) @ rotation(layout.head_dim, queries.device)
+    q = queries.float().contiguous()
     ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
-    output, lse = torch.empty_like(rotated), rotated.new_empty(len(queries))
+    output, lse = torch.empty_like(q), q.new_empty(len(q))
     core().choose_sketched(
-        _sketches(rows, layout), rotated.data_ptr(), len(queries), *address_of(rows), first, count, ids.shape[1],
+        _sketches(rows, layout), q.data_ptr(), len(q), *address_of(rows), first, count, ids.shape[1],
         num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return ids, output, lse
@@ -95,7 +86,7 @@ def _check(
     if not _readable(layout):
         raise InputError(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
-            f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Use kvsift.native.twins.choose_sketched."
+            f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
         )
     if pool.dim() != 3 or pool.shape[0] == 0 or pool.shape[2] != layout.width:
         raise InputError(f"rows have shape {list(pool.shape)}; they must be [num_kv_heads, num_pages, {layout.width}].")
