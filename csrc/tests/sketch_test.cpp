@@ -105,7 +105,7 @@ Chosen choose(const Case& c, std::int64_t k, int num_selections, int threads) {
 
 void check_rest(const Case& c, const Chosen& chosen, std::int64_t k, int num_selections) {
   for (int query = 0; query < c.heads * c.group; ++query) {
-    const std::int64_t* ids = &chosen.ids[std::size_t(query * num_selections / (c.heads * c.group) * k)];
+    const std::int64_t* ids = chosen.ids.data() + query * num_selections / (c.heads * c.group) * k;
     double total = 0;
     std::vector<double> values(std::size_t(c.format.head_dim), 0.0);
     for (std::int64_t token = 0; token < c.count; ++token) {
