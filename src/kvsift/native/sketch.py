@@ -25,7 +25,7 @@ STRIP = 16  # tokens; a page has a multiple of them
 LARGEST_PAGE = 1024
 
 
-class Layout(Protocol):
+class RowLayout(Protocol):
     """Where the parts of a row are, in bytes: ``SketchLayout`` of kernels/sketch.py."""
 
     @property
@@ -46,7 +46,7 @@ class Layout(Protocol):
     def width(self) -> int: ...
 
 
-def sketches_fit(queries: Tensor, rows: HeadRows, layout: Layout) -> bool:
+def sketches_fit(queries: Tensor, rows: HeadRows, layout: RowLayout) -> bool:
     """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token, rows
     uint8 [num_kv_heads, num_pages, width]."""
     pool = pool_of(rows)
@@ -62,7 +62,7 @@ def sketches_read(page_size: int, head_dim: int) -> bool:
 
 
 def choose_sketched(
-    queries: Tensor, rows: HeadRows, layout: Layout, first: int, count: int, k: int, num_selections: int, *,
+    queries: Tensor, rows: HeadRows, layout: RowLayout, first: int, count: int, k: int, num_selections: int, *,
     threads: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The k candidates with the largest shares of attention, and attention over the others, both estimated.
@@ -94,7 +94,7 @@ def choose_sketched(
     return ids, output, lse
 
 
-def _sketches(rows: HeadRows, layout: Layout) -> object:
+def _sketches(rows: HeadRows, layout: RowLayout) -> object:
     """The core's form of layout and slots."""
     parts = layout.factors, layout.key_mean, layout.value_mean, layout.scales, layout.width
     form = core().SketchFormat(layout.bits, layout.head_dim, layout.page_size, *parts)
@@ -104,7 +104,7 @@ def _sketches(rows: HeadRows, layout: Layout) -> object:
 
 
 def _check(
-    queries: Tensor, rows: HeadRows, layout: Layout, first: int, count: int, k: int, num_selections: int
+    queries: Tensor, rows: HeadRows, layout: RowLayout, first: int, count: int, k: int, num_selections: int
 ) -> None:
     pool = pool_of(rows)
     if layout.bits not in (1, 2) or not sketches_read(layout.page_size, layout.head_dim):
