@@ -89,7 +89,8 @@ class SketchHead {
   void weigh(std::int64_t block) {
     const SketchFormat& format = call_->rows.format;
     const std::int64_t page = block * pages_per_block_, token = page * format.page_size;
-    const std::int64_t stop = std::min<std::int64_t>(call_->first + call_->count - token, pages_in(block) * format.page_size);
+    const std::int64_t whole = pages_in(block) * format.page_size;
+    const std::int64_t stop = std::min(call_->first + call_->count - token, whole);
     const int first = int(std::max<std::int64_t>(call_->first - token, 0));
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
       const SketchQueries chunk = queries_.chunk(q);
@@ -147,7 +148,8 @@ class SketchHead {
   float log_sum(int q) {
     const float top = largest(q);
     float total = 0;
-    for (std::int64_t block = 0; block < num_blocks_; ++block) total += sum(q, block) * power_of_2(reference(q, block) - top);
+    for (std::int64_t block = 0; block < num_blocks_; ++block)
+      total += sum(q, block) * power_of_2(reference(q, block) - top);
     return top + std::log2(total);
   }
 
@@ -208,7 +210,8 @@ class SketchHead {
       float left[kSketchPages] = {};
       std::copy_n(page_sums(q + i) + page, num_pages, left);
       sum(q + i, block) = lane_sum(left);
-      scales[i] = power_of_2(reference(q + i, block) - tops[i]) * to_whole(left, &value_scales_[std::size_t(page)], whole + i * kSketchPages);
+      scales[i] = to_whole(left, &value_scales_[std::size_t(page)], whole + i * kSketchPages);
+      scales[i] *= power_of_2(reference(q + i, block) - tops[i]);
       any = any || scales[i] > 0;
     }
     if (any) kernels().sketch_values(format, rows, num_pages, whole, scales, count, values_.data(), padded(format.head_dim));

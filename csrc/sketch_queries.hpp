@@ -31,7 +31,8 @@ class SketchGroup {
   // Up to four of them.
   SketchQueries chunk(int first) const {
     const std::size_t q = std::size_t(first);
-    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], &factors_[q / kSketchQueries], std::min(kSketchQueries, group_ - first)};
+    const int count = std::min(kSketchQueries, group_ - first);
+    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], &factors_[q / kSketchQueries], count};
   }
 
  private:
