@@ -22,17 +22,14 @@ struct Sketches {
   SlotTable table;
 };
 
-SketchFormat format_of(int bits, int head_dim, int page_size, int factors, int key_mean, int value_mean, int scales, int width) {
-  return {bits, (head_dim + 31) / 32, head_dim, page_size, factors, key_mean, value_mean, scales, width};
-}
-
 }  // namespace
 
 void bind_sketch(nb::module_& m) {
   nb::class_<SketchFormat>(m, "SketchFormat")
-      .def("__init__", [](SketchFormat* self, int bits, int head_dim, int page_size, int factors, int key_mean, int value_mean,
-                          int scales, int width) {
-        new (self) SketchFormat(format_of(bits, head_dim, page_size, factors, key_mean, value_mean, scales, width));
+      .def("__init__", [](SketchFormat* self, int bits, int head_dim, int page_size, int factors, int key_mean,
+                          int value_mean, int scales, int width) {
+        const int words = (head_dim + 31) / 32;
+        new (self) SketchFormat{bits, words, head_dim, page_size, factors, key_mean, value_mean, scales, width};
       });
   nb::class_<Sketches>(m, "Sketches")
       .def("__init__", [](Sketches* self, const SketchFormat& format, int num_kv_heads, std::int64_t num_pages) {
@@ -45,8 +42,8 @@ void bind_sketch(nb::module_& m) {
   m.def(
       "choose_sketched",
       [](const Sketches& sketches, Address queries, int num_query_heads, Address rows, std::int64_t row_stride,
-         std::int64_t first, std::int64_t count, std::int64_t k, int num_selections, int threads, Address ids, Address output,
-         Address lse) {
+         std::int64_t first, std::int64_t count, std::int64_t k, int num_selections, int threads, Address ids,
+         Address output, Address lse) {
         const SketchRows in_pool{at<const std::uint8_t>(rows), row_stride, sketches.table, sketches.num_kv_heads,
                                  sketches.format};
         choose_sketched({at<const float>(queries), num_query_heads, in_pool, first, count, k, num_selections,

@@ -80,6 +80,7 @@ class SketchHead {
     references_.resize(group * std::size_t(num_blocks_));
     sums_.resize(references_.size());
     totals_.resize(group);
+    value_scales_.assign(std::size_t(num_pages_ + kSketchPages), 0.0f);
   }
 
   std::int64_t num_blocks() const { return num_blocks_; }
@@ -88,7 +89,8 @@ class SketchHead {
   void weigh(std::int64_t block) {
     const SketchFormat& format = call_->rows.format;
     const std::int64_t page = block * pages_per_block_, token = page * format.page_size;
-    const std::int64_t stop = std::min<std::int64_t>(call_->first + call_->count - token, pages_in(block) * format.page_size);
+    const std::int64_t whole = pages_in(block) * format.page_size;
+    const std::int64_t stop = std::min(call_->first + call_->count - token, whole);
     const int first = int(std::max<std::int64_t>(call_->first - token, 0));
     for (int q = 0; q < call_->group(); q += kSketchQueries) {
       const SketchQueries chunk = queries_.chunk(q);
@@ -97,6 +99,8 @@ class SketchHead {
                                {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums});
       for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
     }
+    for (std::int64_t i = page; i < page + pages_in(block); ++i)  // while the row is in the cache
+      value_scales_[std::size_t(i)] = from_float16(pages_[std::size_t(i)] + format.scales + 2);
     drop_outside(page, first, page * format.page_size + stop);
   }
 
@@ -144,7 +148,8 @@ class SketchHead {
   float log_sum(int q) {
     const float top = largest(q);
     float total = 0;
-    for (std::int64_t block = 0; block < num_blocks_; ++block) total += sum(q, block) * power_of_2(reference(q, block) - top);
+    for (std::int64_t block = 0; block < num_blocks_; ++block)
+      total += sum(q, block) * power_of_2(reference(q, block) - top);
     return top + std::log2(total);
   }
 
@@ -198,15 +203,15 @@ class SketchHead {
     const std::int64_t page = block * pages_per_block_;
     const int num_pages = pages_in(block);
     const std::uint8_t* const* rows = &pages_[std::size_t(page)];
-    float value_scales[kSketchPages] = {}, scales[kSketchQueries];
-    for (int i = 0; i < num_pages; ++i) value_scales[i] = from_float16(rows[i] + format.scales + 2);
+    float scales[kSketchQueries];
     alignas(64) std::int16_t whole[kSketchQueries * kSketchPages];
     bool any = false;
     for (int i = 0; i < count; ++i) {
       float left[kSketchPages] = {};
       std::copy_n(page_sums(q + i) + page, num_pages, left);
       sum(q + i, block) = lane_sum(left);
-      scales[i] = power_of_2(reference(q + i, block) - tops[i]) * to_whole(left, value_scales, whole + i * kSketchPages);
+      scales[i] = to_whole(left, &value_scales_[std::size_t(page)], whole + i * kSketchPages);
+      scales[i] *= power_of_2(reference(q + i, block) - tops[i]);
       any = any || scales[i] > 0;
     }
     if (any) kernels().sketch_values(format, rows, num_pages, whole, scales, count, values_.data(), padded(format.head_dim));
@@ -251,6 +256,7 @@ class SketchHead {
   std::vector<std::uint16_t> weights_;      // bf16 [group, tokens], strips in order of weight_position
   std::vector<float> page_sums_;            // [group, num_pages]
   std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
+  std::vector<float> value_scales_;         // [num_pages], and zeros
   std::vector<float> totals_;               // [group], logarithms of the sums of weights
   std::vector<float> votes_, factors_, values_;
   TopOfMany best_;

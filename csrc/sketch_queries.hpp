@@ -19,7 +19,7 @@ class SketchGroup {
     words_ = format.words, group_ = group;
     tables_.resize(std::size_t(group) * 8 * words_ * 16);
     numbers_.resize(std::size_t(group) * 32 * words_);
-    factors_.resize(std::size_t(group));
+    factors_.assign(std::size_t((group + kSketchQueries - 1) / kSketchQueries), {});
     std::vector<float> padded(std::size_t(32 * words_), 0.0f);
     for (int q = 0; q < group; ++q) {
       std::copy_n(queries + q * format.head_dim, format.head_dim, padded.begin());
@@ -31,7 +31,8 @@ class SketchGroup {
   // Up to four of them.
   SketchQueries chunk(int first) const {
     const std::size_t q = std::size_t(first);
-    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], &factors_[q], std::min(kSketchQueries, group_ - first)};
+    const int count = std::min(kSketchQueries, group_ - first);
+    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], &factors_[q / kSketchQueries], count};
   }
 
  private:
@@ -69,14 +70,17 @@ class SketchGroup {
     const float whole = largest > 0 ? 32767 / largest : 0;
     for (int i = 0; i < width; ++i)
       numbers_[std::size_t(q * width + i)] = std::int16_t(query[i] * whole + (query[i] < 0 ? -0.5f : 0.5f));
-    factors_[std::size_t(q)] = {kLog2E * 2 * step, -kLog2E * float((1 << bits) - 1) * size, kLog2E * variance / 2,
-                                kLog2E * largest / 32767};
+    SketchFactors& factors = factors_[std::size_t(q / kSketchQueries)];
+    factors.sum[q % kSketchQueries] = kLog2E * 2 * step;
+    factors.offset[q % kSketchQueries] = -kLog2E * float((1 << bits) - 1) * size;
+    factors.variance[q % kSketchQueries] = kLog2E * variance / 2;
+    factors.mean[q % kSketchQueries] = kLog2E * largest / 32767;
   }
 
   int words_ = 0, group_ = 0;
   std::vector<std::uint8_t> tables_;  // of each chunk: [8 * words, count, 16]
   std::vector<std::int16_t> numbers_;
-  std::vector<SketchFactors> factors_;
+  std::vector<SketchFactors> factors_;  // of each chunk
 };
 
 }  // namespace kvsift

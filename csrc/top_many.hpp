@@ -12,7 +12,7 @@ namespace kvsift {
 class TopOfMany {
  public:
   void positions(const float* scores, std::int64_t count, std::int64_t k, std::int64_t* positions) {
-    constexpr std::int64_t kSets = 8;  // for each of the k: more cost time, fewer let more scores pass
+    constexpr std::int64_t kSets = 4;  // for each of the k: more cost time, fewer let more scores pass
     if (k == 0) return;
     const std::int64_t run = count / (kSets * k);
     const std::int64_t passing = run < 2 ? 0 : pass(scores, count, run, k);

@@ -46,17 +46,17 @@ struct SketchFormat {
   int factors, key_mean, value_mean, scales, width;  // bytes
 };
 
-// Logarithm of a weight, to the base of 2: factor * (sum of codes * sum + offset - factor * variance) + mean.
+// Logarithm of a weight, to the base of 2: factor * (sum of codes * sum + offset - factor * variance) + mean. Of 4 queries.
 struct SketchFactors {
-  float sum, offset, variance;
-  float mean;  // of the product of mean key and query, both whole numbers
+  float sum[4], offset[4], variance[4];
+  float mean[4];  // of the product of mean key and query, both whole numbers
 };
 
 // At most 4 queries.
 struct SketchQueries {
   const std::uint8_t* tables;    // [8 * words, count, 16], at most 63: of 4 channels each, by the bits of their codes
   const std::int16_t* numbers;   // [count, 32 * words], for the mean keys
-  const SketchFactors* factors;  // [count]
+  const SketchFactors* factors;
   int count;
 };
 

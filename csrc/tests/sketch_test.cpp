@@ -105,17 +105,17 @@ Chosen choose(const Case& c, std::int64_t k, int num_selections, int threads) {
 
 void check_rest(const Case& c, const Chosen& chosen, std::int64_t k, int num_selections) {
   for (int query = 0; query < c.heads * c.group; ++query) {
-    const std::int64_t* ids = &chosen.ids[std::size_t(query * num_selections / (c.heads * c.group) * k)];
+    const std::int64_t* ids = chosen.ids.data() + query * num_selections / (c.heads * c.group) * k;
     double total = 0;
     std::vector<double> values(std::size_t(c.format.head_dim), 0.0);
     for (std::int64_t token = 0; token < c.count; ++token) {
       if (std::binary_search(ids, ids + k, token)) continue;
       const std::int64_t page = (c.first + token) / c.format.page_size;
       const std::uint8_t* row = &c.rows[std::size_t((query / c.group * c.num_pages + page) * c.format.width)];
-      const double weight = std::exp(c.log_weight(query, c.first + token));
+      const double weight = std::exp(c.log_weight(query, c.first + token)), scale = from_float16(row + c.format.scales + 2);
       total += weight;
       for (int i = 0; i < c.format.head_dim; ++i)
-        values[std::size_t(i)] += weight * std::int8_t(row[c.format.value_mean + i]) * from_float16(row + c.format.scales + 2);
+        values[std::size_t(i)] += weight * std::int8_t(row[c.format.value_mean + i]) * scale;
     }
     if (k == c.count) CHECK(chosen.lse[std::size_t(query)] == -std::numeric_limits<float>::infinity());
     else CHECK(std::fabs(chosen.lse[std::size_t(query)] - std::log(total)) < 0.06);

@@ -11,6 +11,7 @@ from kvsift import InputError, native
 from kvsift.benchmarks.host import HostRecipe
 from kvsift.benchmarks.host_measure import HostBench, attention_inputs
 from kvsift.benchmarks.host_report import point_text, ratios, times
+from kvsift.benchmarks.host_sketches import SketchStep, sketch_variants
 from kvsift.benchmarks.host_timing import cold_rounds, middle, quiet_rounds, read_bandwidth
 from kvsift.benchmarks.host_variants import AttentionInputs, native_variants, retrieval_variants, torch_variants
 from kvsift.benchmarks.index_cases import synthetic
@@ -19,7 +20,7 @@ from kvsift.indexes.flat import FlatIndex
 needs_core = pytest.mark.skipif(not native.available(), reason=native.why_missing() or "the core is here")
 TINY: dict[str, Any] = {
     "contexts": (512,), "num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "budget": 64, "tokens": (20,),
-    "top": 10, "samples": 128, "repeats": 3, "cold_bytes": 1 << 16,
+    "sketch_tokens": 24, "top": 10, "samples": 128, "repeats": 3, "cold_bytes": 1 << 16,
 }  # fmt: skip
 
 
@@ -81,6 +82,37 @@ def test_floors_count_what_must_be_read(layer: AttentionInputs) -> None:
 
 
 @needs_core
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_step_by_sketches_is_near_dense_attention_and_nearer_than_its_tokens_alone(
+    layer: AttentionInputs, bits: int
+) -> None:
+    step, whole = SketchStep(layer, bits, 24), layer._replace(keys=layer.keys[:, :512], values=layer.values[:, :512])
+    dense = native.attend_dense(layer.queries, whole.keys.contiguous(), whole.values.contiguous(), layer.scale)[0]
+    ids, _, _ = step.choose()
+    assert ids.shape == (2, 24)
+    alone = native.attend_units(layer.queries, layer.keys, layer.values, ids, 1, (), layer.scale)[0]
+    assert float((step.attend() - dense).norm()) < 0.8 * float((alone - dense).norm())
+
+
+@needs_core
+def test_floors_of_sketches_count_rows_and_selected_tokens(layer: AttentionInputs) -> None:
+    found = {each.name: each.num_bytes for each in sketch_variants(layer, 24)}
+    rows, selected = {"sketch1": 176, "sketch2": 240}, 2 * 2 * 24 * 32 * 4  # bytes of a page of 16 tokens, 32 channels
+    assert found == {
+        name.format(kind): 2 * 32 * width + more
+        for kind, width in rows.items()
+        for name, more in (("native {} per KV head", selected), ("of it: choice by {}", 0))
+    }
+
+
+@needs_core
+def test_pages_without_sketches_are_measured_and_the_gap_said() -> None:
+    (point,) = HostBench(HostRecipe(**{**TINY, "page_size": 8})).run()
+    assert point["missing"] == ["sketches: the core reads none of pages of 8 tokens"]
+    assert not any("sketch" in each["name"] for each in point["variants"])
+
+
+@needs_core
 def test_a_context_is_measured_and_told() -> None:
     bench = HostBench(HostRecipe(**TINY))
     (point,) = bench.run()
@@ -91,7 +123,9 @@ def test_a_context_is_measured_and_told() -> None:
     text = point_text(point)
     assert "native dense is " in text
     assert "index auto, " in text
-    assert {name for name, _, _ in ratios(point)} >= {"native dense", "retrieval step", "native pages per KV head"}
+    assert {name for name, _, _ in ratios(point)} >= {
+        "native dense", "retrieval step", "native pages per KV head", "native sketch1 per KV head",
+    }  # fmt: skip
 
 
 def test_without_the_core_torch_is_measured_and_the_gap_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ class HostRecipe(r.BenchRecipe):
     budget: int = r.option(2048, "Tokens of a selection of pages.", minimum=1)
     page_size: int = r.option(16, "Tokens per page.", minimum=1)
     tokens: tuple[int, ...] = r.option("100,2000", "Tokens per query head of a selection of tokens.", parse=r.counts)
+    sketch_tokens: int = r.option(128, "Tokens per KV head of a selection by sketches.", minimum=1)
     index: str = r.option("auto", INDEX)
     top: int = r.option(100, "Keys per query head that it finds.", minimum=1)
     data: str = r.option("S", "Data set of keys and queries: R, S or T.")

@@ -15,6 +15,7 @@ from kvsift import native
 from kvsift.benchmarks.bench import Bench
 from kvsift.benchmarks.host import NO_INDEX, HostRecipe
 from kvsift.benchmarks.host_report import point_text
+from kvsift.benchmarks.host_sketches import sketch_variants
 from kvsift.benchmarks.host_timing import cold_rounds
 from kvsift.benchmarks.host_variants import (
     AttentionInputs,
@@ -28,6 +29,7 @@ from kvsift.benchmarks.index_contenders import CONTENDERS
 from kvsift.benchmarks.machine import host_environment
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import summarise
+from kvsift.native.sketch import sketches_read
 
 
 class HostBench(Bench):
@@ -51,6 +53,7 @@ class HostBench(Bench):
         facts: dict[str, Any] = {"missing": []}
         if native.available():
             variants += native_variants(layer, recipe.budget, recipe.tokens)
+            variants += self._sketches(layer, facts)
             variants += self._retrieval(case, layer, facts)
         else:
             facts["missing"].append(f"everything native: {native.why_missing()}")
@@ -61,6 +64,13 @@ class HostBench(Bench):
             {"name": v.name, "part": v.part, "num_bytes": v.num_bytes, "samples_s": samples[v.name]} for v in variants
         ]
         return facts | rounds
+
+    def _sketches(self, layer: AttentionInputs, facts: dict[str, Any]) -> list[Variant]:
+        """Variants by sketches, where the core reads pages of this size."""
+        if sketches_read(layer.page_size, layer.keys.shape[2]):
+            return list(sketch_variants(layer, self.recipe.sketch_tokens))
+        facts["missing"].append(f"sketches: the core reads none of pages of {layer.page_size} tokens")
+        return []
 
     def _retrieval(self, case: Case, layer: AttentionInputs, facts: dict[str, Any]) -> list[Variant]:
         """Variants of an index; what it says about itself, or why it is missing, goes to ``facts``."""

@@ -14,6 +14,8 @@ RATIOS = (  # (variant, variant that it is compared with)
     ("native pages per KV head", "native dense"),
     ("native pages per KV head", "torch pages per KV head"),
     ("native pages per query head", "native dense"),
+    ("native sketch1 per KV head", "native dense"),
+    ("native sketch2 per KV head", "native dense"),
     ("retrieval step", "native dense"),
 )
 

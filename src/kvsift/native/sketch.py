@@ -30,7 +30,13 @@ def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
     pool = pool_of(rows)
     if queries.device.type != "cpu" or pool.device.type != "cpu" or not pool.shape[0]:
         return False
-    return _readable(layout) and is_row_major(pool) and available()
+    fits = layout.bits in (1, 2) and sketches_read(layout.page_size, layout.head_dim)
+    return fits and is_row_major(pool) and available()
+
+
+def sketches_read(page_size: int, head_dim: int) -> bool:
+    """Whether the core can read sketches of such pages."""
+    return page_size % STRIP == 0 and 0 < page_size <= LARGEST_PAGE and 0 < head_dim <= LARGEST_HEAD_DIM
 
 
 def choose_sketched(
@@ -74,16 +80,11 @@ def _sketches(rows: HeadRows, layout: SketchLayout) -> object:
     return core().Sketches(form, *rows.shape[:2])
 
 
-def _readable(layout: SketchLayout) -> bool:
-    whole_strips = layout.page_size % STRIP == 0 and 0 < layout.page_size <= LARGEST_PAGE
-    return layout.bits in (1, 2) and whole_strips and 0 < layout.head_dim <= LARGEST_HEAD_DIM
-
-
 def _check(
     queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int
 ) -> None:
     pool = pool_of(rows)
-    if not _readable(layout):
+    if layout.bits not in (1, 2) or not sketches_read(layout.page_size, layout.head_dim):
         raise InputError(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
             f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
