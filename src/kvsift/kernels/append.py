@@ -15,8 +15,8 @@ from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
     """Write the newest token of every row at position ``lengths - 1``, and the summaries of its page.
 
-    Summaries come from the page's keys, and sketches from its values too, up to that position, whatever the slots behind it hold, so they equal those of
-    ``stores.PagedStore.append``.
+    Summaries come from the page's keys up to that position, sketches from its values too, whatever the slots behind it
+    hold, so they equal those of ``stores.PagedStore.append``.
 
     Args:
         kv: pools to write to; ``lengths`` count the new token.
