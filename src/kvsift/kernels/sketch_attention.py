@@ -31,7 +31,7 @@ from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_trit
 from kvsift.kernels.triton_shim import power_of_two, runs_on_triton, triton
 from kvsift.types import Part
 
-TILE_BYTES = 32 << 10  # of estimated keys at most
+TILE_BYTES = 16 << 10  # of estimated keys at most: shared memory holds them more than once
 CHUNK, VOTES, REST = 512, 1024, 1024  # candidates of a program: least weighed, voted on, and estimated
 
 
