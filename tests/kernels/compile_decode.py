@@ -1,4 +1,4 @@
-"""Compile the kernels of ``sifted_attention``, ``sketch_attention`` and ``merge`` for Hopper on a machine without a GPU.
+"""Compile the kernels of both sparse attentions, and of ``merge``, for Hopper on a machine without a GPU.
 
 Prints a line per launch: kernel, and bytes of shared memory. Run in a process of its own, as ``compile_for_hopper``.
 """

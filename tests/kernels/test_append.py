@@ -11,10 +11,12 @@ from torch import Tensor
 from kvsift.kernels.append import append, append_reference, append_triton
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import SKETCHES
 from kvsift.stores.paged import PagedStore
 from kvsift.types import LayerShape
 
 EXACT = [kind for kind in SUMMARIES if kind.startswith("minmax")]
+HELD = [*EXACT, *SKETCHES]
 RUNS = [append_reference, pytest.param(append_triton, marks=needs_triton)]
 
 
@@ -68,8 +70,8 @@ def test_tokens_and_summaries_are_written_and_nothing_else(
 def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.dtype) -> None:
     kv = paged_kv([1, 1], 2, 4, 8, dtype, DEVICE)
     kv = kv._replace(table=torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE))
-    summaries = pools_of(EXACT, kv)
-    store = PagedStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, EXACT)
+    summaries = pools_of(HELD, kv)
+    store = PagedStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, HELD)
     for step in range(6):
         kv.lengths.fill_(step + 1)
         keys, values = new_tokens(kv, step)
@@ -79,7 +81,7 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
     for row in range(2):
         held = store.reader(row)
         assert all(torch.equal(a, b) for a, b in zip(kv.row(row), (held.keys(), held.values())))
-        for kind in EXACT:
+        for kind in HELD:
             assert same(summaries[kind][:, kv.table[row].long()], held.summary(kind, slice(0, 2)))
 
 
