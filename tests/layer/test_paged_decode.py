@@ -33,6 +33,7 @@ from kvsift.methods.base import Method, Phase
 from kvsift.methods.dense import Dense
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.quest import Quest
+from kvsift.methods.sketch import Sketch
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
@@ -145,6 +146,11 @@ class OwnSelect(Quest):
         return super().select(*where)
 
 
+class OwnTokens(Sketch):
+    def select(self, *where: Any) -> Any:
+        return super().select(*where)
+
+
 class TwoKinds(ByMean):
     summaries = ("mean_std", "minmax")
 
@@ -163,6 +169,7 @@ class Wide(ByMean):
         (ByMean(), None),
         (OwnScore(), "OwnScore has its own score; the kernels rank pages by features of the query"),
         (OwnSelect(), "OwnSelect has its own select; the kernels rank pages by features of the query"),
+        (OwnTokens(), "OwnTokens has its own select; the kernels rank tokens as sketch does"),
         (TwoKinds(), "TwoKinds reads 2 kinds of page summary; the kernels score one"),
         (NotPaged(), "NotPaged does not rank pages by features of the query"),
         (Wide(), "rows of wide do not hold one or two numbers per channel"),

@@ -12,8 +12,10 @@ LOG2E = constant(1.4426950408889634)
 
 
 @jit
-def physical_pages(table_ptr, token, inside, PAGE: tl.constexpr):
-    return tl.load(table_ptr + token // PAGE, mask=inside, other=0).to(tl.int64)
+def row_starts(table_ptr, head, token, inside, head_bytes, page_bytes, PAGE: tl.constexpr):
+    """Bytes before the row of each token's page."""
+    page = tl.load(table_ptr + token // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * page_bytes + head.to(tl.int64) * head_bytes
 
 
 @jit
@@ -69,7 +71,7 @@ def weights_kernel(
         index = offset + tl.arange(0, TILE)
         inside = index < end
         token = first + index
-        start = physical_pages(table_ptr + batch * max_pages, token, inside, PAGE) * page_bytes + head * head_bytes
+        start = row_starts(table_ptr + batch * max_pages, head, token, inside, head_bytes, page_bytes, PAGE)
         keys, factors = estimated_keys(
             words_ptr, halves_ptr, octets_ptr, start, token % PAGE, inside, BITS, PAGE, WORDS, FACTORS, MEAN, SCALES,
             D, DP, TILE,
@@ -153,8 +155,8 @@ def rest_kernel(
         new = tl.maximum(top, tl.max(weights, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # all of them are listed
         shares, shrink = tl.exp2(weights - base[:, None]), tl.exp2(top - base)
-        start = physical_pages(table_ptr + batch * max_pages, first + index, inside, PAGE) * page_bytes
-        values = load_mean(octets_ptr, halves_ptr, start + head * head_bytes, inside, MEAN, SCALES, D, DP)
+        start = row_starts(table_ptr + batch * max_pages, head, first + index, inside, head_bytes, page_bytes, PAGE)
+        values = load_mean(octets_ptr, halves_ptr, start, inside, MEAN, SCALES, D, DP)
         acc = tl.dot(shares, values, acc * shrink[:, None], input_precision="tf32x3")
         total = total * shrink + tl.sum(shares, 1)
         top = new
