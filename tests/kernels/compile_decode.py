@@ -19,6 +19,7 @@ from kvsift.kernels.merge import merge_triton
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.score_pages import score_pages_triton
 from kvsift.kernels.sketch import SketchLayout
+from kvsift.kernels.sketch_append import write_newest_triton
 from kvsift.kernels.sketch_attention import sketch_attention_triton
 from kvsift.types import Part
 
@@ -51,6 +52,7 @@ def launch_all() -> None:
         case = draw_case([300, 1], 2, group, head_dim, page_size, dtype, device="cpu")
         width = SketchLayout(bits, head_dim, page_size).width
         rows = torch.zeros(2, case.kv.keys.shape[1], width, dtype=torch.uint8)
+        write_newest_triton(case.kv, bits, rows)
         how = {"bits": bits, "rest": group > 1, "softcap": 3.0 if group == 2 else None}
         spans = torch.tensor([[4, 280, 100, 300], [0, 0, 0, 1]], dtype=torch.int32)
         sketch_attention_triton(case.queries, case.kv, rows, spans, *case.new_lists(True, 124), scale=1.0, **how)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kvsift.kernels.page_summary import row_twin, summarise
 from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.sketch_append import write_newest_triton
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
@@ -57,8 +59,12 @@ def append_triton(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[
 
 
 def summarise_without_twins(kv: PagedKV, summaries: Mapping[str, Tensor]) -> None:
-    """Write the summaries whose kinds have no Triton twin, after a kernel that calls ``store_token``."""
-    if rest := {kind: pool for kind, pool in summaries.items() if row_twin(kind) is None}:
+    """Write the summaries that a kernel which calls ``store_token`` does not write, after it: sketches, which hold
+    values, and kinds without a Triton twin."""
+    rest = {kind: pool for kind, pool in summaries.items() if row_twin(kind) is None}
+    for kind in SKETCHES.keys() & rest.keys():
+        write_newest_triton(kv, SKETCHES[kind], rest.pop(kind))
+    if rest:
         _summarise_newest(kv, rest)
 
 
