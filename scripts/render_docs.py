@@ -19,7 +19,7 @@ import speed_docs
 
 from kvsift.benchmarks.numbers import table
 from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
-from kvsift.eval.tables import budget_table, prefill_table, quality_table, recall_table
+from kvsift.eval.tables import budget_table, fidelity_table, prefill_table, quality_table, recall_table
 from kvsift.eval.tasks import TASKS
 from kvsift.kernels import page_summary
 
@@ -82,6 +82,12 @@ README_PLANS = ("dense", "oracle_tokens", "quest", "streaming_llm", "random")
 def quality() -> str:
     """Return every cell of the quality result."""
     return f"{quality_table(paper_docs.result_of(RESULT))}\n\nExact match {_made(RESULT)}"
+
+
+def fidelity() -> str:
+    """Return divergence from dense predictions by plan and budget."""
+    name = "fidelity"
+    return f"{fidelity_table(paper_docs.result_of(name))}\n\nMeans over contexts {_made(name)}"
 
 
 def cheaper_answers() -> str:
@@ -160,6 +166,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/methods.md": {"methods": method_table},
     "docs/quality.md": {
         "quality": quality,
+        "fidelity": fidelity,
         "one-choice": paper_docs.grid(["one-choice-32k"], paper_docs.by_task, "mean"),
         "dropping": paper_docs.grid(["dropping-32k"], paper_docs.by_task, "mean"),
         "cheaper-answers": cheaper_answers,

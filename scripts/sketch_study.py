@@ -26,11 +26,12 @@ from kvsift.engine.prompt import question_text
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.eval.contexts import Contexts
 from kvsift.eval.recipe import EvalRecipe, Job
-from kvsift.kernels.sketch import ERROR, rotation
+from kvsift.kernels.sketch import ERROR
 from kvsift.methods.base import Method
 from kvsift.methods.oracle import exact_logits
 from kvsift.methods.scoring import top_units
 from kvsift.methods.traits import Traits
+from kvsift.native.sketch_format import rotation
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection

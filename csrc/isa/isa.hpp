@@ -37,6 +37,48 @@ struct Softmax {
   float* output;   // [count, padded(width)], the sum of values weighted by exp(logit - maximum)
 };
 
+constexpr int kSketchTokens = 1024;                // of a block, at most
+constexpr int kSketchPages = kSketchTokens / 16;  // of a block, at most; a page has a multiple of 16 tokens
+
+// Where the parts of a row of a sketch are: SketchLayout of kernels/sketch.py.
+struct SketchFormat {
+  int bits, words, head_dim, page_size;
+  int factors, key_mean, value_mean, scales, width;  // bytes
+};
+
+// Logarithm of a weight, to the base of 2: factor * (sum of codes * sum + offset - factor * variance) + mean.
+struct SketchFactors {
+  float sum, offset, variance;
+  float mean;  // of the product of mean key and query, both whole numbers
+};
+
+// At most 4 queries.
+struct SketchQueries {
+  const std::uint8_t* tables;    // [8 * words, count, 16], at most 63: of 4 channels each, by the bits of their codes
+  const std::int16_t* numbers;   // [count, 32 * words], for the mean keys
+  const SketchFactors* factors;  // [count]
+  int count;
+};
+
+// Pages of one KV head.
+struct SketchBlock {
+  const std::uint8_t* const* rows;  // [2 * num_pages]: the block's, then those that are read next
+  int num_pages;
+  int first, stop;  // tokens of the block that are candidates; the others have no weight
+};
+
+// Weights of a block: 2^(logarithm - reference), the largest of a query from 1/2 to 2.
+struct SketchWeights {
+  std::uint16_t* weights;  // bf16 [count, tokens], rows stride numbers apart; each strip of 16 in order of weight_position
+  std::int64_t stride;
+  float* page_sums;  // [count, num_pages], rows page_stride numbers apart
+  std::int64_t page_stride;
+  float *references, *sums;  // [count], of the block
+};
+
+// Where the weight of a token of a strip is.
+static inline constexpr int weight_position(int token) { return token % 8 * 2 + token / 8; }
+
 struct Kernels {
   const char* name;
   // scores[q * stride + i] = queries[q] . rows[i]; a score does not depend on the other rows and queries of a call
@@ -54,6 +96,18 @@ struct Kernels {
   std::int64_t (*above)(const float* scores, std::int64_t count, float threshold, std::int32_t* positions);
   // a sum over all bytes: the compiler cannot leave out the read
   std::uint64_t (*read)(const void* memory, std::int64_t bytes);
+  // weights of the tokens of a block; those that are no candidates get 2^-126
+  void (*sketch_weights)(const SketchQueries& queries, const SketchFormat& format, const SketchBlock& block,
+                         const SketchWeights& out);
+  // votes[i] = sum over queries of factors[q] * weights[q * stride + i], weights in bf16; count is a multiple of 16
+  void (*sketch_votes)(const std::uint16_t* weights, std::int64_t stride, const float* factors, int num_queries, int count,
+                       float* votes);
+  // maxima of disjoint sets of run numbers each, as many as there are whole groups of sets -> their number
+  std::int64_t (*set_maxima)(const float* numbers, std::int64_t count, std::int64_t run, float* maxima);
+  // sums[q * stride + i] += scales[q] * sum over pages of weights[q * kSketchPages + page] * mean value[page][i], for at
+  // most 4 queries; rows as in SketchBlock and one more, weights 0 behind the last page; stride >= padded(head_dim)
+  void (*sketch_values)(const SketchFormat& format, const std::uint8_t* const* rows, int num_pages,
+                        const std::int16_t* weights, const float* scales, int num_queries, float* sums, int stride);
 };
 
 extern const Kernels kGeneric;

@@ -80,8 +80,8 @@ def test_the_embedded_model_explains_its_demo_without_options(run: Run) -> None:
     assert "velvet" in document["passages"][max(text, key=lambda index: got[index])]["text"]
     assert [each["name"] for each in document["choices"]] == [
         "oracle_tokens",
+        "sketch",
         "quest",
-        "loki",
         "streaming_llm",
         "random",
     ]

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsift import native
 from kvsift.kernels.page_summary import row_format, summarise
-from kvsift.kernels.sketch import SKETCHES, SketchLayout, estimated_logits, rotation, sketch_rows, unpack
+from kvsift.kernels.sketch import SKETCHES, estimated_logits, sketch_rows, sketch_rows_reference, unpack
+from kvsift.native.sketch_format import SketchLayout, rotation
 
 CPU = torch.device("cpu")
 
@@ -54,8 +56,8 @@ def test_estimates_have_no_bias_and_the_stated_variance(bits: int, head_dim: int
 
 @pytest.mark.parametrize("bits", [1, 2])
 def test_the_variance_makes_up_for_what_noise_does_to_an_exponential(bits: int) -> None:
-    keys, generator = draw(1, 2048, 16, 128), torch.Generator().manual_seed(1)
-    queries = 1.2 * torch.randn(32, 1, 128, generator=generator) / math.sqrt(128)  # no token outweighs all others
+    queries = torch.randn(16, 1, 128, generator=torch.Generator().manual_seed(3))
+    keys, queries = draw(1, 2048, 16, 128), 2.5 * queries / math.sqrt(128)
     logits, variance = estimates(queries, keys, bits)
     true = exact(queries, keys).logsumexp(-1)
     overstated = (logits.logsumexp(-1) - true).mean()
@@ -111,3 +113,31 @@ def test_more_pages_than_are_packed_at_once_are_packed_alike(monkeypatch: pytest
 def test_a_row_of_the_usual_shape_is_small() -> None:
     assert SketchLayout(1, 128, 16).width == 560  # 35 bytes per token, of 512
     assert SketchLayout(2, 128, 16).width == 816
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("bits", "head_dim", "page_size"), [(1, 128, 16), (2, 128, 16), (1, 80, 5), (2, 24, 32)])
+def test_the_compiled_core_writes_the_same_rows_up_to_rounding(
+    bits: int, head_dim: int, page_size: int, dtype: torch.dtype
+) -> None:
+    keys, values = (draw(3, 70, page_size, head_dim, seed).to(dtype) for seed in (0, 1))
+    layout, valid = SketchLayout(bits, head_dim, page_size), torch.arange(70 * page_size).view(70, page_size) % 7 > 1
+    valid[:, 0] = True
+    poisoned = keys.masked_fill(~valid.unsqueeze(-1), torch.nan)
+    for given, there in ((keys, None), (poisoned, valid), (poisoned[:, 5:9], valid[5:9])):
+        own = values[:, 5:9] if given.shape[1] == 4 else values
+        found, expected = (
+            native.sketch_rows(layout, given, own, there),
+            sketch_rows_reference(layout, given, own, there),
+        )
+        assert float((found != expected).float().mean()) < 2e-3
+        parts, others = unpack(found, layout), unpack(expected, layout)
+        assert float((parts.codes != others.codes).float().mean()) < 2e-3
+        assert float(((parts.factors - others.factors).abs() > 2e-3 * others.factors).float().mean()) < 5e-3
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            assert torch.equal(native.sketch_rows(layout, given, own, there), found), "threads change the rows"
+        finally:
+            torch.set_num_threads(threads)

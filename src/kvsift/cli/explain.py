@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvsift.eval.explain.explanation import Explanation, LayerReading
 
 PLAN = "quest:budget=256:dense_layers=none"
-METHODS = "quest,loki,streaming_llm,random"
+METHODS = "sketch,quest,streaming_llm,random"
 TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
 
 

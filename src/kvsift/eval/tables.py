@@ -118,6 +118,28 @@ def recall_table(result: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
+def fidelity_table(result: dict[str, Any]) -> str:
+    """Return a table per length of predictions: a row per plan, a column per budget, mean KL(dense || plan) and how
+    often the likeliest token agrees."""
+    names, budgets = _names(result), result["recipe"]["budgets"]
+    cells: dict[tuple[int, str, int | None], list[tuple[float, float]]] = defaultdict(list)
+    for sample in result["samples"]:
+        if "kl" in sample and sample["budget"] is not None:
+            key = (sample["length"], names[sample["plan"]], sample["budget"])
+            cells[key].append((sample["kl"], sample["agreement"]))
+    tables = []
+    for length in sorted({length for length, _, _ in cells}):
+        head = f"| {length:,} tokens: KL (agreement) | {' | '.join(map(str, budgets))} |"
+        lines = [head, "|---" * (len(budgets) + 1) + "|"]
+        for plan in dict.fromkeys(name for of, name, _ in cells if of == length):
+            means = [
+                [sum(numbers) / len(numbers) for numbers in zip(*cells[length, plan, budget])] for budget in budgets
+            ]
+            lines.append(f"| {plan} | {' | '.join(f'{kl:.3f} ({same:.2f})' for kl, same in means)} |")
+        tables.append("\n".join(lines))
+    return "\n\n".join(tables)
+
+
 def _mean(values: Iterable[float]) -> float | None:
     values = list(values)
     return sum(values) / len(values) if values else None

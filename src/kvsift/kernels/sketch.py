@@ -26,53 +26,19 @@ beyond head_dim are zero, and a row ends at a multiple of 16.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvsift import native
+from kvsift.native.sketch_format import SketchLayout, rotation
 from kvsift.types import Part
 
 ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
 SKETCHES = {"sketch1": 1, "sketch2": 2}  # kind of page summary -> bits per channel
 PAGES_AT_ONCE = 2048  # bounds temporary memory
-
-
-class SketchLayout(NamedTuple):
-    """Where the parts of a row are."""
-
-    bits: int
-    head_dim: int
-    page_size: int
-
-    @property
-    def words(self) -> int:
-        """Groups of 32 channels."""
-        return -(-self.head_dim // 32)
-
-    @property
-    def factors(self) -> int:
-        """Offset of the factors."""
-        return 4 * self.bits * self.words * self.page_size
-
-    @property
-    def key_mean(self) -> int:
-        return self.factors + _round_up(2 * self.page_size, 4)
-
-    @property
-    def value_mean(self) -> int:
-        return self.key_mean + 32 * self.words
-
-    @property
-    def scales(self) -> int:
-        return self.value_mean + _round_up(self.head_dim, 4)
-
-    @property
-    def width(self) -> int:
-        """Bytes of a row."""
-        return _round_up(self.scales + 4, 16)
 
 
 class Unpacked(NamedTuple):
@@ -84,25 +50,6 @@ class Unpacked(NamedTuple):
     value_means: Tensor  # [num_kv_heads, num_pages, head_dim]
 
 
-@lru_cache
-def rotation(head_dim: int, device: torch.device) -> Tensor:
-    """An orthogonal matrix that spreads every channel over all, float32 [head_dim, head_dim]; vectors @ it rotates.
-
-    Signs, then a Hadamard matrix of the largest power of two that divides ``head_dim``, in each of as many blocks as
-    there are, and a cosine transform across the blocks.
-    """
-    size = head_dim & -head_dim
-    hadamard = torch.ones(1, 1)
-    while len(hadamard) < size:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
-    blocks = torch.arange(head_dim // size, dtype=torch.float64)
-    cosines = torch.cos(math.pi / len(blocks) * (blocks + 0.5).unsqueeze(1) * blocks)
-    mixed = torch.kron((cosines / cosines.norm(dim=0)).float(), hadamard / math.sqrt(size))
-    channels = torch.arange(head_dim)
-    signs = 1 - 2 * ((channels * 0x9E3779B1 >> 15) & 1)  # any fixed pattern that no feature of a model follows
-    return (signs.float().unsqueeze(1) * mixed).to(device)
-
-
 def sketch_rows(bits: int, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> Tensor:
     """Rows of pages, uint8 [num_kv_heads, num_pages, width].
 
@@ -110,6 +57,12 @@ def sketch_rows(bits: int, keys: Tensor, values: Tensor, valid: Tensor | None = 
     bool [num_pages, page_size], None if all are.
     """
     layout = SketchLayout(bits, keys.shape[3], keys.shape[2])
+    if native.takes_tokens(keys, values):
+        return native.sketch_rows(layout, keys, values, valid)
+    return sketch_rows_reference(layout, keys, values, valid)
+
+
+def sketch_rows_reference(layout: SketchLayout, keys: Tensor, values: Tensor, valid: Tensor | None = None) -> Tensor:
     rows = keys.new_zeros(*keys.shape[:2], layout.width, dtype=torch.uint8)
     for first in range(0, keys.shape[1], PAGES_AT_ONCE):
         pages = slice(first, first + PAGES_AT_ONCE)
@@ -131,6 +84,7 @@ def _fill(rows: Tensor, layout: SketchLayout, keys: Tensor, values: Tensor, vali
     if valid is not None:
         residual = residual.masked_fill(missing, 0.0)
     index = _code_index(layout, residual)
+    index = index if valid is None else index.masked_fill(missing, 0)
     codes = (2 * index - (2**layout.bits - 1)).float()
     product = (residual * codes).sum(-1)
     factors = residual.square().sum(-1) / product.clamp_min(torch.finfo(torch.float32).tiny)
@@ -233,7 +187,3 @@ def estimated_rest(weights: Tensor, places: Tensor, value_means: Tensor, page_si
     by_page = by_page.unflatten(-1, (num_pages, page_size)).sum(-1)  # [num_query_heads, num_pages]
     values = by_page.unflatten(0, (len(value_means), -1)) @ value_means
     return Part(values.flatten(0, 1)[None, :, None], lse[None, :, None])
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

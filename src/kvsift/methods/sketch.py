@@ -21,12 +21,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.kernels.sketch import SketchLayout, Unpacked, estimated_rest, log_weights, unpack
+from kvsift import native
+from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack
 from kvsift.methods import checks
 from kvsift.methods.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
 from kvsift.methods.traits import Traits
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+from kvsift.native.shapes import HeadRows, PooledRows
+from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,12 @@ class Sketch(AnchoredMethod, ScoringMethod):
     def _select(
         self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, reader: KVReader
     ) -> Selection:
-        rows, skipped = self._rows(shape, candidates, reader)
+        packed, skipped = self._packed(candidates, reader)
+        layout = self._layout(shape)
+        plain = limit.mass is None and not limit.adaptive and shape.softcap is None
+        if plain and queries.shape[1] == 1 and native.sketches_fit(queries[:, 0], packed, layout):
+            return self._select_natively(shape, queries, candidates, limit, packed, skipped)
+        rows = _unpacked(packed, layout)
         weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
         total = weights.logsumexp(-1)
         if limit.always_lse is not None:
@@ -95,16 +103,36 @@ class Sketch(AnchoredMethod, ScoringMethod):
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
-        rows, skipped = self._rows(shape, candidates, reader)
+        packed, skipped = self._packed(candidates, reader)
+        rows = _unpacked(packed, self._layout(shape))
         return self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
 
-    def _rows(self, shape: LayerShape, candidates: Candidates, reader: KVReader) -> tuple[Unpacked, int]:
+    def _layout(self, shape: LayerShape) -> SketchLayout:
+        return SketchLayout(self.bits, shape.head_dim, self.page_size)
+
+    def _packed(self, candidates: Candidates, reader: KVReader) -> tuple[HeadRows, int]:
         """Rows of the pages of the candidates, and how many tokens of them come before the first candidate."""
         first, stop = candidates.first // self.page_size, -(-candidates.stop // self.page_size)
-        packed = reader.summary(self.summaries[0], slice(first, stop))
-        rows = unpack(packed, SketchLayout(self.bits, shape.head_dim, self.page_size))
-        return rows, candidates.first - first * self.page_size
+        read = getattr(reader, "summary_in_place", reader.summary)  # a reader of another make may lack it
+        return read(self.summaries[0], slice(first, stop)), candidates.first - first * self.page_size
+
+    def _select_natively(
+        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, packed: HeadRows, skipped: int
+    ) -> Selection:
+        """Select for one query by the compiled core."""
+        rotated = (queries[:, 0].float() * shape.scale) @ rotation(shape.head_dim, queries.device)
+        count, heads = candidates.count, self.num_selections(shape)
+        ids, values, lse = native.choose_sketched(
+            rotated, packed, self._layout(shape), skipped, count, limit.units, heads
+        )
+        rest = self.rest and limit.units < count
+        extra = Part(values[None, :, None], lse[None, :, None]) if rest else None
+        return Selection(ids + candidates.first, candidates.unit_size, extra=extra, full=True)
 
     def _log_weights(self, shape: LayerShape, queries: Tensor, rows: Unpacked) -> Tensor:
         """Logarithms of the estimated weights, float32 [num_query_heads, num_queries, num_tokens]."""
         return log_weights(queries.float() * shape.scale, rows, self.bits, shape.softcap)
+
+
+def _unpacked(packed: HeadRows, layout: SketchLayout) -> Unpacked:
+    return unpack(packed.gather() if isinstance(packed, PooledRows) else packed, layout)

@@ -11,6 +11,8 @@ from kvsift.native.memory import advise_huge, bandwidth
 from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import scan, scan_codes
 from kvsift.native.shapes import PooledRows
+from kvsift.native.sketch import choose_sketched, sketches_fit
+from kvsift.native.sketch_rows import sketch_rows, takes_tokens
 
 __all__ = [
     "Codes",
@@ -21,6 +23,7 @@ __all__ = [
     "available",
     "bandwidth",
     "choose_pages",
+    "choose_sketched",
     "core",
     "level",
     "levels",
@@ -28,6 +31,9 @@ __all__ = [
     "page_scores",
     "scan",
     "scan_codes",
+    "sketch_rows",
+    "sketches_fit",
+    "takes_tokens",
     "use_level",
     "why_missing",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +124,12 @@ def shape_of(queries: Tensor, rows: HeadRows) -> Any:
     num_kv_heads, length, width = rows.shape
     if not isinstance(rows, PooledRows):
         return core().Shape(queries.shape[0], num_kv_heads, width, length)
+    return check_runs(rows, lambda *runs: core().Shape(queries.shape[0], num_kv_heads, width, length, *runs))
+
+
+def check_runs(rows: PooledRows, make: Callable[[int, int, int, int], Any]) -> Any:
+    """What the core makes of the runs (address, number, slots of the pool, first row); raises InputError for runs that
+    are not in the pool or hold too few rows."""
     runs, num_slots = rows.runs, rows.pool.shape[1]
     is_list = runs.dim() == 2 and runs.shape[1] == 2 and runs.dtype == torch.int64
     if not is_list or not runs.is_cpu or not runs.is_contiguous():
@@ -131,9 +138,7 @@ def shape_of(queries: Tensor, rows: HeadRows) -> Any:
             "first slots and numbers of slots, contiguous."
         )
     try:
-        return core().Shape(
-            queries.shape[0], num_kv_heads, width, length, runs.data_ptr(), len(runs), num_slots, rows.start
-        )
+        return make(runs.data_ptr(), len(runs), num_slots, rows.start)
     except ValueError as error:
         raise InputError(f"runs of a pool of {num_slots} slots: {error}") from None
 

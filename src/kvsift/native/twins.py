@@ -69,6 +69,23 @@ def choose_pages(queries: Tensor, rows: HeadRows, scale: float, k: int, num_sele
     return best.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
 
 
+def choose_sketched(
+    log_weights: Tensor, value_means: Tensor, page_size: int, first: int, k: int, num_selections: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Twin of native.choose_sketched, given the estimates of a sketch: logarithms of the weights of the candidates,
+    float32 [num_query_heads, count], and mean values, float32 [num_kv_heads, num_pages, head_dim]."""
+    count, (num_kv_heads, num_pages, _) = log_weights.shape[1], value_means.shape
+    votes = log_weights.softmax(-1).unflatten(0, (num_selections, -1)).sum(1)
+    ids = votes.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+    lists = ids.repeat_interleave(len(log_weights) // num_selections, 0)
+    left = log_weights.scatter(1, lists, -torch.inf)
+    lse = left.logsumexp(-1)
+    shares = (left - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
+    by_page = torch.nn.functional.pad(shares, (first, num_pages * page_size - first - count))
+    by_page = by_page.unflatten(-1, (num_pages, page_size)).sum(-1).unflatten(0, (num_kv_heads, -1))
+    return ids, (by_page @ value_means).flatten(0, 1), lse
+
+
 def scan(queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor]:
     """Twin of native.scan."""
     return _best(_products(queries, keys), k)

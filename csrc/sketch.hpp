@@ -1,0 +1,286 @@
+// A decode step's choice of tokens by sketches (methods/sketch.py), and an estimate of attention over the others.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "heads.hpp"
+#include "numbers.hpp"
+#include "parallel.hpp"
+#include "sketch_queries.hpp"
+#include "top_many.hpp"
+
+namespace kvsift {
+
+// Number of 16 bits, IEEE.
+inline float from_float16(const std::uint8_t* at) {
+  std::uint16_t half;
+  std::memcpy(&half, at, 2);
+  const std::uint32_t exponent = half >> 10 & 31, fraction = half & 1023;
+  const std::uint32_t bits = exponent == 31 ? 0x7f800000u | fraction << 13 : (exponent + 112) << 23 | fraction << 13;
+  float size;
+  std::memcpy(&size, &bits, 4);
+  if (exponent == 0) size = float(fraction) * 5.9604644775390625e-8f;  // 2^-24
+  return half & 0x8000 ? -size : size;
+}
+
+// For whole numbers up to 0; 0 below -126.
+inline float power_of_2(float exponent) {
+  const std::uint32_t bits = exponent < -126 ? 0 : std::uint32_t(127 + int(exponent)) << 23;
+  float power;
+  std::memcpy(&power, &bits, 4);
+  return power;
+}
+
+// Rows [num_kv_heads, num_pages, format.width] of one sequence in a pool; its heads are head_stride bytes apart.
+struct SketchRows {
+  const std::uint8_t* data;
+  std::int64_t head_stride;
+  const SlotTable& table;
+  int num_kv_heads;
+  SketchFormat format;
+
+  std::int64_t num_pages() const { return table.length(); }
+};
+
+struct SketchCall {
+  const float* queries;  // [num_query_heads, head_dim], scaled and rotated
+  int num_query_heads;
+  const SketchRows& rows;
+  std::int64_t first, count;  // candidates, tokens of the rows
+  std::int64_t k;             // at most count
+  int num_selections;         // num_kv_heads or num_query_heads
+  std::int64_t* ids;          // [num_selections, k], candidates from 0 on
+  float* output;              // [num_query_heads, head_dim]
+  float* lse;                 // [num_query_heads]
+
+  int group() const { return num_query_heads / rows.num_kv_heads; }
+};
+
+// Candidates of one KV head. The steps: weigh each block, vote, choose, estimate the rest.
+class SketchHead {
+ public:
+  void start(const SketchCall& call, const Slots& slots, int kv_head) {
+    call_ = &call, kv_head_ = kv_head;
+    const SketchFormat& format = call.rows.format;
+    queries_.set(call.queries + std::int64_t(kv_head) * call.group() * format.head_dim, call.group(), format);
+    num_pages_ = slots.count;
+    pages_per_block_ = kSketchTokens / format.page_size;
+    num_blocks_ = (num_pages_ + pages_per_block_ - 1) / pages_per_block_;
+    stride_ = num_pages_ * format.page_size;
+    const std::uint8_t* base = call.rows.data + kv_head * call.rows.head_stride;
+    pages_.resize(std::size_t(num_pages_ + kSketchPages + 2));
+    for (std::int64_t i = 0; i < std::int64_t(pages_.size()); ++i)
+      pages_[std::size_t(i)] = base + slots[std::min(i, num_pages_ - 1)] * format.width;
+    const std::size_t group = std::size_t(call.group());
+    weights_.resize(group * std::size_t(stride_));
+    page_sums_.resize(group * std::size_t(num_pages_));
+    references_.resize(group * std::size_t(num_blocks_));
+    sums_.resize(references_.size());
+    totals_.resize(group);
+  }
+
+  std::int64_t num_blocks() const { return num_blocks_; }
+
+  // Weights of a block of pages relative to the largest of each query, and their sums.
+  void weigh(std::int64_t block) {
+    const SketchFormat& format = call_->rows.format;
+    const std::int64_t page = block * pages_per_block_, token = page * format.page_size;
+    const std::int64_t stop = std::min<std::int64_t>(call_->first + call_->count - token, pages_in(block) * format.page_size);
+    const int first = int(std::max<std::int64_t>(call_->first - token, 0));
+    for (int q = 0; q < call_->group(); q += kSketchQueries) {
+      const SketchQueries chunk = queries_.chunk(q);
+      float references[kSketchQueries], sums[kSketchQueries];
+      kernels().sketch_weights(chunk, format, {&pages_[std::size_t(page)], pages_in(block), first, int(stop)},
+                               {weights(q) + token, stride_, page_sums(q) + page, num_pages_, references, sums});
+      for (int i = 0; i < chunk.count; ++i) reference(q + i, block) = references[i], sum(q + i, block) = sums[i];
+    }
+    drop_outside(page, first, page * format.page_size + stop);
+  }
+
+  // The best candidates of each selection of this head.
+  void choose() {
+    for (int q = 0; q < call_->group(); ++q) totals_[std::size_t(q)] = log_sum(q);
+    const int sharing = call_->num_query_heads / call_->num_selections;
+    votes_.resize(std::size_t(stride_));
+    for (int q = 0; q < call_->group(); q += sharing) {
+      vote(q, sharing);
+      std::int64_t* ids = call_->ids + (kv_head_ * call_->group() + q) / sharing * call_->k;
+      best_.positions(votes_.data() + call_->first, call_->count, call_->k, ids);
+      for (int i = q; i < q + sharing; ++i) drop(i, ids);
+    }
+  }
+
+  // Attention over what was not chosen, by pages.
+  void estimate_rest() {
+    const int head_dim = call_->rows.format.head_dim, stride = padded(head_dim);
+    for (int q = 0; q < call_->group(); q += kSketchQueries) {
+      const int count = std::min(kSketchQueries, call_->group() - q);
+      values_.assign(std::size_t(count * stride), 0.0f);
+      float tops[kSketchQueries];
+      for (int i = 0; i < count; ++i) tops[i] = largest(q + i);
+      for (std::int64_t block = 0; block < num_blocks_; ++block) add_values(block, q, count, tops);
+      for (int i = 0; i < count; ++i) finish(q + i, values_.data() + i * stride);
+    }
+  }
+
+ private:
+  int pages_in(std::int64_t block) const {
+    return int(std::min(pages_per_block_, num_pages_ - block * pages_per_block_));
+  }
+  std::uint16_t* weights(int q) { return weights_.data() + q * stride_; }
+  std::uint16_t& weight(int q, std::int64_t token) { return weights(q)[token / 16 * 16 + weight_position(int(token % 16))]; }
+  float* page_sums(int q) { return page_sums_.data() + q * num_pages_; }
+  float& reference(int q, std::int64_t block) { return references_[std::size_t(q * num_blocks_ + block)]; }
+  float& sum(int q, std::int64_t block) { return sums_[std::size_t(q * num_blocks_ + block)]; }
+  float largest(int q) const {
+    const auto from = references_.begin() + std::ptrdiff_t(q * num_blocks_);
+    return *std::max_element(from, from + std::ptrdiff_t(num_blocks_));
+  }
+
+  // Logarithm to the base of 2 of the sum of all weights.
+  float log_sum(int q) {
+    const float top = largest(q);
+    float total = 0;
+    for (std::int64_t block = 0; block < num_blocks_; ++block) total += sum(q, block) * power_of_2(reference(q, block) - top);
+    return top + std::log2(total);
+  }
+
+  // Drops the weights of tokens of a block's pages that are no candidates: at either end.
+  void drop_outside(std::int64_t page, int first, std::int64_t stop) {
+    const int page_size = call_->rows.format.page_size;
+    const std::int64_t start = page * page_size, end = (stop + page_size - 1) / page_size * page_size;
+    if (first == 0 && stop == end) return;
+    for (int q = 0; q < call_->group(); ++q) {
+      for (std::int64_t token = start; token < start + first; ++token) weight(q, token) = 0;
+      for (std::int64_t token = stop; token < end; ++token) weight(q, token) = 0;
+      sum_page(q, start / page_size);
+      sum_page(q, (stop - 1) / page_size);
+    }
+  }
+
+  void sum_page(int q, std::int64_t page) {
+    const int page_size = call_->rows.format.page_size;
+    const std::uint16_t* from = weights(q) + page * page_size;
+    float lanes[4] = {};
+    for (int i = 0; i < page_size; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] += from_bf16(from[i + j]);
+    page_sums(q)[page] = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+
+  void vote(int q, int sharing) {
+    const int page_size = call_->rows.format.page_size;
+    factors_.resize(std::size_t(sharing));
+    for (std::int64_t block = 0; block < num_blocks_; ++block) {
+      const std::int64_t token = block * pages_per_block_ * page_size;
+      for (int i = 0; i < sharing; ++i)
+        factors_[std::size_t(i)] = std::exp2(reference(q + i, block) - totals_[std::size_t(q + i)]);
+      kernels().sketch_votes(weights(q) + token, stride_, factors_.data(), sharing, pages_in(block) * page_size,
+                             votes_.data() + token);
+    }
+  }
+
+  // Drops the weights of chosen candidates, ascending.
+  void drop(int q, const std::int64_t* ids) {
+    const int page_size = call_->rows.format.page_size;
+    for (std::int64_t i = 0; i < call_->k;) {
+      const std::int64_t page = (call_->first + ids[i]) / page_size;
+      for (; i < call_->k && call_->first + ids[i] < (page + 1) * page_size; ++i) weight(q, call_->first + ids[i]) = 0;
+      sum_page(q, page);
+    }
+  }
+
+  // Adds the mean values of a block's pages, with weights of 15 bits, and sums up what is left of the weights.
+  void add_values(std::int64_t block, int q, int count, const float* tops) {
+    const SketchFormat& format = call_->rows.format;
+    const std::int64_t page = block * pages_per_block_;
+    const int num_pages = pages_in(block);
+    const std::uint8_t* const* rows = &pages_[std::size_t(page)];
+    float value_scales[kSketchPages] = {}, scales[kSketchQueries];
+    for (int i = 0; i < num_pages; ++i) value_scales[i] = from_float16(rows[i] + format.scales + 2);
+    alignas(64) std::int16_t whole[kSketchQueries * kSketchPages];
+    bool any = false;
+    for (int i = 0; i < count; ++i) {
+      float left[kSketchPages] = {};
+      std::copy_n(page_sums(q + i) + page, num_pages, left);
+      sum(q + i, block) = lane_sum(left);
+      scales[i] = power_of_2(reference(q + i, block) - tops[i]) * to_whole(left, value_scales, whole + i * kSketchPages);
+      any = any || scales[i] > 0;
+    }
+    if (any) kernels().sketch_values(format, rows, num_pages, whole, scales, count, values_.data(), padded(format.head_dim));
+  }
+
+  static float lane_sum(const float* numbers) {
+    float lanes[4] = {};
+    for (int i = 0; i < kSketchPages; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] += numbers[i + j];
+    return (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+  }
+
+  // whole[i] = sums[i] * scales[i] / the result, at most 32767
+  static float to_whole(const float* sums, const float* scales, std::int16_t* whole) {
+    float products[kSketchPages], lanes[4] = {};
+    for (int i = 0; i < kSketchPages; ++i) products[i] = sums[i] * scales[i];
+    for (int i = 0; i < kSketchPages; i += 4)
+      for (int j = 0; j < 4; ++j) lanes[j] = products[i + j] > lanes[j] ? products[i + j] : lanes[j];
+    const float largest = std::max(std::max(lanes[0], lanes[1]), std::max(lanes[2], lanes[3]));
+    const float factor = largest > 1e-30f ? 32767 / largest : 0;
+    for (int i = 0; i < kSketchPages; ++i) {
+      const float number = products[i] * factor + 0.5f;
+      whole[i] = std::int16_t(std::int32_t(number > 0 ? number : 0));  // NaN counts as 0
+    }
+    return factor > 0 ? largest / 32767 : 0;
+  }
+
+  void finish(int q, const float* values) {
+    const int head_dim = call_->rows.format.head_dim, head = kv_head_ * call_->group() + q;
+    const float log_total = log_sum(q);
+    const bool any = log_total > -std::numeric_limits<float>::infinity();
+    const float factor = any ? std::exp2(largest(q) - log_total) : 0.0f;
+    for (int i = 0; i < head_dim; ++i) call_->output[std::int64_t(head) * head_dim + i] = values[i] * factor;
+    call_->lse[head] = log_total * 0.693147181f;
+  }
+
+  const SketchCall* call_ = nullptr;
+  SketchGroup queries_;
+  int kv_head_ = 0;
+  std::int64_t num_pages_ = 0, pages_per_block_ = 0, num_blocks_ = 0, stride_ = 0;
+  std::vector<const std::uint8_t*> pages_;
+  std::vector<std::uint16_t> weights_;      // bf16 [group, tokens], strips in order of weight_position
+  std::vector<float> page_sums_;            // [group, num_pages]
+  std::vector<float> references_, sums_;    // [group, num_blocks]: 2^reference * sum is the sum of the weights of a block
+  std::vector<float> totals_;               // [group], logarithms of the sums of weights
+  std::vector<float> votes_, factors_, values_;
+  TopOfMany best_;
+};
+
+// Nothing depends on the number of threads: with fewer threads than heads, each takes a head from start to end, whose rows
+// and weights then stay in its cache; else all threads take blocks.
+inline void choose_sketched(const SketchCall& call, int threads) {
+  const int num_heads = call.rows.num_kv_heads;
+  std::vector<std::int64_t> ids;
+  const Slots slots = call.rows.table.range(0, call.rows.num_pages(), ids);
+  if (threads <= num_heads) {
+    parallel_for(num_heads, threads, [&](std::int64_t h, int) {
+      thread_local SketchHead head;  // keeps its memory: a step has as many calls as layers
+      head.start(call, slots, int(h));
+      for (std::int64_t block = 0; block < head.num_blocks(); ++block) head.weigh(block);
+      head.choose();
+      head.estimate_rest();
+    });
+    return;
+  }
+  std::vector<SketchHead> heads(static_cast<std::size_t>(num_heads));
+  for (int h = 0; h < num_heads; ++h) heads[std::size_t(h)].start(call, slots, h);
+  const std::int64_t num_blocks = heads[0].num_blocks();
+  parallel_for(num_heads * num_blocks, threads,
+               [&](std::int64_t task, int) { heads[std::size_t(task / num_blocks)].weigh(task % num_blocks); });
+  parallel_for(num_heads, threads, [&](std::int64_t h, int) {
+    heads[std::size_t(h)].choose();
+    heads[std::size_t(h)].estimate_rest();
+  });
+}
+
+}  // namespace kvsift

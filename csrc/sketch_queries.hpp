@@ -1,0 +1,82 @@
+// Queries in the form in which the kernels of sketches read them.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "isa/isa.hpp"
+
+namespace kvsift {
+
+constexpr int kSketchQueries = 4;  // of a call of a kernel, at most
+
+// Queries of one KV head: nibble tables of 6 bits, 16-bit numbers for the mean keys, and what turns both into logarithms.
+class SketchGroup {
+ public:
+  // queries [group, head_dim], scaled and rotated
+  void set(const float* queries, int group, const SketchFormat& format) {
+    words_ = format.words, group_ = group;
+    tables_.resize(std::size_t(group) * 8 * words_ * 16);
+    numbers_.resize(std::size_t(group) * 32 * words_);
+    factors_.resize(std::size_t(group));
+    std::vector<float> padded(std::size_t(32 * words_), 0.0f);
+    for (int q = 0; q < group; ++q) {
+      std::copy_n(queries + q * format.head_dim, format.head_dim, padded.begin());
+      const float step = fill_tables(padded.data(), q);
+      set_factors(padded.data(), q, step, format.bits);
+    }
+  }
+
+  // Up to four of them.
+  SketchQueries chunk(int first) const {
+    const std::size_t q = std::size_t(first);
+    return {&tables_[q * 8 * words_ * 16], &numbers_[q * 32 * words_], &factors_[q], std::min(kSketchQueries, group_ - first)};
+  }
+
+ private:
+  // Tables of a query, interleaved with those of its chunk -> the number that a step of their values stands for.
+  float fill_tables(const float* query, int q) {
+    const int in_chunk = q % kSketchQueries, count = std::min(kSketchQueries, group_ - (q - in_chunk));
+    std::uint8_t* out = &tables_[std::size_t(q - in_chunk) * 8 * words_ * 16];
+    float widest = 0;
+    for (int n = 0; n < 8 * words_; ++n, query += 4)
+      widest = std::max(widest, std::fabs(query[0]) + std::fabs(query[1]) + std::fabs(query[2]) + std::fabs(query[3]));
+    query -= 32 * words_;
+    const float factor = widest > 0 ? 63 / widest : 0;
+    for (int n = 0; n < 8 * words_; ++n, query += 4) {
+      float sums[16] = {0.5f};  // above the least, rounded
+      for (int i = 0; i < 4; ++i) sums[0] += query[i] < 0 ? -query[i] * factor : 0.0f;
+      for (int i = 0; i < 4; ++i)
+        for (int code = 0; code < 1 << i; ++code) sums[(1 << i) + code] = sums[code] + query[i] * factor;
+      for (int code = 0; code < 16; ++code)  // a rounded sum may be a little below 0
+        out[(n * count + in_chunk) * 16 + code] = std::uint8_t(int(sums[code] < 0 ? 0 : sums[code]));
+    }
+    return widest / 63;
+  }
+
+  // With B the sum of table values, product with the code = 2 * step * B - (2^bits - 1) * sum |q|.
+  void set_factors(const float* query, int q, float step, int bits) {
+    constexpr float kLog2E = 1.44269504f;
+    const int width = 32 * words_;
+    float size = 0, squares = 0, largest = 0;
+    for (int i = 0; i < width; ++i) {
+      size += std::fabs(query[i]);
+      squares += query[i] * query[i];
+      largest = std::max(largest, std::fabs(query[i]));
+    }
+    const float variance = squares * (bits == 1 ? 0.363380228f : 0.4126f);  // ERROR of kernels/sketch.py
+    const float whole = largest > 0 ? 32767 / largest : 0;
+    for (int i = 0; i < width; ++i)
+      numbers_[std::size_t(q * width + i)] = std::int16_t(query[i] * whole + (query[i] < 0 ? -0.5f : 0.5f));
+    factors_[std::size_t(q)] = {kLog2E * 2 * step, -kLog2E * float((1 << bits) - 1) * size, kLog2E * variance / 2,
+                                kLog2E * largest / 32767};
+  }
+
+  int words_ = 0, group_ = 0;
+  std::vector<std::uint8_t> tables_;  // of each chunk: [8 * words, count, 16]
+  std::vector<std::int16_t> numbers_;
+  std::vector<SketchFactors> factors_;
+};
+
+}  // namespace kvsift

@@ -1,0 +1,111 @@
+"""Tokens by estimated shares of attention, and an estimate of attention over the others (``kernels.sketch``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.errors import InputError
+from kvsift.native.loader import available, core, num_threads
+from kvsift.native.shapes import (
+    LARGEST_HEAD_DIM,
+    HeadRows,
+    PooledRows,
+    address_of,
+    check_finite,
+    check_queries,
+    check_runs,
+    is_row_major,
+    pool_of,
+)
+from kvsift.native.sketch_format import SketchLayout
+
+STRIP = 16  # tokens; a page has a multiple of them
+LARGEST_PAGE = 1024
+
+
+def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
+    """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token, rows
+    uint8 [num_kv_heads, num_pages, width]."""
+    pool = pool_of(rows)
+    if queries.device.type != "cpu" or pool.device.type != "cpu" or not pool.shape[0]:
+        return False
+    return _readable(layout) and is_row_major(pool) and available()
+
+
+def choose_sketched(
+    queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int, *,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The k candidates with the largest shares of attention, and attention over the others, both estimated.
+
+    Args:
+        queries: [num_query_heads, head_dim] of one token, scaled and rotated.
+        rows: uint8 [num_kv_heads, num_pages, layout.width] of the pages of the candidates, a tensor or ``PooledRows``.
+        layout: of a row; the page size is a multiple of 16, at most 1024, and head_dim at most 256.
+        first: tokens of the first page before the first candidate.
+        count: candidates, which end in the last page.
+        k: candidates of each selection.
+        num_selections: num_kv_heads or num_query_heads; the query heads of a selection add their shares.
+        threads: torch's number by default; the result does not depend on it.
+
+    Returns:
+        ids: int64 [num_selections, min(k, count)], candidates from 0 on, ascending; ties go to the lower id.
+        output: float32 [num_query_heads, head_dim], attention over what is not chosen, by pages and their mean values;
+            0 if there is nothing.
+        lse: float32 [num_query_heads], its log-sum-exp; -inf if there is nothing.
+    """
+    _check(queries, rows, layout, first, count, k, num_selections)
+    q = queries.float().contiguous()
+    ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
+    output, lse = torch.empty_like(q), q.new_empty(len(q))
+    core().choose_sketched(
+        _sketches(rows, layout), q.data_ptr(), len(q), *address_of(rows), first, count, ids.shape[1],
+        num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
+    )  # fmt: skip
+    return ids, output, lse
+
+
+def _sketches(rows: HeadRows, layout: SketchLayout) -> object:
+    """The core's form of layout and slots."""
+    form = layout.native(core())
+    if isinstance(rows, PooledRows):
+        return check_runs(rows, lambda *runs: core().Sketches(form, *rows.shape[:2], *runs))
+    return core().Sketches(form, *rows.shape[:2])
+
+
+def _readable(layout: SketchLayout) -> bool:
+    whole_strips = layout.page_size % STRIP == 0 and 0 < layout.page_size <= LARGEST_PAGE
+    return layout.bits in (1, 2) and whole_strips and 0 < layout.head_dim <= LARGEST_HEAD_DIM
+
+
+def _check(
+    queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int
+) -> None:
+    pool = pool_of(rows)
+    if not _readable(layout):
+        raise InputError(
+            f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
+            f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
+        )
+    if pool.dim() != 3 or pool.shape[0] == 0 or pool.shape[2] != layout.width:
+        raise InputError(f"rows have shape {list(pool.shape)}; they must be [num_kv_heads, num_pages, {layout.width}].")
+    if pool.device.type != "cpu" or pool.dtype != torch.uint8 or (pool.numel() and not is_row_major(pool)):
+        raise InputError(
+            f"rows are {pool.dtype} on {pool.device}, strides {pool.stride()}; they must be uint8 on the CPU, each row "
+            "right after the one before."
+        )
+    check_queries(queries, rows.shape[0], layout.head_dim)
+    check_finite(queries)
+    if not 0 <= first < layout.page_size or count < 1 or -(-(first + count) // layout.page_size) != rows.shape[1]:
+        raise InputError(
+            f"candidates {first} to {first + count - 1} are not in {rows.shape[1]} pages of {layout.page_size} tokens: "
+            "they must begin in the first page and end in the last."
+        )
+    if k < 0:
+        raise InputError(f"k={k} must not be negative.")
+    if num_selections not in (rows.shape[0], len(queries)):
+        raise InputError(
+            f"num_selections={num_selections} must be {rows.shape[0]}, one per KV head, or {len(queries)}, one per "
+            "query head."
+        )

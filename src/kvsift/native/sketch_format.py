@@ -1,0 +1,73 @@
+"""The row of a sketch: where its parts are, and the rotation of its keys; ``kernels.sketch`` says what they mean."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SketchLayout(NamedTuple):
+    """Where the parts of a row are."""
+
+    bits: int
+    head_dim: int
+    page_size: int
+
+    @property
+    def words(self) -> int:
+        """Groups of 32 channels."""
+        return -(-self.head_dim // 32)
+
+    @property
+    def factors(self) -> int:
+        """Offset of the factors."""
+        return 4 * self.bits * self.words * self.page_size
+
+    @property
+    def key_mean(self) -> int:
+        return self.factors + _round_up(2 * self.page_size, 4)
+
+    @property
+    def value_mean(self) -> int:
+        return self.key_mean + 32 * self.words
+
+    @property
+    def scales(self) -> int:
+        return self.value_mean + _round_up(self.head_dim, 4)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return _round_up(self.scales + 4, 16)
+
+    def native(self, core: Any) -> Any:
+        """The layout as the compiled core takes it."""
+        parts = self.factors, self.key_mean, self.value_mean, self.scales, self.width
+        return core.SketchFormat(self.bits, self.head_dim, self.page_size, *parts)
+
+
+@lru_cache
+def rotation(head_dim: int, device: torch.device) -> Tensor:
+    """An orthogonal matrix that spreads every channel over all, float32 [head_dim, head_dim]; vectors @ it rotates.
+
+    Signs, then a Hadamard matrix of the largest power of two that divides ``head_dim``, in each of as many blocks as
+    there are, and a cosine transform across the blocks.
+    """
+    size = head_dim & -head_dim
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard)
+    blocks = torch.arange(head_dim // size, dtype=torch.float64)
+    cosines = torch.cos(math.pi / len(blocks) * (blocks + 0.5).unsqueeze(1) * blocks)
+    mixed = torch.kron((cosines / cosines.norm(dim=0)).float(), hadamard / math.sqrt(size))
+    channels = torch.arange(head_dim)
+    signs = 1 - 2 * ((channels * 0x9E3779B1 >> 15) & 1)  # any fixed pattern that no feature of a model follows
+    return (signs.float().unsqueeze(1) * mixed).to(device)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,233 @@
+"""Choice of tokens by sketches, and the estimate of the rest, against the torch reference of the same rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvsift import native
+from kvsift.errors import InputError
+from kvsift.kernels.sketch import estimated_logits, sketch_rows, unpack
+from kvsift.native import PooledRows, twins
+from kvsift.native.sketch_format import SketchLayout, rotation
+
+# A table of 4 channels has 6 bits: the deviation of an estimate is some 0.03 |q| factor, where the code's own is 0.6.
+SHARE = 0.995  # of the votes of the reference's choice that the core's choice must have
+NEAR = 0.05  # logarithm of a weight
+REST = 0.02  # of the rest's norm, for weights that are not dominated by a few
+
+
+class Case(NamedTuple):
+    """Rows of pages whose first and last tokens may be no candidates."""
+
+    queries: Tensor  # scaled and rotated
+    rows: Tensor
+    layout: SketchLayout
+    first: int
+    count: int
+
+    @property
+    def heads(self) -> int:
+        return len(self.rows)
+
+    def choose(self, k: int, num_selections: int, threads: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        return native.choose_sketched(
+            self.queries, self.rows, self.layout, self.first, self.count, k, num_selections, threads=threads
+        )
+
+    def log_weights(self) -> Tensor:
+        """Of the candidates, by the reference: [num_query_heads, count]."""
+        unrotated = self.queries @ rotation(self.layout.head_dim, self.queries.device).mT
+        logits, variance = estimated_logits(unrotated.unsqueeze(1), unpack(self.rows, self.layout), self.layout.bits)
+        return (logits - variance / 2)[:, 0, self.first : self.first + self.count]
+
+    def expected(self, k: int, num_selections: int) -> tuple[Tensor, Tensor, Tensor]:
+        means = unpack(self.rows, self.layout).value_means
+        return twins.choose_sketched(self.log_weights(), means, self.layout.page_size, self.first, k, num_selections)
+
+
+def case(
+    bits: int = 1, heads: int = 2, group: int = 4, dim: int = 128, page_size: int = 16, pages: int = 80,
+    first: int = 0, missing: int = 0, size: float = 0.7, seed: int = 0,
+) -> Case:  # fmt: skip
+    """Random keys around random page means; tokens that are no candidates, at either end, are NaN: their page's row
+    is made without them."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(heads, pages, page_size, dim, generator=generator) for _ in range(2))
+    keys += 0.5 * torch.randn(heads, pages, 1, dim, generator=generator)
+    values += torch.randn(heads, 1, 1, dim, generator=generator)
+    rows = sketch_rows(bits, keys, values)
+    queries = torch.randn(heads * group, dim, generator=generator) * size * dim**-0.5
+    layout = SketchLayout(bits, dim, page_size)
+    return Case(queries * 2, rows, layout, first, pages * page_size - first - missing)
+
+
+def check(given: Case, k: int, num_selections: int) -> None:
+    ids, output, lse = given.choose(k, num_selections)
+    expected_ids, expected, expected_lse = given.expected(k, num_selections)
+    assert ids.shape == expected_ids.shape
+    assert bool((ids.diff(dim=1) > 0).all())
+    assert bool(((ids >= 0) & (ids < given.count)).all())
+    votes = given.log_weights().softmax(-1).unflatten(0, (num_selections, -1)).sum(1)
+    assert bool((votes.gather(1, ids).sum(1) >= SHARE * votes.gather(1, expected_ids).sum(1)).all())
+    if k >= given.count:
+        assert torch.equal(ids, expected_ids)
+        assert bool((lse == -torch.inf).all())
+        assert not output.any()
+        return
+    if given.count - k < 16:
+        return  # the rest is a token or few, and near-ties decide which
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=NEAR)
+    assert float((output - expected).norm()) <= REST * float(expected.norm())
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize(
+    ("heads", "group", "dim"),
+    [
+        (2, 4, 128),
+        (2, 1, 64),  # every query head has its keys
+        (1, 2, 80),  # the last word of a code is half empty
+        (1, 3, 96),
+        (1, 7, 128),  # two calls of a kernel: four heads and three
+        (1, 8, 256),
+    ],
+)
+def test_choice_and_rest_are_those_of_the_reference(level: str, heads: int, group: int, dim: int, bits: int) -> None:
+    given = case(bits, heads, group, dim)
+    for num_selections in {heads, heads * group}:
+        check(given, 64, num_selections)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize(
+    ("page_size", "pages", "first", "missing"),
+    [
+        (16, 1, 3, 4),  # less than the tokens that are looked up at once
+        (16, 63, 15, 15),  # one page less than a block
+        (16, 64, 0, 0),
+        (16, 65, 1, 1),
+        (16, 200, 5, 9),
+        (48, 50, 40, 3),  # a page is three strips; blocks are not full
+        (64, 17, 20, 0),
+        (1024, 2, 700, 500),  # a page is a block
+    ],
+)
+def test_candidates_may_begin_and_end_within_a_page(
+    level: str, page_size: int, pages: int, first: int, missing: int, bits: int
+) -> None:
+    given = case(bits, 2, 3, 64, page_size, pages, first, missing)
+    check(given, max(1, given.count // 10), 2)
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, 100, 1000, 1279, 1280, 5000])
+def test_any_number_may_be_chosen(level: str, k: int) -> None:
+    given = case(size=0.3)
+    for num_selections in (2, 8):
+        check(given, k, num_selections)
+
+
+@pytest.mark.parametrize("pages", [90, 700])
+def test_tokens_outside_do_not_matter(level: str, pages: int) -> None:
+    given = case(pages=pages, first=5, missing=7)
+    rows = given.rows.clone()
+    layout = given.layout
+    for page, tokens in ((0, range(5)), (pages - 1, range(9, 16))):
+        for token in tokens:
+            start = layout.factors + 2 * token
+            rows[:, page, start : start + 2] = torch.tensor([torch.nan], dtype=torch.float16).view(torch.uint8)
+    pool = torch.full((2, pages + 2, layout.width), 255, dtype=torch.uint8)  # NaN as float16
+    pool[:, 1:-1] = rows
+    for found, expected in zip(given._replace(rows=pool[:, 1:-1]).choose(60, 2), given.choose(60, 2)):
+        assert torch.equal(found, expected)
+
+
+def test_equal_tokens_are_chosen_from_the_front(level: str) -> None:
+    given = case(heads=1, group=2, pages=300, seed=3)
+    same = given._replace(rows=given.rows[:, :1].expand(1, 300, -1).contiguous())
+    best = int(same._replace(rows=same.rows[:, :1], count=16).choose(1, 1)[0])
+    for k in (5, 250):  # by a threshold, and by ranks
+        assert same.choose(k, 1)[0].tolist() == [[best + 16 * page for page in range(k)]]
+
+
+def test_one_weight_far_above_the_others_leaves_a_rest(level: str) -> None:
+    """Weights beyond float32's range within a block, and what is left after the largest is gone."""
+    given = case(size=40.0, pages=300)
+    ids, output, lse = given.choose(1, 8)
+    expected_ids, _, expected_lse = given.expected(1, 8)
+    logs = given.log_weights()
+    assert float((logs.gather(1, ids) - logs.gather(1, expected_ids)).min()) > -0.1 * float(logs.std())
+    assert bool(output.isfinite().all())
+    assert float((lse - expected_lse).abs().max()) < 0.1 * float(logs.std())
+
+
+@pytest.mark.parametrize("num_selections", [3, 12])
+def test_nothing_depends_on_threads(level: str, num_selections: int) -> None:
+    given = case(heads=3, pages=333, first=3)
+    one = given.choose(40, num_selections, threads=1)
+    for threads in (2, 3, 5):  # with more threads than heads, blocks are shared out
+        for found, expected in zip(given.choose(40, num_selections, threads=threads), one):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("page_size", [16, 48])
+def test_rows_in_a_pool_have_the_bits_of_consecutive_rows(level: str, page_size: int) -> None:
+    given = case(2, page_size=page_size, pages=150, first=7, missing=2)
+    slots = torch.randperm(170, generator=torch.Generator().manual_seed(1))[:150]
+    pool = torch.full((2, 170, given.layout.width), 255, dtype=torch.uint8)
+    pool[:, slots] = given.rows
+    runs = torch.stack([slots, torch.ones_like(slots)], 1)
+    for start in (0, 4):
+        rows = PooledRows(pool, runs, 150 - start, start)
+        part = given._replace(rows=given.rows[:, start:], count=given.count - start * page_size)
+        for threads in (1, 4):
+            found = native.choose_sketched(given.queries, rows, given.layout, 7, part.count, 30, 2, threads=threads)
+            for one, expected in zip(found, part.choose(30, 2)):
+                assert torch.equal(one, expected)
+
+
+def test_levels_agree(core: None) -> None:
+    given, before = case(2, pages=400, size=0.5), native.level()
+    found = []
+    try:
+        for level in native.levels():
+            native.use_level(level)
+            found.append(given.choose(50, 2))
+    finally:
+        native.use_level(before)
+    for ids, output, lse in found[1:]:  # sums of tables are whole numbers: the same at every level
+        assert torch.equal(ids, found[0][0])
+        torch.testing.assert_close(output, found[0][1], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(lse, found[0][2], rtol=0, atol=1e-4)
+
+
+def test_what_cannot_be_read_is_refused(core: None) -> None:
+    given = case(pages=4)
+    calls = (
+        (given._replace(first=16), 1, 2, "begin in the first page"),
+        (given._replace(count=48), 1, 2, "end in the last"),
+        (given._replace(rows=given.rows[..., :-16]), 1, 2, r"num_pages, 560"),
+        (given._replace(rows=given.rows.float()), 1, 2, "must be uint8"),
+        (given._replace(rows=given.rows[:, ::2]), 1, 2, "right after the one before"),
+        (given._replace(layout=given.layout._replace(page_size=24)), 1, 2, "multiple of 16"),
+        (given._replace(queries=given.queries * torch.nan), 1, 2, "NaN or infinity"),
+        (given._replace(queries=given.queries[:3]), 1, 2, "multiple of the 2 KV heads"),
+        (given, -1, 2, "must not be negative"),
+        (given, 1, 4, "one per KV head"),
+    )
+    for wrong, k, num_selections, words in calls:
+        with pytest.raises(InputError, match=words):
+            wrong.choose(k, num_selections)
+    runs = torch.tensor([[0, 3]])
+    with pytest.raises(InputError, match="hold 3 rows, not 4"):
+        native.choose_sketched(given.queries, PooledRows(given.rows, runs, 4), given.layout, 0, 64, 1, 2)
+
+
+def test_what_fits(core: None) -> None:
+    given = case(pages=4)
+    assert native.sketches_fit(given.queries, given.rows, given.layout)
+    assert not native.sketches_fit(given.queries, given.rows, given.layout._replace(page_size=24))
+    assert not native.sketches_fit(given.queries, given.rows[:, ::2], given.layout)
