@@ -24,7 +24,7 @@ PLANS = (
     "quest:budget=128:window=16:score_by=minmax_fp8:dense_layers=none",
     "quest:ratio=0.3:window=16:dense_layers=1",
     f"prefill=streaming_llm:budget=128,decode={QUEST}",
-    "sketch:budget=64:window=16:dense_layers=none",
+    "sketch:budget=64:window=16:page_size=8:dense_layers=none",  # pages of 16: the compiled core rounds queries
     "sketch:ratio=0.2:window=5:bits=2:page_size=8:rest=false:dense_layers=1",
 )
 TEXTS = [text_of(600), text_of(301), text_of(44), text_of(450)[::-1]]

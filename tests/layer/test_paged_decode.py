@@ -283,10 +283,10 @@ def test_steps_answer_and_count_as_the_composed_path_does(settings_of_plan: str)
     SideBySide(f"{QUEST}:{settings_of_plan}").check()
 
 
-SKETCH = "sketch:dense_layers=none"
+SKETCH = "sketch:dense_layers=none"  # pages of 16 are for the compiled core, which rounds queries
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize("page_size", [4, 8])
 @pytest.mark.parametrize(
     "settings_of_plan",
     [
@@ -311,8 +311,9 @@ def test_steps_of_sketches_answer_and_count_as_the_composed_path_does(settings_o
 @pytest.mark.parametrize("num_kv_heads", [1, 4])
 def test_sketches_of_groups_of_any_size_with_softcap_and_sink_logit(num_kv_heads: int) -> None:
     shape, sinks = SHAPE._replace(num_kv_heads=num_kv_heads), torch.tensor([1.0, -2.0, 4.0, 0.0], device=DEVICE)
-    SideBySide(f"{SKETCH}:budget=30:sinks=4:window=5", shape).check()
-    SideBySide(f"{SKETCH}:budget=30:sinks=4:window=5", shape._replace(softcap=3.0), sinks).check()
+    plan = f"{SKETCH}:page_size=8:budget=30:sinks=4:window=5"
+    SideBySide(plan, shape).check()
+    SideBySide(plan, shape._replace(softcap=3.0), sinks).check()
 
 
 def test_a_method_with_features_of_its_own_answers_as_on_the_composed_path() -> None:

@@ -89,7 +89,7 @@ def _sketch_kernel(
     tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < VALUE_MEAN - KEY_MEAN)
     tl.store(halves_ptr + start // 2 + SCALES // 2, scale)
     residual = tl.where(valid[:, None], keys - (mean * scale.to(tl.float32))[None, :], 0.0)
-    index = tl.where((d < D)[None, :], code_index(residual, D, BITS), 0)
+    index = tl.where(valid[:, None] & (d < D)[None, :], code_index(residual, D, BITS), 0)
     product = tl.sum(residual * (2 * index - ((1 << BITS) - 1)).to(tl.float32), 1)
     factors = tl.sum(residual * residual, 1) / tl.maximum(product, TINY)
     factors = tl.where(product > 0, factors, 0.0).to(tl.float16)  # no residual: every code is right
