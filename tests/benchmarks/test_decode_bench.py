@@ -73,9 +73,10 @@ def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summ
     assert cache.num_bytes == pytest.approx(need, rel=0.1)
 
 
-def test_a_context_full_of_random_numbers_is_decoded_from_its_end(model: Any) -> None:
-    cache = filled_cache(model, PLAN, 256, 2, steps=4)
-    host = FixedSlots(new_slots(DecoderStep(model), cache, PLAN, 2, capture=False), PLAN)
+@pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)
+def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, model: Any) -> None:
+    cache = filled_cache(model, plan, 256, 2, steps=4)
+    host = FixedSlots(new_slots(DecoderStep(model), cache, plan, 2, capture=False), plan)
     for _ in range(2):  # the second time begins where the first began
         seconds, tallies = decode_rows(host, 256, 4)
         assert seconds > 0

@@ -28,6 +28,7 @@ PLANS = (
     "quest:budget=256:window=32:page_size=32:heads=query:dense_layers=none",
     "quest:budget=256:window=32:score_by=minmax_fp8:dense_layers=none",
     "quest:ratio=0.3:window=32:score_by=mean_std:dense_layers=1",
+    "sketch:budget=128:window=32:dense_layers=none",
 )
 TEXTS = [text_of(1500), text_of(701), text_of(44), text_of(1250)[::-1], text_of(990)]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 8}

@@ -93,6 +93,7 @@ def test_every_nth_step_is_probed_and_the_one_after_a_low_probe(llama: Path) -> 
     "plan",
     [
         QUEST,
+        f"sketch:budget=64:{REST}:page_size=8:min_recovery=0.9",  # pages of 16: the compiled core rounds queries
         f"quest:budget=128:{REST}:min_recovery=0.5",
         f"quest:budget=128:{REST}:heads=query:score_by=mean_std:min_recovery=0.7",
         "quest:ratio=0.2:window=16:dense_layers=none:min_recovery=0.8",

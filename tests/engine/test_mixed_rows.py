@@ -22,6 +22,7 @@ PLANS = (
     "quest:budget=128:window=16:score_by=minmax_fp8:dense_layers=2",
     "quest:ratio=0.3:window=16:dense_layers=1",
     "quest:budget=128:window=16:min_context=280:dense_layers=none",
+    "sketch:budget=64:window=16:page_size=8:dense_layers=0",  # pages of 16: the compiled core rounds queries
 )
 KEYS = (
     "queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense", "recall"

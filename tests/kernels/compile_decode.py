@@ -1,4 +1,4 @@
-"""Compile the kernels of ``sifted_attention`` and ``merge`` for Hopper on a machine without a GPU.
+"""Compile the kernels of both sparse attentions, and of ``merge``, for Hopper on a machine without a GPU.
 
 Prints a line per launch: kernel, and bytes of shared memory. Run in a process of its own, as ``compile_for_hopper``.
 """
@@ -18,6 +18,9 @@ from triton.runtime.jit import JITFunction
 from kvsift.kernels.merge import merge_triton
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.score_pages import score_pages_triton
+from kvsift.kernels.sketch import SketchLayout
+from kvsift.kernels.sketch_append import write_newest_triton
+from kvsift.kernels.sketch_attention import sketch_attention_triton
 from kvsift.types import Part
 
 CASES = [  # (group, head_dim, page_size, kind, dtype)
@@ -25,6 +28,12 @@ CASES = [  # (group, head_dim, page_size, kind, dtype)
     (3, 80, 16, "centroid_radius", torch.bfloat16),
     (8, 256, 32, "mean_std", torch.bfloat16),
     (2, 256, 16, "log_mass", torch.float32),
+]
+SKETCHES = [  # (group, head_dim, page_size, bits, dtype)
+    (1, 64, 4, 1, torch.float16),
+    (4, 128, 16, 1, torch.bfloat16),
+    (8, 256, 32, 2, torch.bfloat16),
+    (2, 80, 128, 2, torch.float32),
 ]
 
 
@@ -39,6 +48,14 @@ def launch_all() -> None:
         )
         part = Part(torch.zeros(1, 4, 3, head_dim, dtype=dtype), torch.zeros(1, 4, 3))
         merge_triton(part, part)
+    for group, head_dim, page_size, bits, dtype in SKETCHES:
+        case = draw_case([300, 1], 2, group, head_dim, page_size, dtype, device="cpu")
+        width = SketchLayout(bits, head_dim, page_size).width
+        rows = torch.zeros(2, case.kv.keys.shape[1], width, dtype=torch.uint8)
+        write_newest_triton(case.kv, bits, rows)
+        how = {"bits": bits, "rest": group > 1, "softcap": 3.0 if group == 2 else None}
+        spans = torch.tensor([[4, 280, 100, 300], [0, 0, 0, 1]], dtype=torch.int32)
+        sketch_attention_triton(case.queries, case.kv, rows, spans, *case.new_lists(True, 124), scale=1.0, **how)
 
 
 def print_shared_bytes(launch_all: Callable[[], None]) -> None:

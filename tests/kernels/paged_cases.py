@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.paged import PagedKV
 
 
@@ -46,8 +46,9 @@ def pools_of(kinds: list[str], kv: PagedKV) -> dict[str, Tensor]:
     """A pool for every kind, with a number in it that no kernel writes."""
     pools = {}
     for kind in kinds:
-        width, dtype = SUMMARIES[kind].width(kv.head_dim), SUMMARIES[kind].dtype or kv.keys.dtype
-        pools[kind] = torch.full((kv.num_kv_heads, kv.keys.shape[1], width), 77.0, device=kv.keys.device).to(dtype)
+        width, dtype = row_format(kind, kv.head_dim, kv.page_size)
+        numbers = torch.full((kv.num_kv_heads, kv.keys.shape[1], width), 77.0, device=kv.keys.device)
+        pools[kind] = numbers.to(dtype or kv.keys.dtype)
     return pools
 
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from kvsift.kernels.append import append, append_reference, append_triton
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import SKETCHES, SketchLayout, unpack
 from kvsift.stores.paged import PagedStore
 from kvsift.types import LayerShape
 
 EXACT = [kind for kind in SUMMARIES if kind.startswith("minmax")]
+HELD = [*EXACT, *SKETCHES]
 RUNS = [append_reference, pytest.param(append_triton, marks=needs_triton)]
 
 
@@ -68,8 +70,8 @@ def test_tokens_and_summaries_are_written_and_nothing_else(
 def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.dtype) -> None:
     kv = paged_kv([1, 1], 2, 4, 8, dtype, DEVICE)
     kv = kv._replace(table=torch.tensor([[2, 0], [3, 1]], dtype=torch.int32, device=DEVICE))
-    summaries = pools_of(EXACT, kv)
-    store = PagedStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, EXACT)
+    summaries = pools_of(HELD, kv)
+    store = PagedStore(LayerShape(0, 4, 2, 8, 1.0), 2, 4, kv.keys, HELD)
     for step in range(6):
         kv.lengths.fill_(step + 1)
         keys, values = new_tokens(kv, step)
@@ -79,8 +81,33 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
     for row in range(2):
         held = store.reader(row)
         assert all(torch.equal(a, b) for a, b in zip(kv.row(row), (held.keys(), held.values())))
-        for kind in EXACT:
+        for kind in HELD:
             assert same(summaries[kind][:, kv.table[row].long()], held.summary(kind, slice(0, 2)))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", SKETCHES)
+@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (5, 80), (32, 128), (4, 24)])
+def test_sketches_are_those_of_the_reference_but_for_rounding(
+    page_size: int, head_dim: int, kind: str, dtype: torch.dtype
+) -> None:
+    """A code is another one only where a number lies on the border of two."""
+    lengths = [1, page_size + 1, 2 * page_size, 2 * page_size + 3]
+    kv = paged_kv(lengths, 2, page_size, head_dim, dtype, DEVICE, foreign=page_size == 16)
+    rows, expected = pools_of([kind], kv), pools_of([kind], kv)
+    keys, values = new_tokens(kv)
+    append_reference(copy_of(kv), keys, values, expected)
+    append_triton(kv, keys, values, rows)
+    pages, layout = newest(kv)[0], SketchLayout(SKETCHES[kind], head_dim, page_size)
+    one, other = (unpack(pool[kind][:, pages], layout) for pool in (rows, expected))
+    assert float((one.codes != other.codes).float().mean()) < 1e-3
+    torch.testing.assert_close(one.factors, other.factors, rtol=3e-3, atol=1e-6)
+    for found, mean in zip(one[2:], other[2:]):
+        torch.testing.assert_close(found, mean, rtol=0, atol=1.1 * float(mean.abs().max()) / 127)
+    untouched = torch.ones(kv.keys.shape[1], dtype=torch.bool, device=DEVICE)
+    untouched[pages] = False
+    assert bool((rows[kind][:, untouched] == 77).all())
 
 
 @needs_triton

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsift.kernels.page_spans import page_spans_triton
 from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import (
@@ -25,12 +26,14 @@ from kvsift.layer.paged_decode import (
     page_spans,
     reason_against,
     rule_of,
+    unit_size_of,
 )
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.dense import Dense
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.quest import Quest
+from kvsift.methods.sketch import Sketch
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
@@ -105,6 +108,14 @@ def test_lists_hold_no_more_than_there_is(page_size: int) -> None:
         ("quest:budget=256:prefilter=8", "prefilter=8 ranks blocks first"),
         ("quest:mass=0.9", "mass= chooses as many pages as the scores ask for"),
         ("quest:budget=256:window=0", "window=0 lets the page being filled compete"),
+        ("sketch:budget=256", None),
+        ("sketch:budget=256:bits=2:rest=false:page_size=32:heads=kv:min_recovery=0.9", None),
+        ("sketch:ratio=0.1", None),
+        ("sketch:budget=256:heads=query", "heads=query gives every query head tokens of its own"),
+        ("sketch:mass=0.9", "mass= chooses as many"),
+        ("sketch:budget=256:window=0", "window=0 lets"),
+        ("sketch:budget=256:head_budgets=adaptive", "head_budgets=adaptive gives heads"),
+        ("sketch:budget=256:page_size=24", "page_size=24 is not a power of two"),
         ("quest:budget=256:compat=paper", "window=0 lets the page being filled compete"),
     ],
 )
@@ -135,6 +146,11 @@ class OwnSelect(Quest):
         return super().select(*where)
 
 
+class OwnTokens(Sketch):
+    def select(self, *where: Any) -> Any:
+        return super().select(*where)
+
+
 class TwoKinds(ByMean):
     summaries = ("mean_std", "minmax")
 
@@ -153,6 +169,7 @@ class Wide(ByMean):
         (ByMean(), None),
         (OwnScore(), "OwnScore has its own score; the kernels rank pages by features of the query"),
         (OwnSelect(), "OwnSelect has its own select; the kernels rank pages by features of the query"),
+        (OwnTokens(), "OwnTokens has its own select; the kernels rank tokens as sketch does"),
         (TwoKinds(), "TwoKinds reads 2 kinds of page summary; the kernels score one"),
         (NotPaged(), "NotPaged does not rank pages by features of the query"),
         (Wide(), "rows of wide do not hold one or two numbers per channel"),
@@ -210,7 +227,10 @@ class SideBySide:
         self.stats.clear()
         planned = [torch.tensor(self.store.table.planned(row)) for row in range(len(LENGTHS))]
         table = torch.nn.utils.rnn.pad_sequence(planned, batch_first=True).int().to(DEVICE)
-        self.batch = DecodeBatch(table, LENGTHS, self.store.page_size, [rule and rule.budget] * len(LENGTHS))
+        self.batch = DecodeBatch(
+            table, LENGTHS, self.store.page_size, [rule and rule.budget] * len(LENGTHS),
+            unit_size=unit_size_of([rule], self.store.page_size),
+        )  # fmt: skip
         self.layer = DecodeLayer(
             shape, self.batch, self.store.keys, self.store.values,
             self.store.summaries[rule.method.summaries[0]] if rule else None, rule and rule.method,
@@ -263,6 +283,39 @@ def test_steps_answer_and_count_as_the_composed_path_does(settings_of_plan: str)
     SideBySide(f"{QUEST}:{settings_of_plan}").check()
 
 
+SKETCH = "sketch:dense_layers=none"  # pages of 16 are for the compiled core, which rounds queries
+
+
+@pytest.mark.parametrize("page_size", [4, 8])
+@pytest.mark.parametrize(
+    "settings_of_plan",
+    [
+        "budget=30:sinks=4:window=5",
+        "budget=30:sinks=4:window=5:bits=2",
+        "budget=30:sinks=4:window=5:rest=false",
+        "budget=30:sinks=3:window=1:heads=kv",  # candidates end in the page being filled
+        "ratio=0.4:sinks=2:window=6",
+        "ratio=0.01:sinks=2:window=6:bits=2",
+        "budget=30:sinks=4:window=5:min_context=65",  # which the third row reaches on its way
+    ],
+)
+def test_steps_of_sketches_answer_and_count_as_the_composed_path_does(settings_of_plan: str, page_size: int) -> None:
+    both = SideBySide(f"{SKETCH}:{settings_of_plan}:page_size={page_size}")
+    both.check()
+    tally = both.stats.tally(SHAPE.layer, "decode")
+    share = float(both.layer.estimated.sum()) / ESTIMATED_WHOLE / SHAPE.num_query_heads
+    assert share == pytest.approx(float(tally.estimated), abs=1e-4 * tally.estimated_queries)
+    assert (tally.estimated_queries > 0) == both.layer.estimates == ("rest=false" not in settings_of_plan)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_sketches_of_groups_of_any_size_with_softcap_and_sink_logit(num_kv_heads: int) -> None:
+    shape, sinks = SHAPE._replace(num_kv_heads=num_kv_heads), torch.tensor([1.0, -2.0, 4.0, 0.0], device=DEVICE)
+    plan = f"{SKETCH}:page_size=8:budget=30:sinks=4:window=5"
+    SideBySide(plan, shape).check()
+    SideBySide(plan, shape._replace(softcap=3.0), sinks).check()
+
+
 def test_a_method_with_features_of_its_own_answers_as_on_the_composed_path() -> None:
     budget = Budget(tokens=40, sinks=4, window=5, dense_layers=())
     SideBySide(Plan(decode=Rule(ByMean(page_size=4), budget))).check()
@@ -272,7 +325,7 @@ def test_a_method_with_features_of_its_own_answers_as_on_the_composed_path() -> 
 def test_groups_of_any_size(num_kv_heads: int) -> None:
     both = SideBySide(f"{QUEST}:budget=40:sinks=4:window=5", SHAPE._replace(num_kv_heads=num_kv_heads))
     both.check()
-    pages, counts = both.layer.pages, both.layer.counts
+    pages, counts = both.layer.units, both.layer.counts
     assert pages is not None
     assert counts is not None
     assert pages.shape == (3, num_kv_heads, both.batch.capacity)
@@ -301,10 +354,10 @@ def test_a_layer_may_have_a_table_of_its_own() -> None:
 def test_buffers_stay_where_they_are() -> None:
     """Captured steps read and write the memory they were captured with."""
     both = SideBySide(f"{QUEST}:budget=40:sinks=4:window=5")
-    buffers = (both.batch.lengths, both.batch.spans, both.layer.pages, both.layer.counts, both.layer.visible)
+    buffers = (both.batch.lengths, both.batch.spans, both.layer.units, both.layer.counts, both.layer.visible)
     before = [buffer.data_ptr() for buffer in buffers if buffer is not None]
     both.check()
-    after = (both.batch.lengths, both.batch.spans, both.layer.pages, both.layer.counts, both.layer.visible)
+    after = (both.batch.lengths, both.batch.spans, both.layer.units, both.layer.counts, both.layer.visible)
     assert [buffer.data_ptr() for buffer in after if buffer is not None] == before
 
 

@@ -124,7 +124,9 @@ class Buffers:
         table = torch.arange(num_pages, dtype=torch.int32, device=device).view(point.batch, -1)
         lengths = torch.full((point.batch,), point.context, dtype=torch.int32, device=device)
         queries = torch.randn(point.batch, point.num_query_heads, point.head_dim, dtype=DTYPE, device=device)
-        return cls(queries, PagedKV(keys, values, table, lengths), {kind: new_summary(kind, keys) for kind in kinds})
+        return cls(
+            queries, PagedKV(keys, values, table, lengths), {kind: new_summary(kind, keys, values) for kind in kinds}
+        )
 
     @property
     def dense_keys(self) -> Tensor:
@@ -141,19 +143,19 @@ class Buffers:
         return heads.transpose(0, 1)
 
 
-def new_summary(kind: str, keys: Tensor) -> Tensor:
+def new_summary(kind: str, keys: Tensor, values: Tensor) -> Tensor:
     """Return the summary rows of all pages of a pool, [num_kv_heads, num_pages, width]."""
     summary = SUMMARIES[kind]
     rows = keys.new_empty(*keys.shape[:2], summary.width(keys.shape[3]), dtype=summary.dtype or keys.dtype)
-    fill_summary(kind, keys, rows)
+    fill_summary(kind, keys, values, rows)
     return rows
 
 
-def fill_summary(kind: str, keys: Tensor, rows: Tensor) -> None:
+def fill_summary(kind: str, keys: Tensor, values: Tensor, rows: Tensor) -> None:
     """Write the summary rows of all pages of a pool, some pages at a time; every token counts."""
     num_kv_heads, num_pages, page_size, head_dim = keys.shape
     step = max(1, SUMMARISED_NUMBERS // (num_kv_heads * page_size * head_dim))
     valid = torch.ones(step, page_size, dtype=torch.bool, device=keys.device)
     for start in range(0, num_pages, step):
         pages = slice(start, min(start + step, num_pages))
-        rows[:, pages] = summarise(kind, keys[:, pages], valid[: pages.stop - start])
+        rows[:, pages] = summarise(kind, keys[:, pages], valid[: pages.stop - start], values[:, pages])

@@ -59,7 +59,7 @@ def filled_cache(model: Any, plan: Plan, context: int, batch: int, steps: int) -
             keys.normal_()
             values.normal_()
             for kind, summary_rows in summaries.items():
-                fill_summary(kind, keys, summary_rows)
+                fill_summary(kind, keys, values, summary_rows)
     return cache
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.transcript import Transcript
+from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import widened_rule
 from kvsift.layer.paged_decode import DecodeLayer, StepMode, page_spans
@@ -35,8 +36,10 @@ class DecodeRow:
         sparse_mode: of a step in which all rows are sparse and have its rule.
         stays_dense: its guard has seen every budget fall short.
         budgets: budgets that it had before, each with the number of steps launched for it when it changed.
-        visible: int64 [layers], visible tokens of its lists in the slots that it had before.
-        visible_in_slot: int64 [layers], those in its present slot, up to the last step with a token in the transcript.
+        counted: int64 [2 * layers], visible tokens and estimated shares (``Slots.results``) in the slots that it had
+            before.
+        counted_in_slot: int64 [2 * layers], those in its present slot, up to the last step with a token in the
+            transcript.
     """
 
     row: int
@@ -52,8 +55,8 @@ class DecodeRow:
     sparse_mode: StepMode = "sparse"
     stays_dense: bool = False
     budgets: list[tuple[int, Budget]] = field(default_factory=list)
-    visible: Tensor | int = 0
-    visible_in_slot: Tensor | int = 0
+    counted: Tensor | int = 0
+    counted_in_slot: Tensor | int = 0
 
     def __post_init__(self) -> None:
         self._planned = self.rule
@@ -106,8 +109,8 @@ def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
     """Count the steps of a row in every layer."""
     lengths = row.start + 1 + torch.arange(row.steps)
     sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
-    visible = torch.zeros(len(layers), dtype=torch.int64) + row.visible + row.visible_in_slot
-    for layer, visible_in_lists in zip(layers, visible.tolist()):
+    counted = torch.zeros(2 * len(layers), dtype=torch.int64) + row.counted + row.counted_in_slot
+    for layer, visible_in_lists, estimated in zip(layers, *counted.unflatten(0, (2, -1)).tolist()):
         is_dense = row.rule is None or layer.shape.layer in row.rule.budget.dense_layers
         _add(row.stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
         if row.rule is None or is_dense or layer.summary is None:
@@ -116,6 +119,8 @@ def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
         for stop, budget in [*row.budgets, (row.steps, row.rule.budget)]:
             _add_selection(row.stats, layer, lengths[start:stop][sparse[start:stop]], budget)
             start = stop
+        tally = row.stats.tally(layer.shape.layer, "decode")
+        tally.estimated = tally.estimated + estimated / ESTIMATED_WHOLE / layer.shape.num_query_heads
 
 
 def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, visible_in_lists: int) -> None:
@@ -136,9 +141,12 @@ def _add_selection(stats: RunStats, layer: DecodeLayer, lengths: Tensor, budget:
     assert layer.summary is not None
     if not len(lengths):
         return
-    tally = stats.tally(layer.shape.layer, "decode")
-    first, stop, chosen, _ = page_spans(budget, lengths, layer.kv.page_size).long().unbind(1)
+    tally, unit_size, page_size = stats.tally(layer.shape.layer, "decode"), layer.batch.unit_size, layer.kv.page_size
+    first, stop, chosen, _ = page_spans(budget, lengths, unit_size).long().unbind(1)
     selects = chosen < stop - first
     tally.sparse_queries += int(selects.sum())
+    if layer.estimates:
+        tally.estimated_queries += int(selects.sum())
+    pages = -(-stop * unit_size // page_size) - first * unit_size // page_size
     per_page = layer.shape.num_kv_heads * layer.summary.shape[2] * layer.summary.element_size()
-    tally.index_bytes_read += int((stop - first)[selects].sum()) * per_page
+    tally.index_bytes_read += int(pages[selects].sum()) * per_page

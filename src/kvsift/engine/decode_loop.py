@@ -95,7 +95,7 @@ class DecodeLoop:
         return slots
 
     def _prepare(self, row: DecodeRow, slots: Slots) -> None:
-        row.visible, row.visible_in_slot = row.visible + row.visible_in_slot, 0
+        row.counted, row.counted_in_slot = row.counted + row.counted_in_slot, 0
         row.sparse_mode, row.dense_below = slots.sparse_mode(row.rule), ALWAYS
         if row.rule is not None and not row.stays_dense:
             measured = self._source.dense_below(slots, row.rule)
@@ -147,12 +147,12 @@ class DecodeLoop:
         for probe in step.probes:
             if not probe.row.transcript.done:
                 probe.add()
-        tokens, visible, pieces = step.results[0].tolist(), step.results[1:].clone(), []
+        tokens, counted, pieces = step.results[0].tolist(), step.results[1:].clone(), []
         for slot, row in enumerate(step.rows):
             if row.transcript.done:
                 continue
             pieces.append((row.row, row.transcript.take(tokens[slot], time)))
-            row.visible_in_slot = visible[:, slot]
+            row.counted_in_slot = counted[:, slot]
             if row.transcript.done:
                 slots.release(slot)
         yield from ((number, piece) for number, piece in pieces if piece)

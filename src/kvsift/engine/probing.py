@@ -72,11 +72,11 @@ def _sparse_layers(slots: Slots, row: DecodeRow) -> list[int]:
 
 def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple[float, float]:
     """Return recall and recovery; queries [num_query_heads, head_dim]."""
-    assert layer.pages is not None
+    assert layer.units is not None
     assert layer.counts is not None
-    page_size, pages, counts = layer.kv.page_size, layer.pages[slot], layer.counts[slot]
-    physical = layer.kv.table[slot, : -(-length // page_size)].long()
+    units, counts = layer.units[slot], layer.counts[slot]
+    physical = layer.kv.table[slot, : -(-length // layer.kv.page_size)].long()
     keys = layer.kv.keys[:, physical].flatten(1, 2)[:, :length]
-    listed = torch.arange(pages.shape[1], device=pages.device) < counts.unsqueeze(1)
-    selection = Selection(pages.long().masked_fill(~listed, -1), page_size)
+    listed = torch.arange(units.shape[1], device=units.device) < counts.unsqueeze(1)
+    selection = Selection(units.long().masked_fill(~listed, -1), layer.batch.unit_size)
     return compare(layer.shape, queries.unsqueeze(1), keys, (0, length), selection)

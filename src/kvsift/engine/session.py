@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvsift.engine.slots import Slots, StepKind
-from kvsift.layer.paged_decode import list_capacity, rule_of
+from kvsift.layer.paged_decode import list_capacity, rule_of, unit_size_of
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
@@ -37,7 +37,7 @@ class Session:
         self._max_pages = round_up(cache.table.longest)
         self._angles = step.angles(self._max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._slots: dict[tuple[int, int], Slots] = {}  # by number and pages of a list
+        self._slots: dict[tuple[int, int], Slots] = {}  # by number and units of a list
         self._held = cache.table.pool
         self._held.hold(self)
 
@@ -73,8 +73,10 @@ class Session:
         return key in self._slots and self._slots[key].captured(kind)
 
     def _key(self, num_slots: int, rules: Sequence[Rule | None]) -> tuple[int, int]:
-        budgets = [rule.budget for rule in (*self._rules, *rules) if rule is not None]
-        needs = [list_capacity(budget, self._max_pages, self.cache.page_size) for budget in budgets]
+        every, page_size = [*self._rules, *rules], self.cache.page_size
+        unit_size = unit_size_of(every, page_size)
+        max_units = self._max_pages * page_size // unit_size
+        needs = [list_capacity(rule.budget, max_units, unit_size) for rule in every if rule is not None]
         return _bucket(num_slots), max(needs, default=0)
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:

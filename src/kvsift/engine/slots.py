@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.sampling import Sampling, draw, likeliest
-from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, list_capacity
+from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, unit_size_of
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
@@ -54,8 +54,10 @@ class Assignment(NamedTuple):
 class SlotBatch(DecodeBatch):
     """A batch in which idle slots keep their length."""
 
-    def __init__(self, table: Tensor, page_size: int, capacity: int) -> None:
-        super().__init__(table, [1] * len(table), page_size, [None] * len(table), capacity)
+    def __init__(self, table: Tensor, page_size: int, rules: Sequence[Rule | None]) -> None:
+        unit_size = unit_size_of(rules, page_size)
+        super().__init__(table, [1] * len(table), page_size, [None] * len(table), unit_size=unit_size)
+        self.capacity = self.need([None if rule is None else rule.budget for rule in rules])
         self.idle = torch.ones_like(self.lengths)
 
     def advance(self) -> None:
@@ -77,7 +79,8 @@ class Slots:
 
     Attributes:
         tokens: int64 [slots], the next to feed.
-        results: int64 [1 + layers, slots], the tokens, then the visible tokens of each layer's lists since ``assign``.
+        results: int64 [1 + 2 * layers, slots], the tokens; the visible tokens of each layer's lists since ``assign``;
+            the shares of attention that were estimated in each layer since then (``DecodeLayer``).
     """
 
     def __init__(
@@ -89,12 +92,11 @@ class Slots:
         self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
         self._pages, self._scratch = cache.table, cache.table.reserve_scratch()
         self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
-        needs = [list_capacity(rule.budget, max_pages, page_size) for rule in rules if rule is not None]
-        self.batch = SlotBatch(self._table, page_size, max(needs, default=0))
-        self.results = torch.zeros(1 + len(attentions), num_slots, dtype=torch.int64, device=device)
+        self.batch = SlotBatch(self._table, page_size, rules)
+        self.results = torch.zeros(1 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
         self.tokens = self.results[0]
         self._dense_below = torch.full((len(attentions), num_slots), ALWAYS, dtype=torch.int32, device=device)
-        per_layer = zip(attentions, self._dense_below, self.results[1:])
+        per_layer = zip(attentions, self._dense_below, *self.results[1:].unflatten(0, (2, -1)))
         self.layers = [_layer(attention, self.batch, rules, *views) for attention, *views in per_layer]
         self._summaries = [attention.store.pools().summaries for attention in attentions]
         self._knobs = torch.zeros(3, num_slots, dtype=torch.float64, device=device)  # temperature, top_p, noise
@@ -154,9 +156,8 @@ class Slots:
 
     def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
         budgets = [None if row.rule is None else row.rule.budget for row in rows]
-        for budget in filter(None, budgets):
-            need = list_capacity(budget, self._table.shape[1], self.batch.page_size)
-            assert need <= self.batch.capacity, "lists are too short for this budget: pass its rule to Slots"
+        need = self.batch.need(budgets)
+        assert need <= self.batch.capacity, "lists are too short for these budgets: pass their rules to Slots"
         self.batch.set_budgets(budgets + [None] * free)
         below = [
             [min(ALWAYS, row.dense_below_in(layer.shape.layer)) for row in rows] + [ALWAYS] * free
@@ -224,12 +225,15 @@ def warm_up(run: Callable[[], None]) -> None:
 
 
 def _layer(
-    attention: SparseAttention, batch: DecodeBatch, rules: Sequence[Rule | None], below: Tensor, visible: Tensor
-) -> DecodeLayer:
+    attention: SparseAttention, batch: DecodeBatch, rules: Sequence[Rule | None], below: Tensor, visible: Tensor,
+    estimated: Tensor,
+) -> DecodeLayer:  # fmt: skip
     shape, (keys, values, summaries) = attention.shape, attention.store.pools()
     methods = [rule.method for rule in rules if rule is not None and shape.layer not in rule.budget.dense_layers]
     assert all(method == methods[0] for method in methods), "rows of one batch rank pages by one method"
     if not methods:
         return DecodeLayer(shape, batch, keys, values)
     summary = summaries[methods[0].summaries[0]]
-    return DecodeLayer(shape, batch, keys, values, summary, methods[0], dense_below=below, visible=visible)
+    return DecodeLayer(
+        shape, batch, keys, values, summary, methods[0], dense_below=below, visible=visible, estimated=estimated
+    )

@@ -7,16 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.kernels.page_summary import row_twin, summarise
 from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.sketch_append import write_newest_triton
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
 def append(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
     """Write the newest token of every row at position ``lengths - 1``, and the summaries of its page.
 
-    Summaries come from the page's keys up to that position, whatever the slots behind it hold, so they equal those of
-    ``stores.PagedStore.append``.
+    Summaries come from the page's keys up to that position, sketches from its values too, whatever the slots behind it
+    hold, so they equal those of ``stores.PagedStore.append``.
 
     Args:
         kv: pools to write to; ``lengths`` count the new token.
@@ -46,7 +48,7 @@ def _summarise_newest(kv: PagedKV, summaries: Mapping[str, Tensor]) -> None:
     pages, slots = _newest(kv)
     valid = torch.arange(kv.page_size, device=slots.device) <= slots.unsqueeze(1)  # [batch, page_size]
     for kind, pool in summaries.items():
-        pool[:, pages] = summarise(kind, kv.keys[:, pages], valid)
+        pool[:, pages] = summarise(kind, kv.keys[:, pages], valid, kv.values[:, pages])
 
 
 def append_triton(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
@@ -57,15 +59,19 @@ def append_triton(kv: PagedKV, keys: Tensor, values: Tensor, summaries: Mapping[
 
 
 def summarise_without_twins(kv: PagedKV, summaries: Mapping[str, Tensor]) -> None:
-    """Write the summaries whose kinds have no Triton twin, after a kernel that calls ``store_token``."""
-    if rest := {kind: pool for kind, pool in summaries.items() if SUMMARIES[kind].row_twin is None}:
+    """Write the summaries that a kernel which calls ``store_token`` does not write, after it: sketches, which hold
+    values, and kinds without a Triton twin."""
+    rest = {kind: pool for kind, pool in summaries.items() if row_twin(kind) is None}
+    for kind in SKETCHES.keys() & rest.keys():
+        write_newest_triton(kv, SKETCHES[kind], rest.pop(kind))
+    if rest:
         _summarise_newest(kv, rest)
 
 
 def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:
     """Arguments of a kernel that calls ``store_token``: the pools, and the kinds of summary that it writes."""
     assert all(pool.is_contiguous() for pool in summaries.values())
-    twins = [(SUMMARIES[kind].row_twin, pool) for kind, pool in summaries.items()]
+    twins = [(row_twin(kind), pool) for kind, pool in summaries.items()]
     written = [(twin, pool) for twin, pool in twins if twin is not None]
     return {
         "keys_ptr": kv.keys, "values_ptr": kv.values, "table_ptr": kv.table, "lengths_ptr": kv.lengths,

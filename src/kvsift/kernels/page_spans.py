@@ -1,4 +1,4 @@
-"""Candidate and visible pages of the query at the end of each row, on the device: one launch at the start of a step."""
+"""Candidate and visible units of the query at the end of each row, on the device: one launch at the start of a step."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
-def page_spans(lengths: Tensor, page_size: int, budgets: Tensor, out: Tensor | None = None) -> Tensor:
+def page_spans(lengths: Tensor, unit_size: int, budgets: Tensor, out: Tensor | None = None) -> Tensor:
     """Return the spans of every row (``plan.budget.Budget`` defines them; this is its arithmetic).
 
     Args:
         lengths: int32 [batch], tokens cached, the query's own included.
-        page_size: tokens per page.
+        unit_size: tokens per unit: of a page, or one.
         budgets: float64 [batch, 5], of each row: sinks and window, which are always visible tokens at the two ends (at
             least one of window); visible tokens, or -1; their share of the length, for rows without that number; and
             the length below which everything is visible.
         out: written; a new one by default.
 
     Returns:
-        int32 [batch, 4]: first candidate page, the page behind the last, pages to choose, pages held.
+        int32 [batch, 4]: first candidate unit, the unit behind the last, units to choose, units held.
     """
     run = page_spans_triton if runs_on_triton(lengths) else page_spans_reference
     spans = lengths.new_empty(len(lengths), 4, dtype=torch.int32) if out is None else out
-    run(lengths, spans, page_size, budgets)
+    run(lengths, spans, unit_size, budgets)
     return spans
 
 

@@ -71,6 +71,11 @@ def page_scores(features: Tensor, rows: Tensor) -> Tensor:
     return features @ rows.float().mT
 
 
+def row_twin(kind: str) -> Any:
+    """Triton's function that writes a row of a kind, None if it has none; sketches have none."""
+    return None if kind in SKETCHES else SUMMARIES[kind].row_twin
+
+
 def row_format(kind: str, head_dim: int, page_size: int) -> tuple[int, torch.dtype | None]:
     """Numbers per row of a kind, or of a sketch, and their dtype; None is the KV dtype."""
     if kind in SKETCHES:

@@ -30,9 +30,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsift import native
 from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.types import Part
 
 ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
 SKETCHES = {"sketch1": 1, "sketch2": 2}  # kind of page summary -> bits per channel
@@ -113,7 +115,7 @@ def _code_index(layout: SketchLayout, residual: Tensor) -> Tensor:
 
 def _packed(layout: SketchLayout, index: Tensor) -> Tensor:
     """int32 [num_kv_heads, num_pages, page_size, head_dim] -> uint8 [num_kv_heads, num_pages, bytes of the codes]."""
-    padded = torch.nn.functional.pad(index, (0, 32 * layout.words - layout.head_dim))
+    padded = pad(index, (0, 32 * layout.words - layout.head_dim))
     planes = torch.stack([padded >> bit & 1 for bit in range(layout.bits)], 2)  # [heads, pages, bits, tokens, channels]
     octets = planes.unflatten(-1, (layout.words, 4, 8)) << torch.arange(8, device=index.device)
     return octets.sum(-1).to(torch.uint8).transpose(3, 4).flatten(2)  # [heads, pages, bits, words, tokens, 4]
@@ -153,3 +155,35 @@ def estimated_logits(queries: Tensor, rows: Unpacked, bits: int) -> tuple[Tensor
     variance = size * rows.factors.square().unsqueeze(1)
     shape = (*queries.shape[:2], num_tokens)
     return logits.view(shape), variance.view(shape)
+
+
+def log_weights(queries: Tensor, rows: Unpacked, bits: int, softcap: float | None) -> Tensor:
+    """Logarithms of the estimated weights; shapes as in ``estimated_logits``.
+
+    An estimate with noise overstates its exponential, hence the variance.
+    """
+    logits, variance = estimated_logits(queries, rows, bits)
+    if softcap is not None:  # which also bounds what noise does to the exponential
+        return softcap * torch.tanh(logits / softcap)
+    return logits - variance / 2
+
+
+def estimated_rest(weights: Tensor, places: Tensor, value_means: Tensor, page_size: int, skipped: int) -> Part:
+    """Estimate attention of one query per head over the candidates that are not chosen.
+
+    Args:
+        weights: logarithms, float32 [num_query_heads, count].
+        places: int64 [num_heads, k], the chosen candidates of heads that share them; ``count`` stands for none.
+        value_means: [num_kv_heads, num_pages, head_dim], of the pages that hold the candidates.
+        page_size: tokens per page.
+        skipped: tokens of the first page that come before the first candidate.
+    """
+    count, num_pages = weights.shape[1], value_means.shape[1]
+    places = places.repeat_interleave(len(weights) // len(places), 0)
+    unseen = pad(weights, (0, 1)).scatter(1, places, -torch.inf)[:, :count]
+    lse = unseen.logsumexp(-1)
+    shares = (unseen - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
+    by_page = pad(shares, (skipped, num_pages * page_size - skipped - count))
+    by_page = by_page.unflatten(-1, (num_pages, page_size)).sum(-1)  # [num_query_heads, num_pages]
+    values = by_page.unflatten(0, (len(value_means), -1)) @ value_means
+    return Part(values.flatten(0, 1)[None, :, None], lse[None, :, None])

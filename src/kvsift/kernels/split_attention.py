@@ -1,12 +1,16 @@
-"""Device code of split attention: one split of one row over its pages, and the merge by the split that is last.
+"""Device code of split attention: one split of one row over its units, and the merge by the split that is last.
 
 A record of the workspace holds the part of a split, in float32: [group, head_dim] sums of weighted values, [group]
-largest logits in units of log 2, [group] sums of weights, and the number of visible tokens.
+largest logits in units of log 2, [group] sums of weights, and the number of visible tokens. Behind the records of its
+splits a row may have some of estimates, which other kernels have written, of tokens that are not visible.
 """
 
 from __future__ import annotations
 
-from kvsift.kernels.triton_shim import jit, tl
+from kvsift.kernels.triton_shim import constant, jit, tl
+
+ESTIMATED_WHOLE = float(1 << 32)  # all of a head's attention, as shares are added up
+WHOLE = constant(ESTIMATED_WHOLE)
 
 
 @jit
@@ -21,19 +25,23 @@ def capped(logits, softcap, CAPPED: tl.constexpr):
 @jit
 def load_tile(
     keys_ptr, values_ptr, table_ptr, list_ptr, slot, last, length, key_page, key_token, value_page, value_token,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, LISTED: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values [TILE * PAGE, DP] of the pages from ``slot`` on; return which of the tokens exist, too."""
-    t, d = tl.arange(0, TILE * PAGE), tl.arange(0, DP)
-    slots = slot + t // PAGE
+    """Load keys and values [TILE * UNIT, DP] of the units from ``slot`` on; return which of the tokens exist, too."""
+    t, d = tl.arange(0, TILE * UNIT), tl.arange(0, DP)
+    slots = slot + t // UNIT
     inside = slots < last
-    pages = slots
+    units = slots
     if LISTED:
-        pages = tl.load(list_ptr + slots, mask=inside, other=0, cache_modifier=".cg")
-    physical = tl.load(table_ptr + pages, mask=inside, other=0).to(tl.int64)
-    seen = inside & (pages * PAGE + t % PAGE < length)
+        units = tl.load(list_ptr + slots, mask=inside, other=0, cache_modifier=".cg")
+    seen = inside & (units * UNIT + t % UNIT < length)
     mask = seen[:, None] & (d < D)[None, :]
-    within = t % PAGE
+    pages, within = units, t % UNIT
+    if UNIT < PAGE:
+        pages = units * UNIT // PAGE
+        within += units * UNIT % PAGE
+    physical = tl.load(table_ptr + pages, mask=inside, other=0).to(tl.int64)
     k = tl.load(
         keys_ptr + (physical * key_page + within * key_token)[:, None] + d[None, :], mask=mask, other=0.0,
         eviction_policy="evict_first",
@@ -49,8 +57,8 @@ def load_tile(
 def attend_group(
     q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
     scale, softcap, part_ptr,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend the query heads of a group as rows of one matrix product."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
@@ -61,7 +69,7 @@ def attend_group(
     for slot in tl.range(begin, end, TILE, num_stages=STAGES):
         k, v, seen = load_tile(
             keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
-            D, DP, PAGE, TILE, LISTED,
+            D, DP, PAGE, UNIT, TILE, LISTED,
         )  # fmt: skip
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
         logits = tl.where(seen[None, :], logits, float("-inf"))
@@ -80,42 +88,51 @@ def attend_group(
 
 @jit
 def merge_splits(
-    parts_ptr, sink_ptr, out_ptr, visible_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr, COUNTED: tl.constexpr, SINK: tl.constexpr,
+    parts_ptr, sink_ptr, out_ptr, visible_ptr, estimated_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, ESTIMATES: tl.constexpr, RECORDSP: tl.constexpr, RECORD: tl.constexpr, COUNTED: tl.constexpr,
+    SINK: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of all splits of one row into its output; add up their visible tokens."""
-    s, d = tl.arange(0, SPLITSP), tl.arange(0, DP)
+    """Merge the parts of all splits of one row, and the estimates, into its output; add up the visible tokens of the
+    splits, and the shares of attention that are estimated."""
+    RECORDS: tl.constexpr = SPLITS + ESTIMATES
+    s, d = tl.arange(0, RECORDSP), tl.arange(0, DP)
     records = parts_ptr + s * RECORD
+    estimated = 0.0
     if COUNTED:
-        visible = tl.load(records + G * D + 2 * G, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
+        visible = tl.load(records + G * D + 2 * G, mask=s < RECORDS, other=0.0, cache_modifier=".cg")
         tl.atomic_add(visible_ptr, tl.sum(visible, 0).to(tl.int64), sem="relaxed")
     for each in tl.static_range(G):
-        tops = tl.load(records + G * D + each, mask=s < SPLITS, other=float("-inf"), cache_modifier=".cg")
-        sums = tl.load(records + G * D + G + each, mask=s < SPLITS, other=0.0, cache_modifier=".cg")
+        tops = tl.load(records + G * D + each, mask=s < RECORDS, other=float("-inf"), cache_modifier=".cg")
+        sums = tl.load(records + G * D + G + each, mask=s < RECORDS, other=0.0, cache_modifier=".cg")
         top = tl.max(tops, 0)
         if SINK:
             sink = tl.load(sink_ptr + each).to(tl.float32) * 1.4426950408889634
             top = tl.maximum(top, sink)
         weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))
         total = tl.sum(weights * sums, 0)
+        if ESTIMATES > 0:
+            estimated += tl.sum(tl.where(s < SPLITS, 0.0, weights * sums), 0) / tl.where(total > 0, total, 1.0)
         if SINK:
             total += tl.exp2(sink - top)
         parts = tl.load(
-            records[:, None] + each * D + d[None, :], mask=(s < SPLITS)[:, None] & (d < D)[None, :], other=0.0,
+            records[:, None] + each * D + d[None, :], mask=(s < RECORDS)[:, None] & (d < D)[None, :], other=0.0,
             cache_modifier=".cg",
         )  # fmt: skip
         output = tl.sum(parts * weights[:, None], 0)
         tl.store(out_ptr + each * D + d, output / tl.where(total > 0, total, 1.0), mask=d < D)
+    if ESTIMATES > 0:
+        tl.atomic_add(estimated_ptr, (estimated * WHOLE).to(tl.int64), sem="relaxed")
 
 
 @jit
 def attend_split(
     row, split, q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, list_ptr, count, out_ptr, parts_ptr, arrived_ptr,
-    sink_ptr, visible_ptr, key_head, key_page, key_token, value_head, value_page, value_token, max_pages, num_rows,
-    scale, softcap,
+    sink_ptr, visible_ptr, estimated_ptr, key_head, key_page, key_token, value_head, value_page, value_token, max_pages,
+    num_rows, scale, softcap,
     G: tl.constexpr, GP: tl.constexpr, ROWS_PER_KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, SPLITSP: tl.constexpr, RECORD: tl.constexpr,
-    LISTED: tl.constexpr, COUNTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+    PAGE: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ESTIMATES: tl.constexpr,
+    RECORDSP: tl.constexpr, RECORD: tl.constexpr, LISTED: tl.constexpr, COUNTED: tl.constexpr, CAPPED: tl.constexpr,
+    SINK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend one split of one row; the last one to finish merges them all. Return whether this was the last."""
     batch, head = row // num_rows, row % num_rows
@@ -126,17 +143,19 @@ def attend_split(
     keys_ptr += kv_head * key_head
     values_ptr += kv_head * value_head
     table_ptr += batch * max_pages
-    part_ptr = parts_ptr + (row * SPLITS + split) * RECORD
+    parts_ptr += row * (SPLITS + ESTIMATES) * RECORD
+    part_ptr = parts_ptr + split * RECORD
     attend_group(
         q_ptr + row * G * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
-        value_page, value_token, scale, softcap, part_ptr, G, GP, D, DP, PAGE, TILE, LISTED, CAPPED, STAGES,
+        value_page, value_token, scale, softcap, part_ptr, G, GP, D, DP, PAGE, UNIT, TILE, LISTED, CAPPED,
+        STAGES,
     )  # fmt: skip
     tl.debug_barrier()  # the whole record is written before its arrival is announced
     is_last = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
         merge_splits(
-            parts_ptr + row * SPLITS * RECORD, sink_ptr + head * G, out_ptr + row * G * D,
-            visible_ptr + batch, G, D, DP, SPLITS, SPLITSP, RECORD, COUNTED, SINK,
+            parts_ptr, sink_ptr + head * G, out_ptr + row * G * D, visible_ptr + batch, estimated_ptr + batch,
+            G, D, DP, SPLITS, ESTIMATES, RECORDSP, RECORD, COUNTED, SINK,
         )  # fmt: skip
         tl.store(arrived_ptr + row, 0)
     return is_last

@@ -1,8 +1,9 @@
 """Decode attention of one layer for a whole batch, without the host.
 
 The composed path (``layer.sparse_attention``) is the specification; this is its fast twin for methods that rank pages
-by a summary. Everything that changes from step to step is a tensor on the device, so a step can be captured in a CUDA
-graph and replayed. Each row has a budget of its own and is dense or sparse by itself.
+by a summary, and for sketches, whose units are tokens. Everything that changes from step to step is a tensor on the
+device, so a step can be captured in a CUDA graph and replayed. Each row has a budget of its own and is dense or sparse
+by itself.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from kvsift.kernels.page_attention import SplitSpace, page_attention, split_coun
 from kvsift.kernels.page_spans import page_spans as spans_of
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
+from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod, SummaryMethod
+from kvsift.methods.sketch import Sketch
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape
 
 MOST_TOKENS = 128  # in a page: shared memory holds keys and values of two tiles of whole pages
 RANKING = ("score", "select", "num_selections", "reposition", "new_state", "observe")  # which captured steps never call
+CAPTURED = (PagedMethod, Sketch)
 
 ALWAYS = (1 << 31) - 1  # tokens, more than a context has: a row that is dense below this is dense
 StepMode = Literal["dense", "sparse", "mixed"]  # of all rows in a step; mixed: each row by its own length and rule
@@ -50,6 +54,8 @@ def _reason_of_method(method: Method, name: str) -> str | None:
         return f"{name} does not rank pages by a summary"
     if len(method.summaries) > 1:
         return f"{name} reads {len(method.summaries)} kinds of page summary; the kernels score one"
+    if isinstance(method, Sketch):
+        return _reason_of_sketch(method, name)
     if not isinstance(method, PagedMethod):
         return f"{name} does not rank pages by features of the query; the kernels rank by nothing else"
     if replaced := [part for part in RANKING if _overrides(method, part)]:
@@ -58,6 +64,16 @@ def _reason_of_method(method: Method, name: str) -> str | None:
         return f"rows of {method.summaries[0]} do not hold one or two numbers per channel; the kernels score those"
     if isinstance(method, SummaryMethod) and method.prefilter:
         return f"prefilter={method.prefilter} ranks blocks first; the kernels score every page"
+    return None
+
+
+def _reason_of_sketch(method: Sketch, name: str) -> str | None:
+    if replaced := [part for part in RANKING if getattr(type(method), part) is not getattr(Sketch, part)]:
+        return f"{name} has its own {' and '.join(replaced)}; the kernels rank tokens as sketch does"
+    if method.anchors is not None:
+        return "anchors= lets layers take the selections of others; the kernels choose in every layer"
+    if method.heads == "query":
+        return "heads=query gives every query head tokens of its own; the kernels choose them for each KV head"
     return None
 
 
@@ -86,22 +102,28 @@ class DecodeBatch:
         lengths: tokens cached per row so far.
         page_size: tokens per page.
         budgets: of each row's decode rule; None where the row is dense.
-        capacity: pages that a list can hold; by default what ``budgets`` need.
+        capacity: units that a list can hold; by default what ``budgets`` need.
+        unit_size: tokens per unit of the lists; a page by default.
     """
 
     def __init__(
         self, table: Tensor, lengths: list[int], page_size: int, budgets: Sequence[Budget | None],
-        capacity: int | None = None,
+        capacity: int | None = None, unit_size: int | None = None,
     ) -> None:  # fmt: skip
-        self.table, self.page_size = table, page_size
-        needs = [list_capacity(budget, table.shape[1], page_size) for budget in budgets if budget is not None]
-        self.capacity = max(needs, default=0) if capacity is None else capacity
+        self.table, self.page_size, self.unit_size = table, page_size, unit_size or page_size
+        self.capacity = self.need(budgets) if capacity is None else capacity
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=table.device)
         self.spans = torch.zeros(len(lengths), 4, dtype=torch.int32, device=table.device)
         self.budgets = torch.zeros(len(lengths), 5, dtype=torch.float64, device=table.device)
         self.set_budgets(budgets)
         self._spaces: dict[tuple[Any, ...], Any] = {}  # workspaces, which layers of the same shape share
         self._side: torch.cuda.Stream | None = None
+
+    def need(self, budgets: Sequence[Budget | None]) -> int:
+        """Return the most units that a list can hold under budgets."""
+        max_units = self.table.shape[1] * self.page_size // self.unit_size
+        needs = [list_capacity(budget, max_units, self.unit_size) for budget in budgets if budget is not None]
+        return max(needs, default=0)
 
     def set_budgets(self, budgets: Sequence[Budget | None]) -> None:
         """Replace the budgets of all rows."""
@@ -130,7 +152,7 @@ class DecodeBatch:
         """Add a token to every row: lengths and spans move on. Call before the layers of a step."""
         self.lengths += 1
         if self.capacity:
-            spans_of(self.lengths, self.page_size, self.budgets, self.spans)
+            spans_of(self.lengths, self.unit_size, self.budgets, self.spans)
 
 
 class DecodeLayer:
@@ -146,29 +168,37 @@ class DecodeLayer:
         sink_logit: [num_query_heads].
         dense_below: int32 [batch], lengths below which each row is dense here; mixed steps read it.
         visible: int64 [batch], to which the visible tokens of each row's lists are added, step by step.
+        estimated: int64 [batch], to which the shares of attention that are estimated are added, head by head
+            (``kernels.sketch_attention``).
     """
 
     def __init__(
         self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,
         method: Method | None = None, table: Tensor | None = None, sink_logit: Tensor | None = None,
-        dense_below: Tensor | None = None, visible: Tensor | None = None,
+        dense_below: Tensor | None = None, visible: Tensor | None = None, estimated: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.summary, self.sink_logit = shape, batch, summary, sink_logit
         self.kv = PagedKV(keys, values, batch.table if table is None else table, batch.lengths)
-        self.method = method if isinstance(method, PagedMethod) and summary is not None else None
-        self.pages: Tensor | None = None  # int32 [batch, num_rows, capacity], the lists of the last step
+        self.method = method if isinstance(method, CAPTURED) and summary is not None else None
+        self.units: Tensor | None = None  # int32 [batch, num_rows, capacity], the lists of the last step
         self.counts: Tensor | None = None  # int32 [batch, num_rows]
         if self.method is not None:
             num_rows = self.method.num_selections(shape)
-            self.pages = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
+            self.units = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
             self.counts = torch.zeros(self.kv.batch, num_rows, dtype=torch.int32, device=keys.device)
         self.dense_below = torch.zeros_like(batch.lengths) if dense_below is None else dense_below
         self.visible = torch.zeros_like(batch.lengths, dtype=torch.int64) if visible is None else visible
+        self.estimated = torch.zeros_like(self.visible) if estimated is None else estimated
 
     @property
     def shares(self) -> bool:
         """Whether the query heads of a KV head share a list."""
-        return self.pages is not None and self.pages.shape[1] == self.shape.num_kv_heads
+        return self.units is not None and self.units.shape[1] == self.shape.num_kv_heads
+
+    @property
+    def estimates(self) -> bool:
+        """Whether what the lists leave out is estimated."""
+        return isinstance(self.method, Sketch) and self.method.rest
 
     def attend(self, queries: Tensor, mode: StepMode, early: bool = False) -> Tensor:
         """Return attention, [batch, num_query_heads, head_dim] like ``queries``.
@@ -190,17 +220,22 @@ class DecodeLayer:
     def _attend_sparse(
         self, queries: Tensor, early: bool, out: Tensor | None = None, dense_below: Tensor | None = None
     ) -> Tensor:
-        kv, method = self.kv, self.method
+        kv, method, summary = self.kv, self.method, self.summary
         assert method is not None
-        assert self.summary is not None
-        assert self.pages is not None
+        assert summary is not None
+        assert self.units is not None
         assert self.counts is not None
+        if isinstance(method, Sketch):
+            return sketch_attention(
+                queries, kv, summary, self.batch.spans, self.units, self.counts, bits=method.bits, rest=method.rest,
+                visible=self.visible, estimated=self.estimated, out=out, dense_below=dense_below, **self._logits,
+            )  # fmt: skip
         space = None
-        if single_launch_runs(queries, kv, self.summary, self.pages, method.ranking):
+        if single_launch_runs(queries, kv, summary, self.units, method.ranking):
             key = (kv.keys.shape[0], *self.shape[1:4])
             space = self.batch.space(SiftSpace.make, kv, self.shape.group_size, key=key)
         return sifted_attention(
-            queries, kv, self.summary, self.batch.spans, self.pages, self.counts, kind=method.ranking, space=space,
+            queries, kv, summary, self.batch.spans, self.units, self.counts, kind=method.ranking, space=space,
             visible=self.visible, early=early, out=out, dense_below=dense_below, **self._logits,
         )  # fmt: skip
 
@@ -229,10 +264,10 @@ class DecodeLayer:
         return self.batch.space(SplitSpace.make, *arguments, key=arguments)
 
 
-def page_spans(budget: Budget, lengths: Tensor, page_size: int) -> Tensor:
+def page_spans(budget: Budget, lengths: Tensor, unit_size: int) -> Tensor:
     """Return the spans of rows that share a budget, computed on the device (``kernels.page_spans``)."""
     budgets = torch.tensor([_numbers(budget)] * len(lengths), dtype=torch.float64, device=lengths.device)
-    return spans_of(lengths, page_size, budgets)
+    return spans_of(lengths, unit_size, budgets)
 
 
 def _numbers(budget: Budget | None) -> tuple[float, ...]:
@@ -244,12 +279,17 @@ def _numbers(budget: Budget | None) -> tuple[float, ...]:
     return budget.sinks, budget.window, tokens, share, min(budget.min_context, ALWAYS)
 
 
-def list_capacity(budget: Budget, max_pages: int, page_size: int) -> int:
-    """Return the most pages that a row can see, for contexts of up to ``max_pages`` pages."""
-    pages = ceil(max(budget.limit(max_pages * page_size), budget.min_context) / page_size)
-    if budget.tokens is None:  # a ratio may come to less than sinks, window and one page, which are visible anyway
-        pages = max(pages + 1, ceil(budget.sinks / page_size) + ceil(budget.window / page_size) + 2)
-    return min(pages, max_pages)
+def list_capacity(budget: Budget, max_units: int, unit_size: int) -> int:
+    """Return the most units that a row can see, for contexts of up to ``max_units`` units."""
+    units = ceil(max(budget.limit(max_units * unit_size), budget.min_context) / unit_size)
+    if budget.tokens is None:  # a ratio may come to less than sinks, window and one unit, which are visible anyway
+        units = max(units + 1, ceil(budget.sinks / unit_size) + ceil(budget.window / unit_size) + 2)
+    return min(units, max_units)
+
+
+def unit_size_of(rules: Sequence[Rule | None], page_size: int) -> int:
+    """Return the tokens per unit of rules, all of one method; a page if none selects."""
+    return next((rule.method.unit_size for rule in rules if rule is not None), page_size)
 
 
 def rule_of(plan: Plan) -> Rule | None:

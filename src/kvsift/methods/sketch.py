@@ -20,10 +20,9 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kvsift import native
-from kvsift.kernels.sketch import Unpacked, estimated_logits, unpack
+from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack
 from kvsift.methods import checks
 from kvsift.methods.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
@@ -88,16 +87,18 @@ class Sketch(AnchoredMethod, ScoringMethod):
         if plain and queries.shape[1] == 1 and native.sketches_fit(queries[:, 0], packed, layout):
             return self._select_natively(shape, queries, candidates, limit, packed, skipped)
         rows = _unpacked(packed, layout)
-        log_weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
-        total = log_weights.logsumexp(-1)
+        weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
+        total = weights.logsumexp(-1)
         if limit.always_lse is not None:
             total = torch.logaddexp(total, limit.always_lse)
-        shares = (log_weights - total.unsqueeze(-1)).exp().mean(1)  # [num_query_heads, count]
+        shares = (weights - total.unsqueeze(-1)).exp().mean(1)  # [num_query_heads, count]
         by_list = shares.unflatten(0, (self.num_selections(shape), -1)).mean(1)
         chosen = chosen_units(by_list, units_per_head(by_list, 1 - by_list.sum(-1), limit), limit, candidates)
         if not self.rest or (chosen.units.shape[1] == candidates.count and chosen.full):
             return chosen
-        return replace(chosen, extra=self._unseen(shape, log_weights[:, 0], chosen, candidates, rows, skipped))
+        places = torch.where(chosen.units < 0, candidates.count, chosen.units - candidates.first)
+        extra = estimated_rest(weights[:, 0], places, rows.value_means, self.page_size, skipped)
+        return replace(chosen, extra=extra)
 
     def score(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
@@ -130,26 +131,7 @@ class Sketch(AnchoredMethod, ScoringMethod):
 
     def _log_weights(self, shape: LayerShape, queries: Tensor, rows: Unpacked) -> Tensor:
         """Logarithms of the estimated weights, float32 [num_query_heads, num_queries, num_tokens]."""
-        logits, variance = estimated_logits(queries.float() * shape.scale, rows, self.bits)
-        if shape.softcap is not None:  # which also bounds what noise does to the exponential
-            return shape.softcap * torch.tanh(logits / shape.softcap)
-        return logits - variance / 2
-
-    def _unseen(
-        self, shape: LayerShape, log_weights: Tensor, chosen: Selection, candidates: Candidates, rows: Unpacked,
-        skipped: int,
-    ) -> Part:  # fmt: skip
-        """Estimate attention over the candidates that are not selected; log_weights [num_query_heads, count]."""
-        units = chosen.units.repeat_interleave(shape.num_query_heads // len(chosen.units), 0)
-        places = torch.where(units < 0, candidates.count, units - candidates.first)
-        unseen = pad(log_weights, (0, 1)).scatter(1, places, -torch.inf)[:, : candidates.count]
-        lse = unseen.logsumexp(-1)
-        shares = (unseen - lse.clamp_min(torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()
-        num_pages = rows.value_means.shape[1]
-        by_page = pad(shares, (skipped, num_pages * self.page_size - skipped - candidates.count))
-        by_page = by_page.unflatten(-1, (num_pages, self.page_size)).sum(-1)  # [num_query_heads, num_pages]
-        values = by_page.unflatten(0, (shape.num_kv_heads, -1)) @ rows.value_means
-        return Part(values.flatten(0, 1)[None, :, None], lse[None, :, None])
+        return log_weights(queries.float() * shape.scale, rows, self.bits, shape.softcap)
 
 
 def _unpacked(packed: HeadRows, layout: SketchLayout) -> Unpacked:

@@ -1,0 +1,109 @@
+"""Triton twin of ``kernels.sketch.sketch_rows`` for the pages that hold the newest tokens of a batch, one launch.
+
+A program takes a page of one KV head: it rotates its keys, and writes codes, factors and means.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import SketchLayout, rotation
+from kvsift.kernels.triton_shim import constant, jit, power_of_two, tl
+
+ROUNDING = constant(12582912.0)  # 1.5 * 2^23: numbers added to it lose their fraction, halves to the even side
+TINY = constant(1.1754943508222875e-38)  # the smallest normal float32
+
+
+def write_newest_triton(kv: PagedKV, bits: int, rows: Tensor) -> None:
+    """Write the rows of the pages that hold each sequence's newest token, from the tokens up to it.
+
+    rows uint8 [num_kv_heads, num_pages, width], contiguous.
+    """
+    layout = SketchLayout(bits, kv.head_dim, kv.page_size)
+    slots = max(16, power_of_two(kv.page_size))
+    _sketch_kernel[kv.batch, kv.num_kv_heads](
+        kv.keys, kv.values, kv.table, kv.lengths, rotation(kv.head_dim, kv.keys.device), rows.view(torch.int32),
+        rows.view(torch.float16), rows.view(torch.int8), *kv.keys.stride()[:3], *kv.values.stride()[:3],
+        kv.table.stride(0), *rows.stride()[:2], D=kv.head_dim, DP=32 * power_of_two(layout.words), PAGE=kv.page_size,
+        SLOTS=slots, BITS=bits, WORDS=layout.words, FACTORS=layout.factors, KEY_MEAN=layout.key_mean,
+        VALUE_MEAN=layout.value_mean, SCALES=layout.scales, WIDTH=layout.width,
+        num_warps=4 if slots <= 32 else 8,
+    )  # fmt: skip
+
+
+@jit
+def rotated_keys(keys_ptr, rotation_ptr, offsets, valid, D: tl.constexpr, DP: tl.constexpr, SLOTS: tl.constexpr):
+    """Keys [SLOTS, DP] times the rotation, some channels at a time: shared memory does not hold the whole matrix."""
+    n, acc = tl.arange(0, DP), tl.zeros((SLOTS, DP), tl.float32)
+    for first in range(0, DP, 32):
+        k = first + tl.arange(0, 32)
+        keys = tl.load(keys_ptr + offsets[:, None] + k[None, :], mask=valid[:, None] & (k < D)[None, :], other=0.0)
+        part = tl.load(
+            rotation_ptr + k[:, None] * D + n[None, :], mask=(k < D)[:, None] & (n < D)[None, :], other=0.0
+        )  # fmt: skip
+        acc = tl.dot(keys.to(tl.float32), part, acc, input_precision="tf32x3")
+    return acc
+
+
+@jit
+def int8_codes(numbers):
+    """Whole numbers -127 to 127, float32, and their scale, float16."""
+    scale = tl.div_rn(tl.max(tl.abs(numbers), 0), 127.0)
+    scale = tl.minimum(tl.maximum(scale, 0.000000059604644775390625), 65504.0).to(tl.float16)
+    codes = tl.div_rn(numbers, scale.to(tl.float32) + tl.zeros_like(numbers))
+    codes = (tl.minimum(tl.maximum(codes, -127.0), 127.0) + ROUNDING) - ROUNDING
+    return codes, scale
+
+
+@jit
+def code_index(residual, D: tl.constexpr, BITS: tl.constexpr):
+    """Which code each number gets, int32."""
+    if BITS == 1:
+        return (residual >= 0).to(tl.int32)
+    else:
+        step = tl.sqrt_rn(tl.sum(residual * residual, 1)) / tl.sqrt(D * 1.0)
+        whole = tl.floor(residual / tl.maximum(step, TINY)[:, None])
+        half: tl.constexpr = 1 << (BITS - 1)
+        return tl.minimum(tl.maximum(whole + half, 0.0), 2.0 * half - 1.0).to(tl.int32)
+
+
+@jit
+def _sketch_kernel(
+    keys_ptr, values_ptr, table_ptr, lengths_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr, k_head, k_page,
+    k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
+    WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
+    SCALES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, d = tl.arange(0, SLOTS), tl.arange(0, DP)
+    position = tl.load(lengths_ptr + row) - 1
+    page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
+    valid, count = slot <= position % PAGE, (position % PAGE + 1).to(tl.float32)
+    start = head * head_bytes + page * page_bytes
+    keys = rotated_keys(keys_ptr + head * k_head + page * k_page, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
+    mean, scale = int8_codes(tl.sum(keys, 0) / count)
+    # the bytes that fill up each part are written too: they are zero
+    tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < VALUE_MEAN - KEY_MEAN)
+    tl.store(halves_ptr + start // 2 + SCALES // 2, scale)
+    residual = tl.where(valid[:, None], keys - (mean * scale.to(tl.float32))[None, :], 0.0)
+    index = tl.where(valid[:, None] & (d < D)[None, :], code_index(residual, D, BITS), 0)
+    product = tl.sum(residual * (2 * index - ((1 << BITS) - 1)).to(tl.float32), 1)
+    factors = tl.sum(residual * residual, 1) / tl.maximum(product, TINY)
+    factors = tl.where(product > 0, factors, 0.0).to(tl.float16)  # no residual: every code is right
+    tl.store(halves_ptr + start // 2 + FACTORS // 2 + slot, factors, mask=slot < (KEY_MEAN - FACTORS) // 2)
+    word = tl.arange(0, DP // 32)
+    for bit in tl.static_range(BITS):
+        channels = tl.reshape((index >> bit) & 1, (SLOTS, DP // 32, 32)) << tl.arange(0, 32)[None, None, :]
+        at = words_ptr + start // 4 + ((bit * WORDS + word) * PAGE)[None, :] + slot[:, None]
+        tl.store(at, tl.sum(channels, 2), mask=(slot < PAGE)[:, None] & (word < WORDS)[None, :])
+    values_ptr += head * v_head + page * v_page
+    inside = valid[:, None] & (d < D)[None, :]
+    values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    mean, scale = int8_codes(tl.sum(values, 0) / count)
+    tl.store(octets_ptr + start + VALUE_MEAN + d, mean.to(tl.int8), mask=d < SCALES - VALUE_MEAN)
+    tl.store(halves_ptr + start // 2 + SCALES // 2 + 1, scale)
+    end = SCALES + 4 + tl.arange(0, 16)
+    tl.store(octets_ptr + start + end, tl.zeros((16,), tl.int8), mask=end < WIDTH)

@@ -1,0 +1,166 @@
+"""One decode step of the method ``sketch``: weigh, vote, choose tokens, estimate the others, attend, merge.
+
+The specification is ``methods.sketch``. On a GPU it is a product and six launches, none of which waits for the host:
+weights of all candidates with each head's largest and sums (``kernels.sketch_twins``); votes; the best tokens
+(``kernels.top_pages``); listed candidates hidden; the estimate of the others, as records of split attention; and
+attention over the lists, which merges these (``kernels.page_attention``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels import sketch_twins as twins
+from kvsift.kernels.merge import merge_reference, with_sink_logit
+from kvsift.kernels.page_attention import (
+    SplitSpace,
+    listed_tokens,
+    logit_factors,
+    masked_part,
+    page_attention_triton,
+    processor_count,
+    split_count,
+)
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, rotation, unpack
+from kvsift.kernels.split_attention import ESTIMATED_WHOLE
+from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
+from kvsift.kernels.triton_shim import power_of_two, runs_on_triton, triton
+from kvsift.types import Part
+
+TILE_BYTES = 16 << 10  # of estimated keys at most: shared memory holds them more than once
+CHUNK, VOTES, REST = 512, 1024, 1024  # candidates of a program: least weighed, voted on, and estimated
+
+
+def sketch_attention(
+    queries: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, tokens: Tensor, counts: Tensor, *, bits: int, rest: bool,
+    scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, visible: Tensor | None = None,
+    estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return attention of one query per sequence over its sinks, its best tokens and its window, and an estimate of
+    the others.
+
+    Args:
+        queries: [batch, num_query_heads, head_dim].
+        kv: the cache, the queries' own tokens included.
+        rows: uint8 [num_kv_heads, num_pages, width], sketches by physical page, contiguous.
+        spans: int32 [batch, 4]: first candidate token, the token behind the last, tokens to choose, tokens held.
+        tokens: int32 [batch, num_kv_heads, capacity], written: the visible tokens, ascending.
+        counts: int32 [batch, num_kv_heads], written.
+        bits: of the sketches, per channel.
+        rest: estimate what is not visible; false: leave it out.
+        scale, softcap, sink_logit, visible: as in ``page_attention``.
+        estimated: int64 [batch], to which the estimated shares of all query heads' attention are added, each a number
+            of 0 to ``ESTIMATED_WHOLE``.
+        dense_below: int32 [batch]; sequences shorter than this are not attended.
+        out: written where a sequence is attended; a new one by default.
+
+    Returns:
+        [batch, num_query_heads, head_dim] in the dtype of ``queries``.
+    """
+    run = sketch_attention_triton if runs_on_triton(queries) else sketch_attention_reference
+    return run(
+        queries, kv, rows, spans, tokens, counts, bits=bits, rest=rest, scale=scale, softcap=softcap,
+        sink_logit=sink_logit, visible=visible, estimated=estimated, dense_below=dense_below, out=out,
+    )  # fmt: skip
+
+
+def sketch_attention_reference(
+    queries: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, tokens: Tensor, counts: Tensor, *, bits: int, rest: bool,
+    scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, visible: Tensor | None = None,
+    estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    output, layout = torch.zeros_like(queries) if out is None else out, SketchLayout(bits, kv.head_dim, kv.page_size)
+    for row, (first, stop, chosen, _) in enumerate(spans.tolist()):
+        own, count = slice(row, row + 1), stop - first
+        pages = kv.table[row, first // kv.page_size : -(-stop // kv.page_size)].long()
+        unpacked, skipped = unpack(rows[:, pages], layout), first % kv.page_size
+        weights = log_weights(queries[row, :, None].float() * scale, unpacked, bits, softcap)[:, 0]
+        weights = weights[:, skipped : skipped + count]
+        shares = (weights - weights.logsumexp(-1, keepdim=True)).exp().unflatten(0, (kv.num_kv_heads, -1)).mean(1)
+        visible_pages_reference(shares[None], spans[own], tokens.shape[2], out=(tokens[own], counts[own]))
+        if dense_below is not None and bool(kv.lengths[row] < dense_below[row]):
+            continue
+        mask = listed_tokens(tokens[row], counts[row], int(kv.lengths[row]), 1)
+        if visible is not None:
+            visible[row] += mask.sum()
+        part = masked_part(queries[row], kv, row, mask, scale, softcap)
+        if rest and chosen < count:
+            places = tokens[row, :, first : first + chosen].long() - first
+            estimate = estimated_rest(weights, places, unpacked.value_means, kv.page_size, skipped)
+            lse, part = part.lse, merge_reference(part, Part(estimate.output.to(part.output), estimate.lse))
+            if estimated is not None:
+                estimated[row] += (ESTIMATED_WHOLE * (1 - (lse - part.lse).exp()).sum().double()).long()
+        part = part if sink_logit is None else with_sink_logit(part, sink_logit)
+        output[row] = part.output[0, :, 0]
+    return output
+
+
+def sketch_attention_triton(
+    queries: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, tokens: Tensor, counts: Tensor, *, bits: int, rest: bool,
+    scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, visible: Tensor | None = None,
+    estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    batch, num_query_heads, head_dim = queries.shape
+    heads, max_tokens, capacity = kv.num_kv_heads, kv.table.shape[1] * kv.page_size, tokens.shape[2]
+    num_lists, group = batch * heads, num_query_heads // heads
+    rotated = (queries.float() * scale) @ rotation(head_dim, queries.device)
+    weights = _weigh(rotated, kv, rows, spans, (tokens, counts), bits=bits, softcap=softcap)
+    estimates = min(-(-max_tokens // REST), max(1, 2 * processor_count(queries) // num_lists)) if rest else 0
+    splits = split_count(kv, capacity, num_lists, 1)
+    space = SplitSpace.make(num_lists, splits + estimates, group, head_dim, queries.device)
+    if rest:
+        twins.hide_kernel[triton.cdiv(capacity, VOTES), num_lists](
+            tokens, counts, spans, weights, heads, capacity, max_tokens, G=group, BLOCK=VOTES, num_warps=4
+        )
+        layout = SketchLayout(bits, head_dim, kv.page_size)
+        twins.rest_kernel[estimates, heads, batch](
+            weights, rows.view(torch.float16), rows.view(torch.int8), kv.table, spans, space.parts, *rows.stride()[:2],
+            kv.table.shape[1], splits + estimates, **_constants(layout, group), MEAN=layout.value_mean,
+            SCALES=layout.scales + 2, RECORD=space.parts.shape[2], num_warps=4,
+        )  # fmt: skip
+        estimated = spans.new_zeros(batch, dtype=torch.int64) if estimated is None else estimated
+    return page_attention_triton(
+        queries, kv, tokens, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, space=space, visible=visible,
+        dense_below=dense_below, out=out, unit_size=1, estimates=estimates, estimated=estimated,
+    )  # fmt: skip
+
+
+def _weigh(
+    rotated: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, lists: tuple[Tensor, Tensor], *, bits: int,
+    softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """Write the lists; return the weights of candidates (``kernels.sketch_twins``).
+
+    rotated float32 [batch, num_query_heads, head_dim], scaled.
+    """
+    (batch, num_query_heads, head_dim), heads, max_pages = rotated.shape, kv.num_kv_heads, kv.table.shape[1]
+    max_tokens, group = max_pages * kv.page_size, num_query_heads // heads
+    layout, num_chunks = SketchLayout(bits, head_dim, kv.page_size), triton.cdiv(max_tokens, CHUNK)
+    weights = rotated.new_empty(batch, num_query_heads, max_tokens)
+    partials = rotated.new_empty(batch, num_query_heads, num_chunks, 2)
+    scores = rotated.new_empty(batch, heads, max_tokens)
+    twins.weights_kernel[num_chunks, heads, batch](
+        rotated, rows.view(torch.int32), rows.view(torch.float16), rows.view(torch.int8), kv.table, spans, weights,
+        partials, *rows.stride()[:2], max_pages, num_chunks, logit_factors(1.0, softcap)[1], ERROR[bits],
+        **_constants(layout, group), BITS=bits, WORDS=layout.words, FACTORS=layout.factors, MEAN=layout.key_mean,
+        SCALES=layout.scales, CHUNK=CHUNK, CAPPED=softcap is not None, num_warps=4,
+    )  # fmt: skip
+    twins.votes_kernel[triton.cdiv(max_tokens, VOTES), heads, batch](
+        weights, partials, spans, scores, max_tokens, num_chunks, G=group, CHUNK=CHUNK,
+        CHUNKSP=power_of_two(num_chunks), BLOCK=VOTES, num_warps=4,
+    )  # fmt: skip
+    visible_pages_triton(scores, spans, lists[0].shape[2], out=lists)
+    return weights
+
+
+def _constants(layout: SketchLayout, group: int) -> dict[str, Any]:
+    channels = 32 * power_of_two(layout.words)
+    tile = max(16, min(128, TILE_BYTES // (4 * channels)))
+    return {
+        "G": group, "GP": max(16, power_of_two(group)), "D": layout.head_dim, "DP": channels, "PAGE": layout.page_size,
+        "TILE": tile,
+    }  # fmt: skip

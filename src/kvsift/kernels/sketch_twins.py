@@ -1,0 +1,168 @@
+"""Device code of ``sketch_attention``: weights estimated from sketches, votes, and the estimate of what is not chosen.
+
+Weights are logarithms in units of log 2, float32 [batch, num_query_heads, max_tokens]; column i is candidate first + i.
+"""
+
+from __future__ import annotations
+
+from kvsift.kernels.split_attention import capped
+from kvsift.kernels.triton_shim import constant, jit, tl
+
+LOG2E = constant(1.4426950408889634)
+
+
+@jit
+def row_starts(table_ptr, head, token, inside, head_bytes, page_bytes, PAGE: tl.constexpr):
+    """Bytes before the row of each token's page."""
+    page = tl.load(table_ptr + token // PAGE, mask=inside, other=0).to(tl.int64)
+    return page * page_bytes + head.to(tl.int64) * head_bytes
+
+
+@jit
+def load_mean(octets_ptr, halves_ptr, start, inside, MEAN: tl.constexpr, SCALE: tl.constexpr, D: tl.constexpr,
+              DP: tl.constexpr):  # fmt: skip
+    """A mean vector of the row of each token, [tokens, DP], whose rows begin at bytes ``start``."""
+    d = tl.arange(0, DP)
+    codes = tl.load(octets_ptr + start[:, None] + MEAN + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0)
+    scale = tl.load(halves_ptr + start // 2 + SCALE // 2, mask=inside, other=0.0)
+    return codes.to(tl.float32) * scale.to(tl.float32)[:, None]
+
+
+@jit
+def estimated_keys(
+    words_ptr, halves_ptr, octets_ptr, start, slot, inside, BITS: tl.constexpr, PAGE: tl.constexpr, WORDS: tl.constexpr,
+    FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Rotated keys as the row that begins at byte ``start`` tells them, [TILE, DP], and factors of their codes."""
+    word = tl.arange(0, DP // 32)
+    mask = inside[:, None] & (word < WORDS)[None, :]
+    index = tl.zeros((TILE, DP), tl.int32)
+    for bit in tl.static_range(BITS):
+        at = (start // 4)[:, None] + ((bit * WORDS + word) * PAGE)[None, :] + slot[:, None]
+        words = tl.load(words_ptr + at, mask=mask, other=0)
+        channels = (words[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+        index += tl.reshape(channels, (TILE, DP)) << bit
+    codes = (2 * index - ((1 << BITS) - 1)).to(tl.float32)
+    factors = tl.load(halves_ptr + start // 2 + FACTORS // 2 + slot, mask=inside, other=0.0).to(tl.float32)
+    return codes * factors[:, None] + load_mean(octets_ptr, halves_ptr, start, inside, MEAN, SCALES, D, DP), factors
+
+
+@jit
+def weights_kernel(
+    q_ptr, words_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, weights_ptr, partials_ptr, head_bytes, page_bytes,
+    max_pages, num_chunks, softcap, error,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BITS: tl.constexpr, PAGE: tl.constexpr,
+    WORDS: tl.constexpr, FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Weights of a chunk of candidates, and each head's largest and their sum; ``q_ptr`` holds rotated queries."""
+    chunk, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, stop = tl.load(spans_ptr + batch * 4), tl.load(spans_ptr + batch * 4 + 1)
+    begin, end = chunk * CHUNK, tl.minimum((chunk + 1) * CHUNK, stop - first)
+    if begin >= end:
+        return
+    g, d = tl.arange(0, GP), tl.arange(0, DP)
+    row = (batch * tl.num_programs(1) + head) * G + g
+    q = tl.load(q_ptr + row[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    noise = tl.sum(q * q, 1) * error * 0.5
+    top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    for offset in range(begin, end, TILE):
+        index = offset + tl.arange(0, TILE)
+        inside = index < end
+        token = first + index
+        start = row_starts(table_ptr + batch * max_pages, head, token, inside, head_bytes, page_bytes, PAGE)
+        keys, factors = estimated_keys(
+            words_ptr, halves_ptr, octets_ptr, start, token % PAGE, inside, BITS, PAGE, WORDS, FACTORS, MEAN, SCALES,
+            D, DP, TILE,
+        )  # fmt: skip
+        weights = tl.dot(q, tl.trans(keys), input_precision="tf32x3")
+        if CAPPED:
+            weights = capped(weights * LOG2E, softcap, CAPPED)
+        else:
+            weights = (weights - noise[:, None] * (factors * factors)[None, :]) * LOG2E
+        at = weights_ptr + row[:, None].to(tl.int64) * (max_pages * PAGE) + index[None, :]
+        tl.store(at, weights, mask=(g < G)[:, None] & inside[None, :])
+        weights = tl.where(inside[None, :], weights, float("-inf"))
+        new = tl.maximum(top, tl.max(weights, 1))
+        total = total * tl.exp2(top - new) + tl.sum(tl.exp2(weights - new[:, None]), 1)
+        top = new
+    partials_ptr += (row * num_chunks + chunk) * 2
+    tl.store(partials_ptr, top, mask=g < G)
+    tl.store(partials_ptr + 1, total, mask=g < G)
+
+
+@jit
+def votes_kernel(
+    weights_ptr, partials_ptr, spans_ptr, scores_ptr, max_tokens, num_chunks, G: tl.constexpr, CHUNK: tl.constexpr,
+    CHUNKSP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sums of the shares of the query heads of a KV head, of some candidates."""
+    block, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    count = tl.load(spans_ptr + batch * 4 + 1) - tl.load(spans_ptr + batch * 4)
+    if block * BLOCK >= count:
+        return
+    index, chunk = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, CHUNKSP)
+    row = (batch * tl.num_programs(1) + head).to(tl.int64)
+    votes = tl.zeros((BLOCK,), tl.float32)
+    for each in tl.static_range(G):
+        partials = partials_ptr + ((row * G + each) * num_chunks + chunk) * 2
+        tops = tl.load(partials, mask=chunk * CHUNK < count, other=float("-inf"))
+        sums = tl.load(partials + 1, mask=chunk * CHUNK < count, other=0.0)
+        top = tl.max(tops, 0)
+        total = tl.sum(tl.exp2(tops - top) * sums, 0)
+        weights = weights_ptr + (row * G + each) * max_tokens
+        votes += tl.exp2(tl.load(weights + index, mask=index < count, other=float("-inf")) - top) / total
+    tl.store(scores_ptr + row * max_tokens + index, votes, mask=index < count)
+
+
+@jit
+def hide_kernel(
+    tokens_ptr, counts_ptr, spans_ptr, weights_ptr, num_kv_heads, capacity, max_tokens, G: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Give the candidates that are listed no weight, for the estimate of the others."""
+    block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    spans_ptr += row // num_kv_heads * 4
+    first, stop = tl.load(spans_ptr), tl.load(spans_ptr + 1)
+    slot = block * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + row * capacity + slot, mask=slot < tl.load(counts_ptr + row), other=-1)
+    for each in tl.static_range(G):
+        weights = weights_ptr + (row * G + each) * max_tokens
+        nothing = tl.full((BLOCK,), float("-inf"), tl.float32)
+        tl.store(weights + token - first, nothing, mask=(token >= first) & (token < stop))
+
+
+@jit
+def rest_kernel(
+    weights_ptr, halves_ptr, octets_ptr, table_ptr, spans_ptr, parts_ptr, head_bytes, page_bytes, max_pages, num_parts,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, MEAN: tl.constexpr,
+    SCALES: tl.constexpr, TILE: tl.constexpr, RECORD: tl.constexpr,
+):  # fmt: skip
+    """An estimate of attention over a part of the candidates that are not listed, as a record of split attention."""
+    part, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, stop = tl.load(spans_ptr + batch * 4), tl.load(spans_ptr + batch * 4 + 1)
+    per_part = (stop - first + tl.num_programs(0) * TILE - 1) // (tl.num_programs(0) * TILE) * TILE
+    begin, end = part * per_part, tl.minimum((part + 1) * per_part, stop - first)
+    kv_row, g, d = batch * tl.num_programs(1) + head, tl.arange(0, GP), tl.arange(0, DP)
+    weights_ptr += (kv_row * G + g)[:, None].to(tl.int64) * (max_pages * PAGE)
+    top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
+    acc = tl.zeros((GP, DP), tl.float32)
+    for offset in range(begin, end, TILE):
+        index = offset + tl.arange(0, TILE)
+        inside = index < end
+        weights = tl.load(weights_ptr + index[None, :], mask=(g < G)[:, None] & inside[None, :], other=float("-inf"))
+        new = tl.maximum(top, tl.max(weights, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)  # all of them are listed
+        shares, shrink = tl.exp2(weights - base[:, None]), tl.exp2(top - base)
+        start = row_starts(table_ptr + batch * max_pages, head, first + index, inside, head_bytes, page_bytes, PAGE)
+        values = load_mean(octets_ptr, halves_ptr, start, inside, MEAN, SCALES, D, DP)
+        acc = tl.dot(shares, values, acc * shrink[:, None], input_precision="tf32x3")
+        total = total * shrink + tl.sum(shares, 1)
+        top = new
+    # behind the records of the splits
+    parts_ptr += (kv_row * num_parts + num_parts - tl.num_programs(0) + part) * RECORD
+    tl.store(parts_ptr + g[:, None] * D + d[None, :], acc, mask=(g < G)[:, None] & (d < D)[None, :])
+    tl.store(parts_ptr + G * D + g, top, mask=g < G)
+    tl.store(parts_ptr + G * D + G + g, total, mask=g < G)
+    tl.store(parts_ptr + G * D + 2 * G, 0.0)  # visible tokens
