@@ -20,6 +20,7 @@ length = 700
 questions_per_task = 1
 questions_per_context = 1
 device = "cpu"
+dtype = "bfloat16"
 references = false
 plans = [
   "quest:budget={budget}",

@@ -49,7 +49,7 @@ def test_three_thousand_tokens_are_sifted_at_real_width(
         "--plan", f"quest:budget={BUDGET}:dense_layers=none", "--max-new-tokens", NEW_TOKENS, "--dtype", "bfloat16",
     )  # fmt: skip
     document = asked.document
-    assert asked.err == ""
+    assert [line for line in asked.err.splitlines() if "reading:" not in line] == []  # progress, on a slow machine
     assert 3000 < document["prompt_tokens"] < 3600
     assert BUDGET - 32 <= document["visible_tokens"] <= BUDGET
     assert document["density"] == pytest.approx(document["visible_tokens"] / document["prompt_tokens"], rel=0.01)

@@ -288,7 +288,7 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "representatives": st.integers(1, 16),
         "local": st.integers(4096, 9999),
         "positions": st.just("absolute"),
-        **dict.fromkeys(["mean_value", "second_copy", "full_choice"], st.booleans()),
+        **dict.fromkeys(["mean_value", "second_copy", "full_choice", "rest"], st.booleans()),
         **dict.fromkeys(["recent_fraction", "partial"], st.floats(0, 1)),
         "alpha": st.floats(0.1, 9),
         "anchors": st.none(),
@@ -298,7 +298,7 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
         "recent": st.floats(0, 1),
         "kernel": st.sampled_from([1, 5, 7]),
         "pooling": st.sampled_from(["avg", "max"]),
-        "bits": st.integers(1, 8),
+        "bits": st.integers(1, 2),
         "tables": st.integers(2, 99),
         **dict.fromkeys(["parts", "iterations"], st.integers(1, 9)),
     }

@@ -131,9 +131,9 @@ def test_packed_values_come_back_as_they_were_packed() -> None:
 def test_summaries_wait_until_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Tensor] = []
 
-    def counted(kind: str, keys: Tensor, valid: Tensor | None) -> Tensor:
+    def counted(kind: str, keys: Tensor, valid: Tensor | None, values: Tensor) -> Tensor:
         asked.append(keys)
-        return summarise(kind, keys, valid)
+        return summarise(kind, keys, valid, values)
 
     store, other = SplitStore(SHAPE, 1, 4, LIKE, ["minmax"]), PagedStore(SHAPE, 1, 4, LIKE, ["minmax"])
     monkeypatch.setattr("kvsift.stores.paged.summarise", counted)
