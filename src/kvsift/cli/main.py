@@ -20,6 +20,7 @@ from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
 from kvsift.cli.report import report
+from kvsift.cli.serve import serve
 from kvsift.errors import KVSiftError
 
 NOTHING_HALF_WRITTEN = "No file was left half written."
@@ -50,6 +51,7 @@ app = typer.Typer(
 for command in (demo, ask, generate, explain, report, methods, calibrate, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 app.add_typer(bench, name="bench")
 
 

@@ -1,0 +1,87 @@
+"""Counters of decode: what queries saw, of what there was."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+
+@dataclass
+class DecodeCounters:
+    """Sums over the decode queries of all layers that plans apply to.
+
+    Attributes:
+        queries: one for each token and layer.
+        visible_tokens: per head.
+        context_tokens: what dense attention shows.
+        kv_bytes_read: keys, values and page summaries.
+        kv_bytes_dense: what dense attention reads.
+    """
+
+    queries: int = 0
+    sparse_queries: int = 0
+    visible_tokens: float = 0.0
+    context_tokens: int = 0
+    kv_bytes_read: float = 0.0
+    kv_bytes_dense: float = 0.0
+    _logged: tuple[float, ...] = (0.0,) * 6
+    _exported: tuple[float, ...] = (0.0,) * 6
+    _last_s: float = field(default_factory=monotonic)
+    _prometheus: list[Any] | None = None
+
+    def add(self, visible: float, context: int, index_bytes: float, token_bytes: int) -> None:
+        """Count a query that saw ``visible`` of ``context`` tokens, of ``token_bytes`` each, and read ``index_bytes``
+        to choose them."""
+        self.queries += 1
+        self.sparse_queries += visible < context
+        self.visible_tokens += visible
+        self.context_tokens += context
+        self.kv_bytes_read += visible * token_bytes + index_bytes
+        self.kv_bytes_dense += context * token_bytes
+
+    def line(self, every_s: float) -> str | None:
+        """Return a line about the queries since the last one; None before ``every_s`` seconds, or without any."""
+        if not every_s or monotonic() - self._last_s < every_s:
+            return None
+        queries, sparse, visible, context, read, dense = self._since(self._logged)
+        self._logged, self._last_s = self._sums(), monotonic()
+        if not queries:
+            return None
+        if visible >= context:
+            return f"kvsift: {queries:.0f} decode queries, all dense: the plan skipped nothing."
+        return (
+            f"kvsift: {queries:.0f} decode queries, {sparse / queries:.1%} sparse, {visible / queries:.0f} visible "
+            f"tokens of {context / queries:.0f} (density {visible / context:.3f}), {read / dense:.1%} of the bytes "
+            "of dense attention read."
+        )
+
+    def export(self) -> None:
+        """Add to the Prometheus counters, which vLLM shows where its processes share PROMETHEUS_MULTIPROC_DIR."""
+        if self._prometheus is None:
+            self._prometheus = _new_counters() if os.environ.get("PROMETHEUS_MULTIPROC_DIR") else []
+        if self._prometheus:
+            for counter, amount in zip(self._prometheus, self._since(self._exported)):
+                counter.inc(amount)
+            self._exported = self._sums()
+
+    def _since(self, before: tuple[float, ...]) -> list[float]:
+        return [now - then for now, then in zip(self._sums(), before)]
+
+    def _sums(self) -> tuple[float, ...]:
+        tokens = self.visible_tokens, self.context_tokens
+        return (self.queries, self.sparse_queries, *tokens, self.kv_bytes_read, self.kv_bytes_dense)
+
+
+def _new_counters() -> list[Any]:
+    from prometheus_client import Counter
+
+    return [
+        Counter("kvsift:decode_queries", "Decode queries, one for each token and layer that plans apply to."),
+        Counter("kvsift:decode_sparse_queries", "Those that did not see their whole context."),
+        Counter("kvsift:decode_visible_tokens", "Tokens that decode queries saw, per head."),
+        Counter("kvsift:decode_context_tokens", "Tokens that dense attention would have shown."),
+        Counter("kvsift:decode_kv_bytes_read", "Bytes of keys, values and page summaries read to decode."),
+        Counter("kvsift:decode_kv_bytes_dense", "Bytes that dense attention would have read."),
+    ]

@@ -1,0 +1,51 @@
+"""What vLLM can do and kvsift cannot do in it: refused when the server starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvsift.errors import InputError
+from kvsift.vllm.settings import Settings
+
+TAKE_DENSE = "Or start vLLM without the kvsift settings."
+
+
+def check_config(config: Any) -> None:
+    """Refuse a ``VllmConfig`` that plans cannot run under (``InputError``, with every reason)."""
+    if reasons := list(_reasons(config)):
+        raise InputError(" ".join([*reasons, TAKE_DENSE]))
+
+
+def _reasons(config: Any) -> Iterator[str]:
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    if config.device_config.device_type != "cpu":
+        yield (
+            f"Under vLLM plans run on a CPU so far, and this engine is on {config.device_config.device_type}. On a GPU "
+            "take kvsift.LLM."
+        )
+    if model.use_mla:
+        yield "This model has multi-head latent attention (MLA), whose cache holds no keys; kvsift needs GQA or MHA."
+    if model.runner_type == "pooling":
+        yield "A pooling model decodes nothing, so there is nothing to select."
+    if getattr(model, "is_encoder_decoder", False):
+        yield "An encoder-decoder model has cross attention, which kvsift does not select for."
+    if config.speculative_config is not None:
+        yield "Speculative decoding verifies several tokens at once, and kvsift decodes one. Leave it out."
+    if config.kv_transfer_config is not None:
+        yield "A KV connector fills the cache without page summaries. Leave out --kv-transfer-config."
+    if str(cache.cache_dtype).startswith("fp8"):
+        yield f"kvsift does not read a cache of {cache.cache_dtype}. Take --kv-cache-dtype auto."
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} divides a sequence among ranks, and kvsift selects within one. Take tensor parallelism."
+
+
+def check_block_size(block_size: int, settings: Settings) -> None:
+    """Refuse pages that do not fill a block of vLLM's cache (``InputError``)."""
+    for kind, page_size in settings.summaries:
+        if block_size % page_size:
+            raise InputError(
+                f"blocks of {block_size} tokens are not whole pages of {page_size} ({kind}). Take page_size=16 in the "
+                f"plan, or --block-size {-(-block_size // page_size) * page_size}."
+            )

