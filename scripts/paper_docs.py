@@ -61,7 +61,7 @@ def tasks_by_plan(name: str) -> Callable[[], str]:
 
     def render() -> str:
         result = result_of(name)
-        plans = {row["plan"]: row["name"].partition(":")[0] for row in result["rows"]}
+        plans = {row["plan"]: _short_name(row["name"], result["rows"]) for row in result["rows"]}
         cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
         for sample in result["samples"]:
             cells[sample["task"], plans[sample["plan"]], sample["length"]].append(100 * sample["score"])
@@ -74,6 +74,13 @@ def tasks_by_plan(name: str) -> Callable[[], str]:
     return render
 
 
+def _short_name(name: str, rows: list[Sample]) -> str:
+    """Return the method alone, unless another row has the same one."""
+    method = name.partition(":")[0]
+    names = {row["name"] for row in rows if row["name"].partition(":")[0] == method}
+    return method if len(names) == 1 else name
+
+
 def _lengths(cells: dict[tuple[str, str, int], list[float]], task: str, names: list[str], lengths: list[int]) -> str:
     row = [_joined([cells.get((task, plan, length), []) for length in lengths]) for plan in names]
     return f"| {task} | {' | '.join(row)} |"
@@ -81,12 +88,12 @@ def _lengths(cells: dict[tuple[str, str, int], list[float]], task: str, names: l
 
 def _mean_of_tasks(cells: dict[tuple[str, str, int], list[float]], plan: str, lengths: list[int]) -> str:
     return _joined(
-        [[fmean(scores) for key, scores in cells.items() if key[1:] == (plan, length)] for length in lengths]
+        [[fmean(scores) for key, scores in cells.items() if key[1:] == (plan, length)] for length in lengths], 1
     )
 
 
-def _joined(scores: list[list[float]]) -> str:
-    texts = [f"{fmean(cell):.0f}" if cell else "-" for cell in scores]
+def _joined(scores: list[list[float]], digits: int = 0) -> str:
+    texts = [f"{fmean(cell):.{digits}f}" if cell else "-" for cell in scores]
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 

@@ -7,11 +7,14 @@ all others stand on pages beside the results that they are of.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import host_docs
 import paper_docs
@@ -19,7 +22,15 @@ import speed_docs
 
 from kvsift.benchmarks.numbers import table
 from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
-from kvsift.eval.tables import budget_table, fidelity_table, prefill_table, quality_table, recall_table
+from kvsift.eval.packed import read_stored, stored
+from kvsift.eval.tables import (
+    budget_table,
+    fidelity_table,
+    finished_by_all,
+    prefill_table,
+    quality_table,
+    recall_table,
+)
 from kvsift.eval.tasks import TASKS
 from kvsift.kernels import page_summary
 
@@ -75,8 +86,9 @@ def task_table() -> str:
 
 
 RESULT = "selection-32k"
+STUDY = "sketch-study.json"
 README_BUDGET = 512
-README_PLANS = ("dense", "oracle_tokens", "quest", "streaming_llm", "random")
+README_PLANS = ("dense", "oracle_tokens", "sketch", "quest", "streaming_llm", "random")
 
 
 def quality() -> str:
@@ -84,10 +96,15 @@ def quality() -> str:
     return f"{quality_table(paper_docs.result_of(RESULT))}\n\nExact match {_made(RESULT)}"
 
 
-def fidelity() -> str:
-    """Return divergence from dense predictions by plan and budget."""
-    name = "fidelity"
-    return f"{fidelity_table(paper_docs.result_of(name))}\n\nMeans over contexts {_made(name)}"
+def fidelity(name: str) -> Callable[[], str]:
+    """Return a block: divergence from dense predictions by plan and budget."""
+
+    def render() -> str:
+        result = paper_docs.result_of(name)
+        contexts = {(sample["length"], sample["seed"]) for sample in finished_by_all(result)}
+        return f"{fidelity_table(result)}\n\nMeans over contexts, {len(contexts)} in all, {_made(name)}"
+
+    return render
 
 
 def cheaper_answers() -> str:
@@ -124,12 +141,37 @@ def headline() -> str:
 
 
 def _made(name: str) -> str:
-    result = paper_docs.result_of(name)
+    return _made_by(paper_docs.result_of(name), name)
+
+
+def _made_by(result: dict[str, Any], name: str) -> str:
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
     return (
-        f"at {result['recipe']['lengths'][0]:,} tokens on the embedded model; "
+        f"at {' and '.join(f'{length:,}' for length in result['recipe']['lengths'])} tokens on the embedded model; "
         f"{speed_docs.place(name)}: {result['machine']}, {versions}, {paper_docs.commits([result])}."
     )
+
+
+def sketch_study() -> str:
+    """Return what the parts of a sketch are worth: a row per variant, means over questions."""
+    result = json.loads(read_stored(paper_docs.RESULTS / STUDY))
+    measures = [key for key in result["samples"][0] if key not in ("task", "seed", "question", "variant")]
+    rows = []
+    for variant, num_bytes in result["bytes"].items():
+        own = [sample for sample in result["samples"] if sample["variant"] == variant]
+        means = [fmean(sample[measure] for sample in own) for measure in measures]
+        rows.append([variant, f"{num_bytes:.0f}", *(f"{mean:.3f}" for mean in means)])
+    questions = {(sample["task"], sample["seed"], sample["question"]) for sample in result["samples"]}
+    contexts = {key[:2] for key in questions}
+    return (
+        f"{table(['', 'B', *measures], rows)}\n\nMeans over {len(questions)} questions on {len(contexts)} contexts "
+        f"{_made_by({**result, 'sessions': [result]}, STUDY)}"
+    )
+
+
+def when_measured(name: str, render: Callable[[], str]) -> Callable[[], str]:
+    """Return a block that is empty as long as there is no result of this name."""
+    return lambda: render() if stored(paper_docs.RESULTS / name).exists() else "Not measured yet."
 
 
 def example() -> str:
@@ -166,10 +208,11 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/methods.md": {"methods": method_table},
     "docs/quality.md": {
         "quality": quality,
-        "fidelity": fidelity,
+        "fidelity": fidelity("fidelity"),
+        "fidelity-prefill": when_measured("fidelity-prefill", fidelity("fidelity-prefill")),
+        "sketches": when_measured("sketch-32k", paper_docs.grid(["sketch-32k"], paper_docs.by_task, "mean")),
         "one-choice": paper_docs.grid(["one-choice-32k"], paper_docs.by_task, "mean"),
         "dropping": paper_docs.grid(["dropping-32k"], paper_docs.by_task, "mean"),
-        "cheaper-answers": cheaper_answers,
     },
     "docs/adding-a-method.md": {"example": example},
     "docs/architecture.md": {"contracts": contracts},
@@ -180,6 +223,8 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     _page("prefill-32k"): {"prefill-document": prefilled("prefill-32k")},
     _page("prefill-question-256-32k"): {"prefill-question-256": prefilled("prefill-question-256-32k")},
     _page("prefill-question-32k"): {"prefill-question": prefilled("prefill-question-32k")},
+    _page("summaries-32k"): {"cheaper-answers": cheaper_answers},
+    "results/sketch-study.md": {"sketch-study": when_measured(STUDY, sketch_study)},
     "results/summary-recall-32k.md": {"cheaper-recall": cheaper_recall},
 }
 for _blocks in (speed_docs.BLOCKS, host_docs.BLOCKS, paper_docs.BLOCKS):

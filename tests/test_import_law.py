@@ -1,8 +1,8 @@
-"""Imports point down: cli > eval | benchmarks > engine > models > layer > plan > methods | stores > indexes > kernels >
-native > types.
+"""Imports point down: cli > eval | benchmarks > engine > models | vllm > layer > plan > methods | stores > indexes >
+kernels > native > types.
 
-Folders side by side never import each other, only the transformers adapter imports transformers, and what a user waits
-for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
+Folders side by side never import each other, only the transformers adapter imports transformers and only the plugin
+vllm, and what a user waits for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LAYERS = {
     "plan": 5,
     "layer": 6,
     "models": 7,
+    "vllm": 7,
     "engine": 8,
     "eval": 9,
     "benchmarks": 9,
@@ -81,6 +82,8 @@ def violations(path: Path) -> list[str]:
         root, *rest = dotted.split(".")
         if root == "transformers" and not (here == "models" and path.name.startswith("transformers")):
             found.append(f"line {line}: {dotted}, which only models/transformers*.py may import")
+        if root == "vllm" and here != "vllm":
+            found.append(f"line {line}: {dotted}, which only kvsift.vllm may import")
         if root != "kvsift" or here in ("__init__", "__main__") or rest == ["__version__"]:
             continue
         there = rest[0] if rest and rest[0] in LAYERS else "__init__"
@@ -158,6 +161,9 @@ def test_a_cycle_for_type_checkers_alone_is_found(tmp_path: Path, monkeypatch: p
         ("engine/x.py", "import transformers", False),
         ("models/transformers_x.py", "from transformers import Cache", True),
         ("models/x.py", "from transformers.cache_utils import Cache", False),
+        ("vllm/x.py", "from vllm.config import VllmConfig", True),
+        ("vllm/x.py", "from kvsift.models.step import Step", False),  # side by side
+        ("cli/x.py", "def f():\n    import vllm", False),
     ],
 )
 def test_the_law_is_read_from_the_source(

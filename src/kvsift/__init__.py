@@ -2,7 +2,7 @@
 
     import kvsift
 
-    with kvsift.sparse(model, "quest:budget=1024") as run:   # a transformers model
+    with kvsift.sparse(model, "sketch:budget=1024") as run:   # a transformers model
         model.generate(**inputs)
     print(run.report())
 

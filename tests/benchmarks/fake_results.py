@@ -7,6 +7,7 @@ from typing import Any
 from kvsift.benchmarks.attention import AttentionRecipe
 from kvsift.benchmarks.attention_measure import points
 from kvsift.benchmarks.attention_point import AttentionPoint
+from kvsift.benchmarks.attention_report import sparse_name
 from kvsift.benchmarks.prefill import PrefillLayerRecipe, PrefillRecipe
 from kvsift.benchmarks.prefill_report import CEILING
 from kvsift.benchmarks.recipe import BenchRecipe
@@ -38,7 +39,7 @@ def _attention_point(point: AttentionPoint, recipe: AttentionRecipe, fixed_us: f
     dense = {"role": "dense", "bytes": point.dense_bytes}
     variants: list[dict[str, Any]] = [
         {
-            "name": f"quest-{kind}", "role": "sparse", "bytes": point.sparse_bytes(kind), "error": 2e-3,
+            "name": sparse_name(kind), "role": "sparse", "bytes": point.sparse_bytes(kind), "error": 2e-3,
             "same_pages": 1.0, "score_gap": 0.0, "samples_s": samples(point.sparse_bytes(kind), fixed_us),
         }
         for kind in recipe.score_by

@@ -13,16 +13,17 @@ from torch import Tensor
 from kvsift import InputError
 from kvsift.benchmarks import attention_measure, attention_point
 from kvsift.benchmarks.attention import AttentionRecipe
-from kvsift.benchmarks.attention_check import check_sparse, exact_dense, exact_listed
+from kvsift.benchmarks.attention_check import check_sketch, check_sparse, exact_dense, exact_listed
 from kvsift.benchmarks.attention_measure import AttentionBench
 from kvsift.benchmarks.attention_point import AttentionPoint, Buffers
-from kvsift.benchmarks.attention_variants import SparseLaunch, ours_dense, separate_kernels
+from kvsift.benchmarks.attention_variants import SketchLaunch, SparseLaunch, ours_dense, separate_kernels
 from kvsift.benchmarks.timing import host_clock
 
 CPU = torch.device("cpu")
 SMALL = AttentionRecipe(
-    shapes=((4, 2),), contexts=(512, 128), batch=2, head_dim=32, page_size=8, budget=192, repeats=2, breakdown=True
-)
+    shapes=((4, 2),), contexts=(512, 128), batch=2, head_dim=32, page_size=8, budget=192, sketch_budget=160, repeats=2,
+    breakdown=True,
+)  # fmt: skip
 LLAMA = {"batch": 1, "head_dim": 128, "page_size": 16, "budget": 2048}
 
 
@@ -43,7 +44,8 @@ def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_re
     for point in points:
         variants = {variant["name"]: variant for variant in point["variants"]}
         assert set(variants) == {
-            "quest-minmax", "quest-minmax_fp8", "sdpa-flash", "sdpa-cudnn", "flashinfer", "flashinfer-tc", "ours-dense",
+            "quest-minmax", "quest-minmax_fp8", "sketch-bits1", "sdpa-flash", "sdpa-cudnn", "flashinfer",
+            "flashinfer-tc", "ours-dense",
         }  # fmt: skip
         for variant in variants.values():
             assert ("reason" in variant) != ("samples_s" in variant)
@@ -51,10 +53,9 @@ def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_re
             if "samples_s" in variant:
                 assert len(variant["samples_s"]) == SMALL.repeats
                 assert variant["error"] < 0.01
-        assert {"quest-minmax", "quest-minmax_fp8", "ours-dense"} <= {
-            n for n, v in variants.items() if "samples_s" in v
-        }
-        assert variants["quest-minmax"]["same_pages"] == 1
+        timed = {name for name, variant in variants.items() if "samples_s" in variant}
+        assert {"quest-minmax", "quest-minmax_fp8", "sketch-bits1", "ours-dense"} <= timed
+        assert variants["quest-minmax"]["same_pages"] == variants["sketch-bits1"]["same_tokens"] == 1
         assert "flashinfer" in variants["flashinfer"]["reason"]
         assert {piece["name"] for piece in point["breakdown"]} == {
             "score_pages", "visible_pages", "page_attention", attention_measure.NOT_EARLY,
@@ -135,6 +136,27 @@ def test_other_pages_than_the_reference_s_are_noticed() -> None:
     assert wrong["same_pages"] == 1 - 1 / 64  # four lists of 16 pages
     assert wrong["score_gap"] > 0
     assert wrong["error"] > right["error"]
+
+
+def test_other_tokens_than_the_reference_s_are_noticed() -> None:
+    point = replace(SMALL_POINT, sketch_budget=100)
+    sets = [Buffers.random(point, ["sketch2"], CPU, seed) for seed in (0, 1)]
+
+    class Shifted(SketchLaunch):
+        """Shows a token that it has not chosen."""
+
+        def __call__(self, number: int) -> Tensor:
+            output = super().__call__(number)
+            chosen = self.tokens[0, 0]
+            chosen[50] = min(set(range(4, 190)) - set(chosen.tolist()))
+            return output * 1.1
+
+    right = check_sketch(point, sets, SketchLaunch(point, sets, "sketch2"))
+    assert (right["same_tokens"], right["launches"]) == (1.0, 7)
+    assert right["error"] < 0.01
+    wrong = check_sketch(point, sets, Shifted(point, sets, "sketch2"))
+    assert wrong["same_tokens"] == 1 - 1 / 400  # four lists
+    assert wrong["error"] > 0.09
 
 
 def test_separate_kernels_do_what_the_launch_does() -> None:

@@ -78,8 +78,9 @@ def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, mo
     cache = filled_cache(model, plan, 256, 2, steps=4)
     host = FixedSlots(new_slots(DecoderStep(model), cache, plan, 2, capture=False), plan)
     for _ in range(2):  # the second time begins where the first began
-        seconds, tallies = decode_rows(host, 256, 4)
-        assert seconds > 0
+        seconds, tallies, tokens = decode_rows(host, 256, 4)
+        assert min(seconds) > 0
+        assert [len(row) for row in tokens] == [5, 5]
         assert [tally.context_tokens for tally in tallies] == [3 * (257 + 258 + 259 + 260)] * 2
         assert all(tally.sparse_queries == 4 for tally in tallies)
     assert torch.isfinite(cache.attentions[0].store.keys).all()

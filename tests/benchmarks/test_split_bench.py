@@ -101,12 +101,19 @@ def test_every_kind_is_measured_with_its_bytes(values: Any, monkeypatch: pytest.
         raise InputError("faiss is not installed.")
 
     monkeypatch.setattr(split_measure.IVFIndex, "build", missing)
-    kinds = ("flat", "graph", "ivf", "quest", "offload", "dense")
+    kinds = ("flat", "graph", "ivf", "quest", "offload", "sketch", "sketch_device", "dense")
     recipe = SplitRecipe((2048,), kinds, "tiny", tokens=1, layers=2, host_values=values, device="cpu")
     (point,) = SplitBench.of(recipe, torch.float32).run()
     found = {each["name"]: each for each in point["variants"]}
     assert set(found) == set(kinds)
     assert found.pop("ivf") == {"name": "ivf", "reason": "faiss is not installed."}
+    assert found["sketch"]["same_tokens"]
+    for name in ("sketch", "sketch_device"):
+        each = found.pop(name)
+        assert len(each["samples_s"]) == 2
+        assert each["visible_tokens"] == 128
+        assert each["bus_bytes"] == 0, "nothing is between a CPU and its memory"
+        assert each["chunk_s"] > 0
     for each in found.values():
         assert len(each["samples_s"]) == 1
     token = 2 * 2 * (64 * 4 + (64 * 4 if values == "model" else 64 + 4))  # of two layers with two KV heads

@@ -31,7 +31,7 @@ ALSO: dict[str, list[dict[str, Any]]] = {
         {"prefilter": 1, "score": "dot", "reduce": "mean"},
         {"queries": 99},
     ],
-    "critiprefill": [{"fusion": False}, {"block": 4, "scaled": False}],
+    "critiprefill": [{"fusion": False}, {"block": 4, "scaled": False}, {"rest": True}],
     "infinigen": [{"alpha": 0.5}, {"partial": 1.0, "heads": "query"}],
     "less_is_more": [{"recent_fraction": 0.9}],
     "magicpig": [{"bits": 2, "tables": 12}, {"bits": 1, "tables": 3}],

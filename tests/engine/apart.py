@@ -18,5 +18,5 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64, "num_atte
 
 
 def llm(directory: Path, device: str, placement: str, **options: object) -> LLM:
-    path = "composed" if placement == "device" else "auto"
-    return LLM(directory, QUEST, device=device, dtype="float32", placement=placement, path=path, **options)  # type: ignore[arg-type]
+    options = {"path": "composed" if placement == "device" else "auto", "dtype": "float32", **options}
+    return LLM(directory, QUEST, device=device, placement=placement, **options)  # type: ignore[arg-type]

@@ -52,7 +52,10 @@ def test_answers_are_those_of_kv_on_the_device(plan: str, device: str, directory
         one, other = (model.generate(text, plan=plan, max_new_tokens=30) for model in (beside, apart))
         assert one.token_ids == other.token_ids
         assert one.decode("visible_tokens") == other.decode("visible_tokens")
-        assert other.path == "composed: its keys and values are in host memory"
+        if device == "cpu":
+            assert other.path == "composed: no NVIDIA GPU"
+        else:
+            assert (other.path == "captured") == (plan == QUEST)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -65,7 +68,8 @@ def test_a_document_is_asked_again_and_again(device: str, directory: Path) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_device_holds_what_is_always_seen_summaries_and_the_cache(device: str, directory: Path) -> None:
-    document = llm(directory, device, "offload:device_cache=256", chunk_size=512).read(text_of(1500))
+    model = llm(directory, device, "offload:device_cache=256", chunk_size=512, path="composed")
+    document = model.read(text_of(1500))
     document.ask("How many sacks?", max_new_tokens=40)
     cache = document._cache
     assert cache is not None
@@ -151,6 +155,8 @@ def test_what_cannot_be_is_refused(directory: Path) -> None:
     with pytest.raises(InputError, match="with placement=offload prefill is dense"):
         LLM(directory, "prefill=quoka:budget=512", placement="offload")
     with pytest.raises(InputError, match="in host memory"):
+        LLM(directory, QUEST, placement="split", path="captured").generate("Once")
+    with pytest.raises(InputError, match="no NVIDIA GPU"):
         LLM(directory, QUEST, placement="offload", path="captured").generate("Once")
     with pytest.raises(InputError, match="device_cache=5 is a knob of placement=offload"):
         LLM(directory, QUEST, placement="split:device_cache=5")

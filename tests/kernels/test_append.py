@@ -8,7 +8,7 @@ from kernels.conftest import DEVICE, DTYPES, needs_triton
 from kernels.paged_cases import copy_of, distance, paged_kv, pools_of, same
 from torch import Tensor
 
-from kvsift.kernels.append import append, append_reference, append_triton
+from kvsift.kernels.append import append, append_reference, append_sketches, append_triton, summarise_without_twins
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import SKETCHES, SketchLayout, unpack
@@ -108,6 +108,21 @@ def test_sketches_are_those_of_the_reference_but_for_rounding(
     untouched = torch.ones(kv.keys.shape[1], dtype=torch.bool, device=DEVICE)
     untouched[pages] = False
     assert bool((rows[kind][:, untouched] == 77).all())
+
+
+@needs_triton
+@pytest.mark.parametrize("kind", SKETCHES)
+def test_sketches_of_all_layers_in_one_launch_are_those_of_each(kind: str) -> None:
+    layers = [paged_kv([1, 17, 40], 2, 16, 64, torch.float16, DEVICE) for _ in range(3)]
+    for number, kv in enumerate(layers):
+        append_triton(kv, *new_tokens(kv, number), {})
+        kv.values.mul_(number + 1)
+    alone, together = ([pools_of([kind], kv) for kv in layers] for _ in range(2))
+    for kv, pools in zip(layers, alone):
+        summarise_without_twins(kv, pools)
+    append_sketches(list(zip(layers, together)), lambda make, pools, key: make(pools))
+    assert all(same(one[kind], other[kind]) for one, other in zip(alone, together))
+    assert not same(alone[0][kind], alone[1][kind])
 
 
 @needs_triton

@@ -190,3 +190,16 @@ def test_a_short_last_segment_is_pooled_over_the_queries_it_has(segment: int) ->
     assert asked.num_queries == 200 % segment
     best = expected_shares(method, tokens, asked).topk(asked.limit.units).indices.sort(-1).values
     assert torch.equal(asked.selection.units, best + asked.candidates.first)
+
+
+def test_the_rest_is_estimated_well_where_the_tokens_of_a_block_are_alike() -> None:
+    drawn = draw_tokens(256, 3)
+    alike = [part[:, ::8].repeat_interleave(8, 1) for part in (drawn.keys, drawn.values)]
+    tokens = Tokens(drawn.queries, *alike)
+    dense = Runner(Plan()).feed(tokens)[0]
+    errors = []
+    for rest in (False, True):
+        runner = Runner(Plan(prefill=Rule(CritiPrefill(rest=rest, **SMALL), BUDGET)))
+        errors.append(float((runner.feed(tokens)[0] - dense).square().mean() / dense.square().mean()))
+    assert errors[1] < 1e-3 < 0.1 < errors[0], errors  # means are kept in 8 bits
+    assert runner.stats.report()["phases"]["prefill"]["estimated_share"] > 0.1

@@ -155,3 +155,43 @@ def test_offload_keeps_summaries_and_its_cache_on_the_device() -> None:
     store.device_reader(0).gather(torch.tensor([[0], [0]]), 4)
     near = 2 * 2 * (10 + 256) * 8 * 4
     assert store.num_device_bytes == store.summaries["minmax"].numel() * 4 + near + 2 * 2 * 8 * 8 * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_gpu_sees_through_the_bus_what_is_beside_it_elsewhere(seed: int) -> None:
+    like, shape, kinds = torch.empty(0, device="cuda"), SHAPE._replace(head_dim=32), ["sketch1", "minmax"]
+    stores = [kind(shape, 2, 4, like, kinds) for kind in (OffloadStore, PagedStore)]
+    rng = random.Random(seed)
+    for step in range(60):
+        row, action, count = rng.randrange(2), rng.random(), rng.choice([1, 3, 64, 70, 200])
+        keys, values = torch.randn(2, 2, count, 32, device="cuda")
+        for store in stores:
+            length = store.lengths[row]
+            if action < 0.5:
+                store.append(row, keys, values)
+            elif action < 0.7:  # as captured steps write
+                store.reserve_rows([each + 300 * (number == row) for number, each in enumerate(store.lengths)])
+                pages = torch.tensor(store.table.planned(row), device="cuda")
+                slots = (pages[:, None] * 4 + torch.arange(4, device="cuda")).flatten()[length : length + count]
+                for pool, tokens in zip(store.pools(), (keys, values)):
+                    pool.flatten(1, 2)[:, slots] = tokens
+                store.advance(row, length + count, length)
+            elif action < 0.85:
+                store.crop(row, length * step // 60)
+            else:
+                store.fork([1, 0] if step % 2 else [row, row])
+        one, other = (store.pools() for store in stores)
+        for number, length in enumerate(stores[0].lengths):
+            readers = [store.reader(number) for store in stores]
+            pages = slice(0, -(-length // 4))
+            assert torch.equal(readers[0].keys(), readers[1].keys().cpu())
+            assert torch.equal(readers[0].values(), readers[1].values().cpu())
+            assert torch.equal(*(reader.summary("minmax", pages) for reader in readers))
+            sketches = [reader.summary("sketch1", pages) for reader in readers]
+            # products of more pages at once are rounded otherwise
+            assert float((sketches[0] == sketches[1]).float().mean()) > 0.99 or not length
+            slots = [reader.slots(0, None) for reader in readers]
+            seen = [pools.keys.flatten(1, 2)[:, where] for pools, where in zip((one, other), slots)]
+            assert torch.equal(*seen)

@@ -27,8 +27,9 @@ class AttentionRecipe(r.BenchRecipe):
     batch: int = r.option(1, "Sequences.", minimum=1)
     head_dim: int = r.option(128, "Numbers per head.", minimum=8)
     page_size: int = r.option(16, "Tokens per page.", minimum=1)
-    budget: int = r.option(2048, "Visible tokens per list.", minimum=1)
-    score_by: tuple[str, ...] = r.option("minmax,minmax_fp8", "Kinds of page summary.", parse=r.names)
+    budget: int = r.option(2048, "Visible tokens per list of pages.", minimum=1)
+    sketch_budget: int = r.option(1024, "Visible tokens per list of tokens, which sketches choose.", minimum=1)
+    score_by: tuple[str, ...] = r.option("minmax,minmax_fp8,sketch1", "Kinds of page summary.", parse=r.names)
     baselines: tuple[str, ...] = r.option(DENSE, "Dense kernels, or none.", parse=r.names)
     breakdown: bool = r.option(False, "Also time the separate kernels.")
     repeats: int = r.repeats(15)
@@ -41,10 +42,11 @@ class AttentionRecipe(r.BenchRecipe):
         from kvsift.benchmarks.attention_measure import points
         from kvsift.benchmarks.attention_variants import BASELINES
         from kvsift.kernels.page_summary import SUMMARIES
+        from kvsift.kernels.sketch import SKETCHES
 
         for kind in self.score_by:
-            if kind not in SUMMARIES:
-                raise unknown("summary", kind, SUMMARIES)
+            if kind not in (*SUMMARIES, *SKETCHES):
+                raise unknown("summary", kind, (*SUMMARIES, *SKETCHES))
         for name in self.baselines:
             if name not in BASELINES:
                 raise unknown("baseline", name, BASELINES)

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from kvsift.benchmarks.attention_point import AttentionPoint, Buffers
-from kvsift.benchmarks.attention_variants import Attend, SparseLaunch
+from kvsift.benchmarks.attention_variants import Attend, SketchLaunch, SparseLaunch
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.score_pages import score_pages_reference
+from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.sketch_attention import sketch_attention_reference
 from kvsift.kernels.top_pages import visible_pages_reference
 
 
@@ -61,6 +63,33 @@ def check_sparse(point: AttentionPoint, sets: Sequence[Buffers], attend: SparseL
         "error": distance(output, exact_listed(point, buffers, attend.pages, attend.counts)),
         "same_pages": float((visible & expected).sum() / expected.sum()),
         "score_gap": _score_gap(scores, attend.spans, visible, expected),
+    }
+
+
+def check_sketch(point: AttentionPoint, sets: Sequence[Buffers], attend: SketchLaunch) -> dict[str, Any]:
+    """Return the distance of an output from the reference's, and the share of the reference's tokens it attends."""
+    attend.tokens.fill_(-1)
+    output, buffers = attend(0), sets[0]
+    tokens, counts = torch.full_like(attend.tokens, -1), torch.zeros_like(attend.counts)
+    queries, outputs = buffers.queries.unflatten(1, (point.num_kv_heads, -1)), []
+    for head in range(point.num_kv_heads):  # one at a time: unpacked codes are large
+        own = slice(head, head + 1)
+        kv = buffers.kv._replace(keys=buffers.kv.keys[own], values=buffers.kv.values[own])
+        lists = tokens[:, own], counts[:, own]
+        outputs.append(
+            sketch_attention_reference(
+                queries[:, head].float(), kv, buffers.summaries[attend.kind][own], attend.spans, *lists,
+                bits=SKETCHES[attend.kind], rest=True, scale=point.scale,
+            )
+        )  # fmt: skip
+    same = sum(
+        int(torch.isin(found[:count], listed[:count]).sum())
+        for found, listed, count in zip(attend.tokens.flatten(0, 1), tokens.flatten(0, 1), counts.flatten().tolist())
+    )
+    return {
+        "launches": 1 if attend.single_launch else 7,
+        "error": distance(output, torch.stack(outputs, 1).flatten(1, 2)),
+        "same_tokens": same / int(counts.sum()),
     }
 
 

@@ -13,14 +13,15 @@ import torch
 
 from kvsift.benchmarks import machine
 from kvsift.benchmarks.attention import AttentionRecipe
-from kvsift.benchmarks.attention_check import check_dense, check_sparse, exact_dense
+from kvsift.benchmarks.attention_check import check_dense, check_sketch, check_sparse, exact_dense
 from kvsift.benchmarks.attention_point import AttentionPoint, Buffers
-from kvsift.benchmarks.attention_report import break_even_lines, point_text, summary
-from kvsift.benchmarks.attention_variants import BASELINES, Attend, SparseLaunch, separate_kernels
+from kvsift.benchmarks.attention_report import break_even_lines, point_text, sparse_name, summary
+from kvsift.benchmarks.attention_variants import BASELINES, Attend, SketchLaunch, SparseLaunch, separate_kernels
 from kvsift.benchmarks.bench import Bench, first_line
 from kvsift.benchmarks.chart import attention_chart, require_matplotlib
 from kvsift.benchmarks.timing import Clock, Timer, digits, graph_clock, interleaved
 from kvsift.engine.memory import available_bytes
+from kvsift.kernels.sketch import SKETCHES
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
 KEPT_FREE = 1 / 5  # of free memory: for graphs, references and libraries
@@ -31,7 +32,7 @@ Variants = Iterator[dict[str, Any]]
 
 def points(recipe: AttentionRecipe) -> list[AttentionPoint]:
     """Return all points, shape by shape, short contexts first."""
-    sizes = recipe.batch, recipe.head_dim, recipe.page_size, recipe.budget
+    sizes = recipe.batch, recipe.head_dim, recipe.page_size, recipe.budget, recipe.sketch_budget
     return [AttentionPoint(*shape, context, *sizes) for shape in recipe.shapes for context in sorted(recipe.contexts)]
 
 
@@ -83,7 +84,8 @@ class AttentionBench(Bench):
         variants = [*self._sparse(point, sets), *self._dense(point, sets)]
         separate: list[dict[str, Any]] = []
         if self.recipe.breakdown:
-            separate = [piece for kind in kinds for piece in self._separate(point, sets, kind)]
+            pages = [kind for kind in kinds if kind not in SKETCHES]
+            separate = [piece for kind in pages for piece in self._separate(point, sets, kind)]
         _sample([*variants, *separate], self.recipe.repeats)
         candidates, visible = point.counted
         return {
@@ -97,9 +99,9 @@ class AttentionBench(Bench):
 
     def _sparse(self, point: AttentionPoint, sets: Sequence[Buffers]) -> Variants:
         for kind in self.recipe.score_by:
-            facts = {"name": f"quest-{kind}", "role": "sparse", "bytes": point.sparse_bytes(kind)}
-            build = partial(SparseLaunch, point, sets, kind)
-            yield self._variant(facts, build, partial(check_sparse, point, sets), len(sets))
+            facts = {"name": sparse_name(kind), "role": "sparse", "bytes": point.sparse_bytes(kind)}
+            launch, check = (SketchLaunch, check_sketch) if kind in SKETCHES else (SparseLaunch, check_sparse)
+            yield self._variant(facts, partial(launch, point, sets, kind), partial(check, point, sets), len(sets))
 
     def _dense(self, point: AttentionPoint, sets: Sequence[Buffers]) -> Variants:
         if not self.recipe.baselines:

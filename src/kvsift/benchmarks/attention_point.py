@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvsift.benchmarks.timing import COLD_BYTES
 from kvsift.errors import InputError
-from kvsift.kernels.page_summary import SUMMARIES, summarise
+from kvsift.kernels.page_summary import row_format, summarise
 from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import list_capacity, page_spans
 from kvsift.plan.budget import Budget
 
@@ -32,6 +33,7 @@ class AttentionPoint:
     head_dim: int
     page_size: int
     budget: int
+    sketch_budget: int = 1024
 
     def __post_init__(self) -> None:
         if self.num_query_heads % self.num_kv_heads:
@@ -41,11 +43,17 @@ class AttentionPoint:
         if self.context % self.page_size:
             raise InputError(f"context {self.context} must be a multiple of the page size, {self.page_size}.")
         self.rule.check(self.page_size, selects=True)
+        self.sketch_rule.check(1, selects=True)
 
     @property
     def rule(self) -> Budget:
         """The budget of a list, with sinks and window."""
         return Budget(tokens=self.budget)
+
+    @property
+    def sketch_rule(self) -> Budget:
+        """The budget of a list of tokens."""
+        return Budget(tokens=self.sketch_budget)
 
     @property
     def scale(self) -> float:
@@ -81,13 +89,14 @@ class AttentionPoint:
 
     def summary_bytes(self, kind: str) -> int:
         """Bytes of the summary rows of all candidates."""
-        summary = SUMMARIES[kind]
-        row_bytes = summary.width(self.head_dim) * (summary.dtype or DTYPE).itemsize
-        return self.batch * self.num_kv_heads * self.counted[0] * row_bytes
+        width, dtype = row_format(kind, self.head_dim, self.page_size)
+        return self.batch * self.num_kv_heads * self.counted[0] * width * (dtype or DTYPE).itemsize
 
     def sparse_bytes(self, kind: str) -> int:
-        """Bytes of the summary rows of all candidates, and of keys and values of the visible pages."""
+        """Bytes of the summary rows of all candidates, and of keys and values of the visible tokens."""
         visible = self.counted[1] * self.page_size
+        if kind in SKETCHES:
+            visible = min(self.sketch_budget, self.context)
         kv = 2 * self.batch * self.num_kv_heads * visible * self.head_dim * DTYPE.itemsize
         return self.summary_bytes(kind) + kv
 
@@ -145,8 +154,8 @@ class Buffers:
 
 def new_summary(kind: str, keys: Tensor, values: Tensor) -> Tensor:
     """Return the summary rows of all pages of a pool, [num_kv_heads, num_pages, width]."""
-    summary = SUMMARIES[kind]
-    rows = keys.new_empty(*keys.shape[:2], summary.width(keys.shape[3]), dtype=summary.dtype or keys.dtype)
+    width, dtype = row_format(kind, keys.shape[3], keys.shape[2])
+    rows = keys.new_empty(*keys.shape[:2], width, dtype=dtype or keys.dtype)
     fill_summary(kind, keys, values, rows)
     return rows
 

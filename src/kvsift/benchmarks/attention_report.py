@@ -62,7 +62,12 @@ def measured(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]
 
 def sparse_names(result: dict[str, Any]) -> list[str]:
     """Return the names of sparse variants."""
-    return [f"quest-{kind}" for kind in result["recipe"]["score_by"]]
+    return [sparse_name(kind) for kind in result["recipe"]["score_by"]]
+
+
+def sparse_name(kind: str) -> str:
+    """Return the name of the variant that ranks by a kind of page summary, or by a kind of sketch."""
+    return f"sketch-bits{kind[-1]}" if kind.startswith("sketch") else f"quest-{kind}"
 
 
 def attention_tables(result: dict[str, Any]) -> str:
@@ -166,7 +171,7 @@ def breakdown_table(result: dict[str, Any]) -> str:
     """Return a Markdown table: the separate kernels, their sum, and the single launch; microseconds."""
     rows, names = [], ("score_pages", "visible_pages", "page_attention")
     for heads, context, point in measured(result):
-        for kind in result["recipe"]["score_by"]:
+        for kind in (kind for kind in result["recipe"]["score_by"] if not kind.startswith("sketch")):
             pieces = {p["name"]: median(p["samples_s"]) for p in point["breakdown"] if p.get("score_by") == kind}
             total = sum(pieces[name] for name in names) if pieces.keys() >= set(names) else None
             early = medians(point).get(f"quest-{kind}")
@@ -178,16 +183,17 @@ def breakdown_table(result: dict[str, Any]) -> str:
 
 
 def correctness(result: dict[str, Any]) -> dict[str, float]:
-    """Return the worst of all points: distance from float32, share of the reference's pages, gap of other pages' scores
-    below its last, and interquartile range over median."""
+    """Return the worst of all points: distance from float32, share of the reference's pages and tokens, gap of other
+    pages' scores below its last, and interquartile range over median."""
     timed = [v for point in result["points"] for v in point.get("variants", []) if v.get("samples_s")]
     sparse, dense = ([v for v in timed if v["role"] == role] for role in ("sparse", "dense"))
     nan = float("nan")
     return {
         "sparse_error": max((v["error"] for v in sparse), default=nan),
         "dense_error": max((v["error"] for v in dense), default=nan),
-        "same_pages": min((v["same_pages"] for v in sparse), default=nan),
-        "score_gap": max((v["score_gap"] for v in sparse), default=nan),
+        "same_pages": min((v["same_pages"] for v in sparse if "same_pages" in v), default=nan),
+        "same_tokens": min((v["same_tokens"] for v in sparse if "same_tokens" in v), default=nan),
+        "score_gap": max((v["score_gap"] for v in sparse if "score_gap" in v), default=nan),
         "spread": max((spread(v["samples_s"]) for v in timed), default=nan),
     }
 
@@ -225,7 +231,8 @@ def _line(variant: dict[str, Any], bandwidth: float, dense: float) -> str:
     cells += f"{seconds / floor:>10.2f}" if floor else f"{'-':>10}"
     cells += f"{dense / seconds:>9.2f}x" if "role" in variant and isfinite(dense) else f"{'':10}"
     cells += f"{variant['error']:>9.1e}" if "error" in variant else ""
-    return f"{name:35}{cells}" + (f"  {variant['same_pages']:.4f}" if "same_pages" in variant else "")
+    same = variant.get("same_pages", variant.get("same_tokens"))
+    return f"{name:35}{cells}" + ("" if same is None else f"  {same:.4f}")
 
 
 def summary(result: dict[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvsift.benchmarks.attention_point import AttentionPoint, Buffers
 from kvsift.errors import InputError
+from kvsift.kernels import sketch_launch
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.score_pages import score_pages
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
+from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.top_pages import visible_pages
+from kvsift.layer.paged_decode import list_capacity, page_spans
 
 FLASHINFER_WORKSPACE = 128 << 20  # bytes, as its documentation recommends
 
@@ -48,6 +52,36 @@ class SparseLaunch:
         return sifted_attention(
             buffers.queries, buffers.kv, buffers.summaries[self.kind], self.spans, self.pages, self.counts,
             kind=self.kind, scale=self._point.scale, space=self._space, visible=self._visible, early=self._early,
+        )  # fmt: skip
+
+
+class SketchLaunch:
+    """Weights, selection, estimate and attention of one step, in a single launch where that runs.
+
+    Args:
+        point: the shape.
+        sets: buffers.
+        kind: of sketch.
+    """
+
+    def __init__(self, point: AttentionPoint, sets: Sequence[Buffers], kind: str) -> None:
+        self._point, self._sets, self.kind = point, sets, kind
+        kv, device = sets[0].kv, sets[0].queries.device
+        self.spans = page_spans(point.sketch_rule, kv.lengths, 1)
+        shape = (point.batch, point.num_kv_heads, list_capacity(point.sketch_rule, point.context, 1))
+        self.tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
+        self.counted = torch.zeros(2, point.batch, dtype=torch.int64, device=device)
+        self.single_launch = sketch_launch.single_launch_runs(sets[0].queries, kv, shape[2])
+        make = sketch_launch.SketchSpace.make
+        self._space = make(kv, point.group_size, shape[2]) if self.single_launch else None
+
+    def __call__(self, number: int) -> Tensor:
+        buffers, (visible, estimated) = self._sets[number], self.counted
+        return sketch_attention(
+            buffers.queries, buffers.kv, buffers.summaries[self.kind], self.spans, self.tokens, self.counts,
+            bits=SKETCHES[self.kind], rest=True, scale=self._point.scale, visible=visible, estimated=estimated,
+            space=self._space, early=True,
         )  # fmt: skip
 
 

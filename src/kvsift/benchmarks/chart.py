@@ -12,7 +12,7 @@ from kvsift.benchmarks.attention_report import OURS_DENSE, best_dense, floors, l
 from kvsift.benchmarks.numbers import tokens
 from kvsift.errors import InputError
 
-COLOURS = {"quest-minmax": "#0b6e4f", "quest-minmax_fp8": "#d1495b", OURS_DENSE: "#333333"}
+COLOURS = {"quest-minmax": "#0b6e4f", "quest-minmax_fp8": "#d1495b", "sketch-bits1": "#3d5a98", OURS_DENSE: "#333333"}
 GREYS = {"sdpa-flash": "#9aa5b1", "sdpa-cudnn": "#5f7c99", "flashinfer": "#c3a86b", "flashinfer-tc": "#a07d2c"}
 SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "kvsift",

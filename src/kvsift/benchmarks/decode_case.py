@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,17 +71,32 @@ def new_slots(step: Step, cache: SparseCache, plan: Plan, batch: int, capture: b
     return Slots(step, angles, cache, [rule_of(plan)], batch, max_pages, pool)
 
 
-def decode(slots: FixedSlots, context: int, steps: int) -> tuple[float, list[Tally]]:
-    """Generate through the engine's own loop from a full context.
+class Decoded(NamedTuple):
+    """What a decode loop took, and what came of it.
 
-    Returns:
-        Mean seconds per token, and the tally of each sequence.
+    Attributes:
+        itl_s: seconds between the tokens of the first sequence.
+        tallies: of each sequence.
+        tokens: of each sequence.
     """
+
+    itl_s: list[float]
+    tallies: list[Tally]
+    tokens: list[list[int]]
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds per token."""
+        return sum(self.itl_s) / len(self.itl_s)
+
+
+def decode(slots: FixedSlots, context: int, steps: int) -> Decoded:
+    """Generate through the engine's own loop from a full context."""
     rows = [_row(number, context, steps, rule_of(slots.plan)) for number in range(slots.steps.num_slots)]
     for _ in DecodeLoop(slots, rows):
         pass
-    times = rows[0].transcript.itl_s
-    return sum(times) / len(times), [row.stats.phase("decode") for row in rows]
+    tallies = [row.stats.phase("decode") for row in rows]
+    return Decoded(rows[0].transcript.itl_s, tallies, [row.transcript.new_ids for row in rows])
 
 
 def read_bytes(tallies: Sequence[Tally]) -> float:

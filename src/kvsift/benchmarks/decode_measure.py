@@ -129,7 +129,7 @@ class DecodeBench(Bench):
         """Samples of all variants, taken in turns."""
         steps, samples = self.recipe.steps, dict[str, dict[str, Any]]()
         for name, slots in variants.items():  # captures, and warms up
-            _, tallies = decode(slots, context, steps)
+            tallies = decode(slots, context, steps).tallies
             read, first = read_bytes(tallies) / steps, tallies[0].report()
             samples[name] = {
                 "name": name, "plan": str(slots.plan), "bytes": weights + read, "kv_bytes": read,
@@ -137,7 +137,7 @@ class DecodeBench(Bench):
             }  # fmt: skip
         for number in range(self.recipe.repeats):
             for name in rotated(list(variants), number):
-                samples[name]["tpot_s"] += digits([decode(variants[name], context, steps)[0]], 6)
+                samples[name]["tpot_s"] += digits([decode(variants[name], context, steps).mean_s], 6)
                 if self.capture:
                     samples[name]["replay_s"] += digits([_replay_seconds(variants[name], context, steps)], 6)
         if self.recipe.profile and self.capture:

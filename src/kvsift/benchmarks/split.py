@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from kvsift.benchmarks import recipe as r
 from kvsift.errors import InputError, unknown
 
-KINDS = ("flat", "flat_int8", "graph", "ivf", "quest", "offload", "dense")
+KINDS = ("flat", "flat_int8", "graph", "ivf", "quest", "offload", "sketch", "sketch_device", "dense")
+CAPTURED = {"sketch": "offload", "sketch_device": "device"}  # kinds whose steps are captured: placement
 KINDS_HELP = (
     "Indexes: flat, flat_int8, graph, ivf (needs faiss); quest: pages scored and attended by the host; offload: the "
-    "same pages scored and attended by the device; dense: KV on the device."
+    "same pages, copied to the device and attended by it, composed; sketch: captured steps that read KV over the bus; "
+    "sketch_device: the same with KV on the device; dense: KV on the device, composed."
 )
 
 
@@ -25,6 +27,7 @@ class SplitRecipe(r.BenchRecipe):
     shape: str = r.shape()
     top: int = r.option(100, "Keys per query head that an index finds.", minimum=1)
     scanned: float = r.option(0.02, "Share of the keys that a search of the graph scores.")
+    budget: int = r.option(128, "Tokens that a head sees by sketches.", minimum=70)
     tokens: int = r.option(8, "Timed, of each kind.", minimum=1)
     layers: int | None = r.option(
         None, "Of the model, where all of them are too many for the host.", kind=int | None, minimum=1
@@ -53,6 +56,8 @@ class SplitRecipe(r.BenchRecipe):
         """Return the plan of a kind."""
         if kind == "dense":
             return "dense"
+        if kind in CAPTURED:
+            return f"sketch:budget={self.budget}:dense_layers=none"
         if kind in ("quest", "offload"):
             return "quest:budget=1024:dense_layers=none"
         index = "flat" if kind in ("graph", "ivf") else kind  # the shared index replaces it

@@ -19,7 +19,8 @@ import torch
 from kvsift import native
 from kvsift.benchmarks import machine
 from kvsift.benchmarks.bench import Bench, first_line
-from kvsift.benchmarks.split import SplitRecipe
+from kvsift.benchmarks.split import CAPTURED, SplitRecipe
+from kvsift.benchmarks.split_captured import captured_text, measure_captured
 from kvsift.benchmarks.split_memory import require_host_memory
 from kvsift.benchmarks.timeline import timeline
 from kvsift.benchmarks.timing import digits
@@ -48,8 +49,9 @@ def point_text(point: dict[str, Any]) -> str:
         text = variant.get("reason")
         if text is None:
             milliseconds, gib = 1e3 * median(variant["samples_s"]), variant["kv_bytes_on_device"] / (1 << 30)
-            text = f"{milliseconds:8.1f} ms per token, {gib:.2f} GiB of KV on the device{_overlap(variant)}"
-        lines.append(f"  {variant['name']:<10} {text}")
+            rest = captured_text(variant) if variant["name"] in CAPTURED else _overlap(variant)
+            text = f"{milliseconds:8.1f} ms per token, {gib:.2f} GiB of KV on the device{rest}"
+        lines.append(f"  {variant['name']:<13} {text}")
     return "\n".join(lines)
 
 
@@ -71,10 +73,13 @@ def groups(recipe: SplitRecipe) -> Iterator[tuple[Placement, tuple[str, ...]]]:
         "offload": {"host_values": recipe.host_values},
         "device": {},
     }
-    of_kind = {"offload": "offload", "dense": "device"}
+    of_kind = {"offload": "offload", "dense": "device", **dict.fromkeys(CAPTURED, "captured")}
     for name, knobs in placements.items():
         if kinds := tuple(kind for kind in recipe.kinds if of_kind.get(kind, "split") == name):
             yield Placement(name, **knobs), kinds
+    for kind in recipe.kinds:
+        if kind in CAPTURED:
+            yield Placement(CAPTURED[kind]), (kind,)
 
 
 @dataclass(frozen=True)
@@ -116,11 +121,17 @@ class SplitBench(Bench):
             gc.collect()
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+        of_kind = {variant["name"]: variant for variant in variants if "tokens" in variant}
+        if len(of_kind) == len(CAPTURED):
+            of_kind["sketch"]["same_tokens"] = of_kind["sketch"]["tokens"] == of_kind["sketch_device"]["tokens"]
         return {"variants": variants}
 
     def _placed(self, context: int, place: Placement, kinds: Sequence[str]) -> list[dict[str, Any]]:
-        started, step = perf_counter(), DecoderPrefill(DecoderStep(self.model))
         plan = parse_plan(self.recipe.plan(kinds[0]))
+        if kinds[0] in CAPTURED:
+            measured = measure_captured(self.model, plan, context, place, max(2, self.recipe.tokens))
+            return [{"name": kinds[0], "plan": str(plan), **measured}]
+        started, step = perf_counter(), DecoderPrefill(DecoderStep(self.model))
         cache = make_cache(self.model, plan, probe_every=0, reserve=context + 256, placement=place)
         _fill(cache, self.model, step, context)
         fill_s = perf_counter() - started

@@ -32,7 +32,7 @@ def ask(
         ),
     ] = None,
     model: o.ModelOption = None,
-    plan: o.PlanOption = "quest:budget=1024",
+    plan: o.PlanOption = "sketch:budget=1024",
     compare: Annotated[
         list[str] | None, typer.Option("--compare", help="Answer under this plan too, e.g. dense; may be repeated.")
     ] = None,

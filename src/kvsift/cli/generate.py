@@ -24,7 +24,7 @@ def generate(
         str | None, typer.Option("--prompt-file", help="File with the text to continue; - is stdin.")
     ] = None,
     model: o.ModelOption = None,
-    plan: o.PlanOption = "quest:budget=1024",
+    plan: o.PlanOption = "sketch:budget=1024",
     max_new_tokens: o.NewTokensOption = 128,
     stop: o.StopOption = None,
     *,

@@ -105,14 +105,16 @@ class DecodeRow:
             self.rule = rule
 
 
-def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
-    """Count the steps of a row in every layer."""
+def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer], over_bus: bool = False) -> None:
+    """Count the steps of a row in every layer; ``over_bus`` where a GPU attends keys and values in host memory."""
     lengths = row.start + 1 + torch.arange(row.steps)
     sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
     counted = torch.zeros(2 * len(layers), dtype=torch.int64) + row.counted + row.counted_in_slot
     for layer, visible_in_lists, estimated in zip(layers, *counted.unflatten(0, (2, -1)).tolist()):
         is_dense = row.rule is None or layer.shape.layer in row.rule.budget.dense_layers
-        _add(row.stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
+        kv_bytes = _add(row.stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
+        if over_bus:
+            row.stats.tally(layer.shape.layer, "decode").kv_bytes_copied += kv_bytes
         if row.rule is None or is_dense or layer.summary is None:
             continue
         start = 0
@@ -123,7 +125,8 @@ def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer]) -> None:
         tally.estimated = tally.estimated + estimated / ESTIMATED_WHOLE / layer.shape.num_query_heads
 
 
-def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, visible_in_lists: int) -> None:
+def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, visible_in_lists: int) -> int:
+    """Count steps at these lengths; the bytes of keys and values that they read."""
     shape, keys = layer.shape, layer.kv.keys
     tally, per_head = stats.tally(shape.layer, "decode"), 2 * shape.head_dim * keys.element_size()
     per_token = shape.num_kv_heads * per_head
@@ -133,7 +136,9 @@ def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, v
     full = int(lengths[~sparse].sum())
     lists = shape.num_kv_heads if layer.shares else shape.num_query_heads
     tally.visible_tokens = tally.visible_tokens + full + visible_in_lists / lists
-    tally.kv_bytes_read += full * per_token + visible_in_lists * per_head
+    kv_bytes = full * per_token + visible_in_lists * per_head
+    tally.kv_bytes_read += kv_bytes
+    return int(kv_bytes)
 
 
 def _add_selection(stats: RunStats, layer: DecodeLayer, lengths: Tensor, budget: Budget) -> None:

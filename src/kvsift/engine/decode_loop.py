@@ -75,7 +75,7 @@ class DecodeLoop:
             self._launched.clear()
             if slots is not None:
                 for row in self._rows:
-                    add_counts(row, slots.layers)
+                    add_counts(row, slots.layers, slots.over_bus)
 
     def _assign(self, rows: Sequence[DecodeRow]) -> Slots:
         started = perf_counter()

@@ -50,6 +50,7 @@ class CapturedDecode:
             yield from ((row.row, piece) for piece in pieces)
             tallies = [tally for (_, phase), tally in row.stats.tallies.items() if phase == "decode"]
             row.sparse_steps = max((tally.sparse_queries for tally in tallies), default=0)
+        self._cache.prepare()  # no thread is left that could synchronise while steps are captured
         with self._session() as session:
             loop = DecodeLoop(session, self._rows)
             yield from loop

@@ -32,7 +32,18 @@ from kvsift.plan.plan import Plan, Rule
 log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
 T = TypeVar("T")
+DEVICE = Placement()
 SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
+
+
+def _reason_of_place(place: Placement, plan: Plan) -> str | None:
+    if not place.in_host_memory:
+        return None
+    if rule_of(plan) is None:
+        return "its keys and values are in host memory, and a dense step reads all of them"
+    if place.knob("host_values") != "model":
+        return f"the kernels read values as the model computes them, not host_values={place.knob('host_values')}"
+    return None
 
 
 def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Iterator[T]:
@@ -55,17 +66,18 @@ class FastPath:
 
     Args:
         device: of the model.
-        path, dense_below, placement: see ``LLM``.
+        path, dense_below: see ``LLM``.
+        place: where KV lives.
 
     Attributes:
         turn: lock of the thread that uses the GPU: no thread may synchronise while another captures a graph. On a CPU
             it does nothing.
     """
 
-    def __init__(self, path: str, device: torch.device, dense_below: int | str, placement: str = "device") -> None:
+    def __init__(self, path: str, device: torch.device, dense_below: int | str, place: Placement = DEVICE) -> None:
         if path not in PATHS:
             raise unknown("path", str(path), PATHS)
-        self._path, self._device, self._dense_below, self._placement = path, device, dense_below, placement
+        self._path, self._device, self._dense_below, self._place = path, device, dense_below, place
         self.turn: AbstractContextManager[object] = RLock() if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step, the trial and the kept session
         self._step: DecoderStep | None = None
@@ -83,7 +95,7 @@ class FastPath:
     @property
     def enabled(self) -> bool:
         """Whether steps are captured where plan and model allow it."""
-        if self._placement != "device":
+        if not self._place.store.captures:
             return self._path == "captured"  # which is refused
         return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
 
@@ -95,19 +107,18 @@ class FastPath:
         """
         if self._path == "composed":
             return "requested"
-        if self._placement != "device":
-            in_host_memory = Placement.of(self._placement).in_host_memory
+        if not self._place.store.captures:
             reason: str | None = (
                 "its keys and values are in host memory"
-                if in_host_memory
-                else f"placement={self._placement} has no pools for captured steps"
+                if self._place.in_host_memory
+                else f"placement={self._place.name} has no pools for captured steps"
             )
         elif self._device.type != "cuda" and self._path != "eager":
             reason = "no NVIDIA GPU"
         elif self._device.type == "cuda" and not HAVE_TRITON:
             reason = "Triton is not installed"
         else:
-            reason = reason_against(plan) or self._reason_of_model(plan, model)
+            reason = reason_against(plan) or _reason_of_place(self._place, plan) or self._reason_of_model(plan, model)
         if reason is not None and self._path == "captured":
             raise InputError(f"decoding cannot be captured: {reason}. Leave out path='captured', or change the plan.")
         if reason is not None and self.enabled and reason not in self._logged:

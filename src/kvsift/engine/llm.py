@@ -1,6 +1,6 @@
 """LLM: a model directory, ready to read long documents under a plan.
 
-llm = kvsift.LLM(plan="quest:budget=1024")            # the embedded model
+llm = kvsift.LLM(plan="sketch:budget=1024")            # the embedded model
 document = llm.read(Path("manual.txt").read_text())   # prefilled once, with the first question
 answer = document.ask("What is the access code?")     # decoded under the plan
 print(answer.text, answer.decode("density"))
@@ -28,7 +28,7 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_plan
 
-DEFAULT_PLAN = "quest:budget=1024"
+DEFAULT_PLAN = "sketch:budget=1024"
 CHUNK_SIZES = 2048, 8192  # prompt tokens per forward pass: on a CPU, on a GPU
 MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
 
@@ -51,8 +51,8 @@ class LLM(ModelRunner):
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
-            device too; the host selects and attends the selection. "offload": in host memory; the selection is copied
-            to the device, which attends it. "host": model and KV on the CPU. With options, for instance
+            device too; the host selects and attends the selection. "offload": in host memory, from which the device
+            reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
             "offload:device_cache=4096" or "split:host_values=int8" (``plan.placement``).
 
     Raises:

@@ -74,14 +74,7 @@ def require_memory(
         on_device += place.store.device_tokens(num_tokens, SUMMARY_SHARE, **dict(place.knobs))
     need, free = predict_bytes(directory, device, dtype, on_device, chunk_size), available_bytes(device)
     if on_host:
-        host_need, host_free = host_kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
-        if host_free is not None and host_need > host_free:
-            is_packed = place.knob("host_values") == "int8"
-            packed = "" if is_packed else f", or pack values: --placement {place}:host_values=int8"
-            raise InputError(
-                f"the KV of {num_tokens} tokens takes {host_need / GIB:.1f} GiB of host memory, and "
-                f"{host_free / GIB:.1f} GiB is free. Shorten the context{packed}."
-            )
+        require_host_memory(directory, dtype, num_tokens, place)
     if free is None or need <= free:
         return
     kv = directory.kv_bytes_per_token(dtype) * num_stored
@@ -92,6 +85,18 @@ def require_memory(
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
         + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not on_host else ".")
     )
+
+
+def require_host_memory(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> None:
+    """Refuse keys and values that do not fit in host memory (``InputError``)."""
+    need, free = host_kv_bytes(directory, dtype, num_tokens, place), available_bytes(torch.device("cpu"))
+    if free is not None and need > free:
+        is_packed = place.knob("host_values") == "int8"
+        packed = "" if is_packed else f", or pack values: --placement {place}:host_values=int8"
+        raise InputError(
+            f"the KV of {num_tokens} tokens takes {need / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB is "
+            f"free. Shorten the context{packed}."
+        )
 
 
 def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int) -> int:

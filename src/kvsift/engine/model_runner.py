@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvsift.engine.fast_path import FastPath
-from kvsift.engine.memory import require_memory
+from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.transcript import Request
@@ -53,7 +53,7 @@ class ModelRunner:
         self.place, self.placement = place, place.name
         self.chunk_size, self.probe_every, self.dense_below = chunk_size, probe_every, dense_below
         self.tokenizer = directory.tokenizer()
-        self.fast_path = FastPath(path, device, dense_below, "device" if place.store.captures else place.name)
+        self.fast_path = FastPath(path, device, dense_below, place)
         self.kv: KVPool | None = None
         self._model: Any = None
         self._loading = Lock()
@@ -136,7 +136,12 @@ class ModelRunner:
         """An empty cache for about ``reserve`` tokens, or for ``rows`` of these lengths that are fed one by one.
 
         ``length`` is the final number of cached tokens, if it is not ``reserve``: RoPE may depend on it.
+
+        Raises:
+            InputError: if rows are to be kept in host memory, which has no room for them.
         """
+        if rows and self.kv is None and self.place.in_host_memory and self.device.type == "cuda":
+            require_host_memory(self.directory, self.dtype, sum(rows), self.place)
         cache = make_cache(
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )

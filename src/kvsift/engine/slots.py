@@ -107,6 +107,11 @@ class Slots:
     def num_slots(self) -> int:
         return len(self.tokens)
 
+    @property
+    def over_bus(self) -> bool:
+        """Whether steps read keys and values in host memory from a device."""
+        return any(attention.store.is_remote for attention in self._attentions)
+
     def captured(self, kind: StepKind) -> bool:
         """Return whether a step of this kind is captured."""
         return kind in self._captured

@@ -1,7 +1,7 @@
 """Model for lm-eval (EleutherAI's harness), an extra: pip install lm-eval, then
 
     import lm_eval, kvsift.eval.lm_eval                       # registers "kvsift"
-    lm_eval.simple_evaluate(model="kvsift", model_args="pretrained=./Qwen3-4B,plan=quest:budget=1024", tasks=[...])
+    lm_eval.simple_evaluate(model="kvsift", model_args="pretrained=./Qwen3-4B,plan=sketch:budget=1024", tasks=[...])
 
 Contexts are prefilled under the plan's prefill rule, once for all continuations that share them. Continuations are
 decoded token by token under its decode rule, so their scores are those of generation.

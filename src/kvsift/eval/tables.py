@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import exp
 from typing import Any
@@ -120,10 +120,10 @@ def recall_table(result: dict[str, Any]) -> str:
 
 def fidelity_table(result: dict[str, Any]) -> str:
     """Return a table per length of predictions: a row per plan, a column per budget, mean KL(dense || plan) and how
-    often the likeliest token agrees."""
+    often the likeliest token agrees, over contexts that all plans have finished."""
     names, budgets = _names(result), result["recipe"]["budgets"]
     cells: dict[tuple[int, str, int | None], list[tuple[float, float]]] = defaultdict(list)
-    for sample in result["samples"]:
+    for sample in finished_by_all(result):
         if "kl" in sample and sample["budget"] is not None:
             key = (sample["length"], names[sample["plan"]], sample["budget"])
             cells[key].append((sample["kl"], sample["agreement"]))
@@ -135,9 +135,18 @@ def fidelity_table(result: dict[str, Any]) -> str:
             means = [
                 [sum(numbers) / len(numbers) for numbers in zip(*cells[length, plan, budget])] for budget in budgets
             ]
-            lines.append(f"| {plan} | {' | '.join(f'{kl:.3f} ({same:.2f})' for kl, same in means)} |")
+            lines.append(f"| {plan} | {' | '.join(f'{kl:.4f} ({same:.2f})' for kl, same in means)} |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
+
+
+def finished_by_all(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples of contexts that every plan has finished; contexts differ, so means need the same ones."""
+    counts = Counter((sample["task"], sample["length"], sample["seed"]) for sample in result["samples"])
+    return [
+        sample for sample in result["samples"]
+        if counts[sample["task"], sample["length"], sample["seed"]] == len(result["rows"]) * sample["questions"]
+    ]  # fmt: skip
 
 
 def _mean(values: Iterable[float]) -> float | None:

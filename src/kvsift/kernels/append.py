@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsift.kernels.page_summary import row_twin, summarise
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import SKETCHES
-from kvsift.kernels.sketch_append import write_newest_triton
+from kvsift.kernels.sketch_append import pool_addresses, write_newest_triton
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 
@@ -66,6 +66,26 @@ def summarise_without_twins(kv: PagedKV, summaries: Mapping[str, Tensor]) -> Non
         write_newest_triton(kv, SKETCHES[kind], rest.pop(kind))
     if rest:
         _summarise_newest(kv, rest)
+
+
+def append_sketches(layers: Sequence[tuple[PagedKV, Mapping[str, Tensor]]], keep: Callable[..., Tensor]) -> None:
+    """Write the sketches of the pages that hold the newest tokens, which ``append`` was not given.
+
+    Args:
+        layers: of a model, each with the pools of its summaries.
+        keep: keep(make, arguments, key=key) returns what ``make`` made of the arguments when it first saw this key.
+    """
+    for kind, bits in SKETCHES.items():
+        pools = [(kv, summaries[kind]) for kv, summaries in layers if kind in summaries]
+        if not pools:
+            continue
+        if not runs_on_triton(pools[0][1]):
+            for kv, rows in pools:
+                _summarise_newest(kv, {kind: rows})
+            continue
+        assert len({(*kv.keys.stride(), *kv.values.stride(), *rows.stride()) for kv, rows in pools}) == 1
+        key = tuple(tensor.data_ptr() for kv, rows in pools for tensor in (kv.keys, kv.values, rows))
+        write_newest_triton(pools[0][0], bits, pools[0][1], keep(pool_addresses, pools, key=key))
 
 
 def pool_arguments(kv: PagedKV, summaries: Mapping[str, Tensor]) -> dict[str, object]:

@@ -21,7 +21,8 @@ from kvsift.kernels.score_pages import score_pages, score_pages_reference
 from kvsift.kernels.top_pages import visible_pages, visible_pages_reference
 from kvsift.kernels.triton_shim import power_of_two
 
-SOURCES = tuple(f"sift/{name}.cu" for name in ("common", "scores", "choice", "attention", "merge", "step"))
+PARTS = ("primitives", "common", "scores", "choice", "attention", "pages", "merge", "step")
+SOURCES = tuple(f"sift/{name}.cu" for name in PARTS)
 WARPS, STAGES, STAGE_BYTES = 16, 3, 4096  # one block takes a whole multiprocessor
 FEWEST_KEYS, KEYS = 2048, 8192  # scores compared at once, as few as do; more pages are cut to the best groups first
 GROUP_PAGES = 8
@@ -180,7 +181,7 @@ def _kernel(
         "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
         "HALF": int(queries.dtype == torch.float16), "FP8": int(summary.element_size() == 1), "WARPS": WARPS,
         "STAGES": STAGES, "CAPACITY": capacity, "CAPPED": int(capped), "SINK": int(sink),
-        "KEYS": _keys(kv.table.shape[1], capacity),
+        "KEYS": _keys(kv.table.shape[1], capacity), "MORE": 0,
     }  # fmt: skip
     return compile_kernel(
         SOURCES, "sift", tuple(defines.items()), WARPS * 32, WARPS * STAGES * STAGE_BYTES,

@@ -129,12 +129,17 @@ def unpack(rows: Tensor, layout: SketchLayout) -> Unpacked:
     channels = planes.flatten(-3)[..., :head_dim]  # [num_kv_heads, num_pages, bits, page_size, head_dim]
     codes = sum(channels[:, :, bit].float() * 2 ** (bit + 1) for bit in range(bits)) - (2**bits - 1)
     factors = _halves(rows, layout.factors, page_size)
+    return Unpacked(codes.flatten(1, 2), factors.flatten(1), *unpack_means(rows, layout))
+
+
+def unpack_means(rows: Tensor, layout: SketchLayout) -> tuple[Tensor, Tensor]:
+    """Mean keys, rotated, and mean values of rows, float32 [num_kv_heads, num_pages, head_dim] both."""
     scales = _halves(rows, layout.scales, 2)
-    means = [
-        rows[..., start : start + head_dim].view(torch.int8).float() * scales[..., i : i + 1]
+    key_means, value_means = (
+        rows[..., start : start + layout.head_dim].view(torch.int8).float() * scales[..., i : i + 1]
         for i, start in enumerate((layout.key_mean, layout.value_mean))
-    ]
-    return Unpacked(codes.flatten(1, 2), factors.flatten(1), *means)
+    )
+    return key_means, value_means
 
 
 def _halves(rows: Tensor, start: int, count: int) -> Tensor:

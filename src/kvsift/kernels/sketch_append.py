@@ -1,9 +1,12 @@
 """Triton twin of ``kernels.sketch.sketch_rows`` for the pages that hold the newest tokens of a batch, one launch.
 
-A program takes a page of one KV head: it rotates its keys, and writes codes, factors and means.
+A program takes a page of one KV head: it rotates its keys, and writes codes, factors and means. A launch of so few
+programs takes as long as one, so the layers of a step share it: none reads the row of the page being filled.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,19 +19,31 @@ ROUNDING = constant(12582912.0)  # 1.5 * 2^23: numbers added to it lose their fr
 TINY = constant(1.1754943508222875e-38)  # the smallest normal float32
 
 
-def write_newest_triton(kv: PagedKV, bits: int, rows: Tensor) -> None:
+def pool_addresses(layers: Sequence[tuple[PagedKV, Tensor]]) -> Tensor:
+    """Where the keys, the values and the rows of each layer lie, int64 [layers, 3], on their device."""
+    rows = [[kv.keys.data_ptr(), kv.values.data_ptr(), rows.data_ptr()] for kv, rows in layers]
+    return torch.tensor(rows, device=layers[0][1].device)
+
+
+def write_newest_triton(kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor | None = None) -> None:
     """Write the rows of the pages that hold each sequence's newest token, from the tokens up to it.
 
-    rows uint8 [num_kv_heads, num_pages, width], contiguous.
+    Args:
+        kv: of a layer.
+        bits: of the sketches, per channel.
+        rows: uint8 [num_kv_heads, num_pages, width], contiguous.
+        addresses: of all layers that are written (``pool_addresses``), whose pools are shaped like these; by default
+            this one is.
     """
     layout = SketchLayout(bits, kv.head_dim, kv.page_size)
     slots = max(16, power_of_two(kv.page_size))
-    _sketch_kernel[kv.batch, kv.num_kv_heads](
-        kv.keys, kv.values, kv.table, kv.lengths, rotation(kv.head_dim, kv.keys.device), rows.view(torch.int32),
+    _sketch_kernel[kv.batch, kv.num_kv_heads, 1 if addresses is None else len(addresses)](
+        kv.lengths if addresses is None else addresses, kv.keys, kv.values, kv.table, kv.lengths,
+        rotation(kv.head_dim, rows.device), rows.view(torch.int32),
         rows.view(torch.float16), rows.view(torch.int8), *kv.keys.stride()[:3], *kv.values.stride()[:3],
         kv.table.stride(0), *rows.stride()[:2], D=kv.head_dim, DP=32 * power_of_two(layout.words), PAGE=kv.page_size,
         SLOTS=slots, BITS=bits, WORDS=layout.words, FACTORS=layout.factors, KEY_MEAN=layout.key_mean,
-        VALUE_MEAN=layout.value_mean, SCALES=layout.scales, WIDTH=layout.width,
+        VALUE_MEAN=layout.value_mean, SCALES=layout.scales, WIDTH=layout.width, LAYERED=addresses is not None,
         num_warps=4 if slots <= 32 else 8,
     )  # fmt: skip
 
@@ -71,12 +86,19 @@ def code_index(residual, D: tl.constexpr, BITS: tl.constexpr):
 
 @jit
 def _sketch_kernel(
-    keys_ptr, values_ptr, table_ptr, lengths_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr, k_head, k_page,
-    k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
+    addresses_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr,
+    k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
-    SCALES: tl.constexpr, WIDTH: tl.constexpr,
+    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr,
 ):  # fmt: skip
+    if LAYERED:
+        addresses_ptr += tl.program_id(2) * 3
+        keys_ptr = tl.load(addresses_ptr).to(keys_ptr.dtype)
+        values_ptr = tl.load(addresses_ptr + 1).to(values_ptr.dtype)
+        words_ptr = tl.load(addresses_ptr + 2).to(words_ptr.dtype)
+        halves_ptr = tl.load(addresses_ptr + 2).to(halves_ptr.dtype)
+        octets_ptr = tl.load(addresses_ptr + 2).to(octets_ptr.dtype)
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, d = tl.arange(0, SLOTS), tl.arange(0, DP)
     position = tl.load(lengths_ptr + row) - 1

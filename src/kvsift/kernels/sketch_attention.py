@@ -1,6 +1,7 @@
 """One decode step of the method ``sketch``: weigh, vote, choose tokens, estimate the others, attend, merge.
 
-The specification is ``methods.sketch``. On a GPU it is a product and six launches, none of which waits for the host:
+The specification is ``methods.sketch``. On a GPU it is a single launch where that runs (``kernels.sketch_launch``),
+else a product and six launches, none of which waits for the host:
 weights of all candidates with each head's largest and sums (``kernels.sketch_twins``); votes; the best tokens
 (``kernels.top_pages``); listed candidates hidden; the estimate of the others, as records of split attention; and
 attention over the lists, which merges these (``kernels.page_attention``).
@@ -26,6 +27,7 @@ from kvsift.kernels.page_attention import (
 )
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import ERROR, SketchLayout, estimated_rest, log_weights, rotation, unpack
+from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.top_pages import visible_pages_reference, visible_pages_triton
 from kvsift.kernels.triton_shim import power_of_two, runs_on_triton, triton
@@ -39,6 +41,7 @@ def sketch_attention(
     queries: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, tokens: Tensor, counts: Tensor, *, bits: int, rest: bool,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, visible: Tensor | None = None,
     estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
+    space: SketchSpace | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return attention of one query per sequence over its sinks, its best tokens and its window, and an estimate of
     the others.
@@ -57,10 +60,18 @@ def sketch_attention(
             of 0 to ``ESTIMATED_WHOLE``.
         dense_below: int32 [batch]; sequences shorter than this are not attended.
         out: written where a sequence is attended; a new one by default.
+        space: of the single launch, kept between launches; made here by default.
+        early: as in ``sifted_attention``.
 
     Returns:
         [batch, num_query_heads, head_dim] in the dtype of ``queries``.
     """
+    if single_launch_runs(queries, kv, tokens.shape[2]):
+        return sketch_attention_cuda(
+            queries, kv, rows, spans, tokens, counts, bits=bits, rest=rest, scale=scale, softcap=softcap,
+            sink_logit=sink_logit, visible=visible, estimated=estimated, dense_below=dense_below, out=out, space=space,
+            early=early,
+        )  # fmt: skip
     run = sketch_attention_triton if runs_on_triton(queries) else sketch_attention_reference
     return run(
         queries, kv, rows, spans, tokens, counts, bits=bits, rest=rest, scale=scale, softcap=softcap,

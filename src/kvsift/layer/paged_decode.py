@@ -16,11 +16,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from kvsift.kernels import sketch_launch
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_spans import page_spans as spans_of
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch_attention import sketch_attention
+from kvsift.kernels.sketch_launch import SketchSpace
 from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod, SummaryMethod
 from kvsift.methods.sketch import Sketch
@@ -228,7 +230,8 @@ class DecodeLayer:
         if isinstance(method, Sketch):
             return sketch_attention(
                 queries, kv, summary, self.batch.spans, self.units, self.counts, bits=method.bits, rest=method.rest,
-                visible=self.visible, estimated=self.estimated, out=out, dense_below=dense_below, **self._logits,
+                visible=self.visible, estimated=self.estimated, out=out, dense_below=dense_below,
+                space=self._sketch_space(queries), early=early, **self._logits,
             )  # fmt: skip
         space = None
         if single_launch_runs(queries, kv, summary, self.units, method.ranking):
@@ -254,6 +257,13 @@ class DecodeLayer:
     @property
     def _logits(self) -> dict[str, Any]:
         return {"scale": self.shape.scale, "softcap": self.shape.softcap, "sink_logit": self.sink_logit}
+
+    def _sketch_space(self, queries: Tensor) -> SketchSpace | None:
+        group, capacity = self.shape.group_size, self.batch.capacity
+        if not sketch_launch.single_launch_runs(queries, self.kv, capacity):
+            return None
+        key = (self.kv.keys.shape[0], *self.shape[1:4])
+        return self.batch.space(SketchSpace.make, self.kv, group, capacity, key=key)
 
     def _split_space(self, rows: int) -> SplitSpace | None:
         if not self.kv.keys.is_cuda:

@@ -7,14 +7,16 @@ Deviation from the paper and its code:
 - the segment itself is always visible, with exact causality, and so are sinks and window; only earlier blocks are
   candidates, so the softmax excludes the future, and the last segment is treated like any other;
 - products are scaled as logits are (``scaled``): otherwise the softmax is nearly one-hot, and fusion adds two winners;
-- the pools of the keys are the page summaries of the store, merged over the pages of a block, as in Quest.
+- the pools of the keys are the page summaries of the store, merged over the pages of a block, as in Quest;
+- ``rest`` estimates what is not selected: every block as block_size tokens of its mean key and mean value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
+from math import log
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -23,16 +25,18 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.kernels.extremes import extremes
 from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.sketch import unpack_means
 from kvsift.methods import checks
 from kvsift.methods.base import Method, Phase, SegmentRequest
 from kvsift.methods.scoring import top_units
 from kvsift.methods.segment_batch import alike, best_of_segments
 from kvsift.methods.traits import Traits
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 Estimator = Literal["code", "paper", "bound"]
 
-SUMMARY = "minmax"
+SUMMARY, MEANS = "minmax", "sketch1"  # of the latter, the means alone are read
 MAX_PRODUCTS = 1 << 24  # of queries and keys, per channel, in memory at once: 64 MiB
 
 
@@ -50,10 +54,10 @@ class CritiPrefill(Method):
         fusion: average a segment's shares with those of the nearest selecting layer below.
         weight_current: of this layer in that average; by default 0.75, and 0.25 with ``estimator="paper"``.
         scaled: multiply products by the softmax scale, which the paper and its code leave out.
+        rest: estimate what is not selected; false: leave it out.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
-    summaries: ClassVar[tuple[str, ...]] = (SUMMARY,)
     traits: ClassVar[Traits] = Traits(granularity="block")
     source: ClassVar[str] = "arXiv 2409.12490"
 
@@ -64,6 +68,7 @@ class CritiPrefill(Method):
     fusion: bool = True
     weight_current: float | None = None
     scaled: bool = True
+    rest: bool = False
 
     def __post_init__(self) -> None:
         checks.whole("segment", self.segment, 16)
@@ -72,6 +77,7 @@ class CritiPrefill(Method):
         checks.one_of("estimator", self.estimator, ("code", "paper", "bound"))
         checks.flag("fusion", self.fusion)
         checks.flag("scaled", self.scaled)
+        checks.flag("rest", self.rest)
         if self.block % self.page_size:
             raise InputError(f"block={self.block} must be a multiple of page_size={self.page_size}: blocks are pages.")
         if self.weight_current is not None:
@@ -86,6 +92,10 @@ class CritiPrefill(Method):
     @property
     def unit_size(self) -> int:
         return self.block
+
+    @property
+    def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (SUMMARY, MEANS) if self.rest else (SUMMARY,)
 
     @property
     def summary_page_size(self) -> int:
@@ -113,12 +123,13 @@ class CritiPrefill(Method):
         if self.fusion:
             shares = fused(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
-        return Selection(top_units(shares, limit.units) + candidates.first, self.block, full=True)
+        chosen = Selection(top_units(shares, limit.units) + candidates.first, self.block, full=True)
+        return replace(chosen, extra=self._rest(shape, queries, chosen, candidates, reader)) if self.rest else chosen
 
     def select_segments(
         self, state: Any, shape: LayerShape, queries: Tensor, requests: Sequence[SegmentRequest], reader: KVReader
     ) -> Sequence[Selection]:
-        if not alike(requests, self.segment):
+        if self.rest or not alike(requests, self.segment):
             return super().select_segments(state, shape, queries, requests, reader)
         per_block, candidates = self.block // self.page_size, requests[-1].candidates
         pages = reader.summary(SUMMARY, slice(candidates.first * per_block, candidates.stop * per_block))
@@ -129,6 +140,25 @@ class CritiPrefill(Method):
             shares = fused(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
         return best_of_segments(shares.transpose(0, 1), requests)
+
+    def _rest(
+        self, shape: LayerShape, queries: Tensor, chosen: Selection, candidates: Candidates, reader: KVReader
+    ) -> Part:
+        """Estimate attention to the candidates that are not chosen; logits are float32 [num_kv_heads, group_size,
+        num_queries, count]."""
+        per_block = self.block // self.page_size
+        rows = reader.summary(MEANS, slice(candidates.first * per_block, candidates.stop * per_block))
+        means = unpack_means(rows, SketchLayout(1, shape.head_dim, self.page_size))
+        keys, values = (mean.unflatten(1, (-1, per_block)).mean(2) for mean in means)  # [num_kv_heads, count, head_dim]
+        rotated = (queries.float() * shape.scale) @ rotation(shape.head_dim, queries.device)
+        logits = rotated.unflatten(0, (len(keys), -1)) @ keys.unsqueeze(1).mT
+        if shape.softcap is not None:
+            logits = shape.softcap * torch.tanh(logits / shape.softcap)
+        seen = torch.zeros(logits.shape[0], candidates.count, dtype=torch.bool, device=logits.device)
+        seen.scatter_(1, chosen.units - candidates.first, True)
+        logits = logits.masked_fill(seen[:, None, None], -torch.inf) + log(self.block)
+        output = logits.softmax(-1) @ values.unsqueeze(1)
+        return Part(output.flatten(0, 1).unsqueeze(0), logits.logsumexp(-1).flatten(0, 1).unsqueeze(0))
 
 
 def block_rows(pages: Tensor, per_block: int) -> Tensor:

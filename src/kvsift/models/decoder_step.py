@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsift.kernels.append import append_sketches
 from kvsift.kernels.rotary_append import qkv_rotary_append
+from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.projection import Norm, Projection
 
@@ -103,7 +105,8 @@ class DecoderStep:
         x = nn.functional.embedding(tokens, self.embedding)  # [batch, hidden]
         for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
             queries = qkv_rotary_append(
-                layer.qkv(x, layer.before_attention, pdl=self.pdl), cos, sin, attend.kv, pools,
+                layer.qkv(x, layer.before_attention, pdl=self.pdl), cos, sin, attend.kv,
+                {kind: pool for kind, pool in pools.items() if kind not in SKETCHES},
                 num_query_heads=self.num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
                 norm_eps=layer.head_eps, pdl=self.pdl,
             )  # fmt: skip
@@ -112,6 +115,7 @@ class DecoderStep:
             heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
             x = layer.output(heads, residual=x, pdl=self.pdl and mode != "mixed")  # behind two kernels then
             x = layer.down(layer.gate_up.gated(x, layer.before_mlp, pdl=self.pdl), residual=x, pdl=self.pdl)
+        append_sketches([(layer.kv, pools) for layer, pools in zip(attention, summaries)], batch.space)
         return self.head(x, self.norm, pdl=self.pdl).float()
 
 

@@ -1,11 +1,11 @@
 """kvsift inside a transformers model (5.17 to 5.23), without touching a modeling file.
 
-    with kvsift.sparse(model, "quest:budget=1024") as run:
+    with kvsift.sparse(model, "sketch:budget=1024") as run:
         model.generate(**inputs)
     print(run.report())
 
 ``sparse`` gives every fresh cache of the model kvsift layers. An explicit cache does the same for one conversation:
-``model.generate(..., past_key_values=kvsift.make_cache(model, "quest:budget=1024"))``.
+``model.generate(..., past_key_values=kvsift.make_cache(model, "sketch:budget=1024"))``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def sparse(
     Args:
         model: a decoder whose attention goes through transformers' attention interface; a PEFT, torch.compile or data
             parallel wrapper around one is unwrapped.
-        plan: for instance "quest:budget=1024"; see ``kvsift.plan.syntax``.
+        plan: for instance "sketch:budget=1024"; see ``kvsift.plan.syntax``.
         strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         reserve: expected tokens of the context; saves copies, and decides how RoPE rotates where that depends on the

@@ -24,10 +24,11 @@ class Placement:
 
     Attributes:
         name: "device": with the model. "split": in host memory, where methods select and the host attends the
-            selection; the device attends sinks and window. "offload": in host memory, but the device attends, and the
-            selection is copied to it. "host": model and KV on the CPU.
+            selection; the device attends sinks and window. "offload": in host memory, but the device attends, and
+            reads the selection there. "host": model and KV on the CPU.
         knobs: those that were given: host_values ("model": values in host memory as they come from the model, "int8":
-            packed in 8 bits), device_cache (tokens of a layer that "offload" caches on the device).
+            packed in 8 bits), device_cache (tokens of a layer that "offload" caches on the device where steps are
+            composed).
 
     Raises:
         InputError: for a name that does not exist, or a knob that means nothing there.

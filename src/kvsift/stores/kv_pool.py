@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format
 from kvsift.stores.page_pool import PagePool, PoolLock
-from kvsift.stores.transfers import pin
+from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
 
 
@@ -30,7 +30,7 @@ class LayerPool:
         like: a tensor with the device and dtype of the keys.
         pages: which pages there are.
         value_width, value_dtype: of the row that holds the value of a token; those of a key by default.
-        pinned: use page-locked host memory, which another device can copy from on its own.
+        pinned: use page-locked host memory, which this device reads and writes on its own.
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
@@ -40,7 +40,7 @@ class LayerPool:
 
     def __init__(
         self, shape: LayerShape, page_size: int, like: Tensor, pages: PagePool, value_width: int | None = None,
-        value_dtype: torch.dtype | None = None, pinned: bool = False,
+        value_dtype: torch.dtype | None = None, pinned: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
         self._pinned = pinned
@@ -140,9 +140,8 @@ class KVPool:
                 del self.layers[index]
 
 
-def _grown(pool: Tensor, num_pages: int, pinned: bool = False) -> Tensor:
-    grown = pool.new_empty(pool.shape[0], num_pages, *pool.shape[2:])
-    if pinned:
-        pin(grown)
+def _grown(pool: Tensor, num_pages: int, pinned: torch.device | None = None) -> Tensor:
+    sizes = pool.shape[0], num_pages, *pool.shape[2:]
+    grown = pool.new_empty(sizes) if pinned is None else pinned_empty(pool, sizes, pinned)
     grown[:, : pool.shape[1]] = pool
     return grown

@@ -1,20 +1,27 @@
-"""KV in host memory that the device attends: the selection is copied to it and stays in a cache."""
+"""KV in host memory that the device attends.
+
+Captured steps read the selection over the bus where it is stored, and write new tokens there. On the composed path it
+is copied to the device and stays in a cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsift.errors import InputError
-from kvsift.stores.base import Attended, Segment, Select, Transfers, View
+from kvsift.stores.base import Attended, Pools, Segment, Select, Transfers, View
 from kvsift.stores.device_cache import DeviceCache
 from kvsift.stores.page_table import PageTable
+from kvsift.stores.paged import PagedStore
 from kvsift.stores.repositioned import attend_view
-from kvsift.stores.split import HostReader, HostValues, SplitStore
+from kvsift.stores.split import STREAMED_TOKENS, HostReader, HostValues, SplitStore
+from kvsift.stores.transfers import FEW_TOKENS, mapped
 from kvsift.types import LayerShape, Part, Selection
 
 DEVICE_CACHE = 8192  # tokens of a layer
@@ -29,6 +36,8 @@ class OffloadStore(SplitStore):
         device_cache: tokens of the layer that are cached on the device, sinks and window aside. The other arguments
             are those of ``SplitStore``.
     """
+
+    captures = True
 
     def __init__(
         self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),
@@ -51,6 +60,54 @@ class OffloadStore(SplitStore):
         cls, num_tokens: int, summary_share: float, *, device_cache: int = DEVICE_CACHE, **knobs: Any
     ) -> int:
         return int(summary_share * num_tokens) + device_cache
+
+    def pools(self) -> Pools:
+        """As ``Store.pools``: on a GPU, tensors of it over host memory, in which all copies are complete."""
+        self._settle()
+        keys, values, summaries = super().pools()
+        if self.is_remote:
+            keys, values = (mapped(pool, self.device) for pool in (keys, values))
+        return Pools(keys, values, summaries)
+
+    def reserve_rows(self, lengths: Sequence[int]) -> None:
+        super().reserve_rows(lengths)
+        if self.is_remote and not (self.pool.keys.is_pinned() and self.pool.values.is_pinned()):
+            raise InputError(
+                f"the system does not lock {self.pool.num_bytes / (1 << 30):.1f} GiB of host memory for the keys and "
+                f"values of layer {self.shape.layer}, which the GPU reads there. Free some, shorten the context, or "
+                "give path='composed'."
+            )
+
+    @torch.inference_mode()
+    def advance(self, row: int, length: int, stale_from: int | None = None) -> None:
+        if self.is_remote:  # the host is about to read what the steps write
+            torch.cuda.current_stream(self.device).synchronize()
+        start = self.lengths[row]
+        super().advance(row, length, stale_from)
+        self._fresh = None
+        self._settle()
+        self._forget(self._reader(row).slots(start, length))
+
+    def append(self, row: int, keys: Tensor, values: Tensor) -> None:
+        start = self.lengths[row]
+        super().append(row, keys, values)
+        many = keys.shape[1] >= FEW_TOKENS
+        if many and self._summarises_on_device and self._stale[row] * self.page_size == start:  # all of it is there now
+            PagedStore._summarise(self, row, self._stale.pop(row), self.kinds)
+
+    @property
+    def _summarises_on_device(self) -> bool:
+        return self.is_remote and self.host_values == "model" and STREAMED_TOKENS % self.page_size == 0
+
+    def _pages(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        if not self._summarises_on_device:
+            return super()._pages(row, first, stop)
+        start, end = first * self.page_size, stop * self.page_size
+        ((keys, values),) = self.streamed(row, start, min(end, self.lengths[row]))
+        missing = (0, 0, 0, end - start - keys.shape[1])
+        shape = stop - first, self.page_size
+        keys, values = (pad(tensor, missing).unflatten(1, shape) for tensor in (keys, values))
+        return keys, values
 
     def attend_all(self, row: int, segment: Segment) -> Part:
         return self._attend_streamed(row, segment)
@@ -101,6 +158,10 @@ class OffloadStore(SplitStore):
 
     def _write(self, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
         super()._write(slots, keys, values)
+        self._forget(slots)
+
+    def _forget(self, slots: slice | Tensor) -> None:
+        """Drop pieces of the cache that are rewritten."""
         self.cache.forget(torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots)
 
     def _use(self, table: PageTable) -> None:

@@ -17,6 +17,8 @@ from kvsift.stores.reader import RowReader
 from kvsift.stores.repositioned import attend_view
 from kvsift.types import LayerShape, Part
 
+SUMMARISED_TOKENS = 32768  # at once; bounds temporary memory
+
 
 class PagedStore(Store):
     """Keys, values and page summaries of one layer on the device of the model.
@@ -185,9 +187,11 @@ class PagedStore(Store):
     def _fit(self, exactly: bool = False) -> None:
         self.pool.fit(exactly)
 
-    def _page_values(self, pages: slice | Tensor) -> Tensor:
-        """Values of pages of the pool, [num_kv_heads, num_pages, page_size, head_dim]."""
-        return self.pool.values[:, pages]
+    def _pages(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of pages of a row, [num_kv_heads, stop - first, page_size, head_dim], where they are to be
+        summarised."""
+        pages = self._reader(row).pages(first, stop)
+        return self.pool.keys[:, pages], self.pool.values[:, pages]
 
     @torch.inference_mode()
     def _own_partial_page(self, row: int) -> None:
@@ -203,17 +207,21 @@ class PagedStore(Store):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
         # rollback the row is the same, bit for bit. At most one page is read twice.
-        reader, stop_page = self._reader(row), self.table.num_pages(row)
+        stop_page = self.table.num_pages(row)
         if first_page >= stop_page or not kinds:
             return
-        whole, rest = divmod(self.lengths[row], self.page_size)
-        parts: list[tuple[int, int, Tensor | None]] = [(first_page, whole, None)]
-        if rest:  # only the last page is not full
-            valid = torch.arange(self.page_size, device=self.pool.keys.device).unsqueeze(0) < rest
-            parts.append((whole, stop_page, valid))
-        for first, stop, mask in parts:
-            pages = reader.pages(first, stop)
-            for kind in kinds if first < stop else ():
-                rows = summarise(kind, self.pool.keys[:, pages], mask, self._page_values(pages))
+        whole, step = self.lengths[row] // self.page_size, max(1, SUMMARISED_TOKENS // self.page_size)
+        parts = [(first, min(first + step, whole)) for first in range(first_page, whole, step)]
+        if whole < stop_page:  # the last page is not full
+            parts.append((whole, stop_page))
+        for first, stop in parts:
+            keys, values = self._pages(row, first, stop)
+            valid: Tensor | None = None
+            if first == whole:
+                slots = torch.arange(self.page_size, device=keys.device).unsqueeze(0)
+                valid = slots < self.lengths[row] % self.page_size
+            pages = self._reader(row).pages(first, stop)
+            for kind in kinds:
+                rows = summarise(kind, keys, valid, values)
                 with self.pool.lock:
                     self.pool.summaries[kind][:, pages] = rows.to(self.pool.summaries[kind].device)

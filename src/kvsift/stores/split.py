@@ -18,7 +18,7 @@ from kvsift.stores.kv_pool import LayerPool
 from kvsift.stores.packed_values import pack_values, packed_width, unpack_values
 from kvsift.stores.page_pool import PagePool
 from kvsift.stores.page_table import PageTable
-from kvsift.stores.paged import PagedStore
+from kvsift.stores.paged import SUMMARISED_TOKENS, PagedStore
 from kvsift.stores.parts import attend_dense, attend_sparse
 from kvsift.stores.reader import RowReader
 from kvsift.stores.repositioned import attend_repositioned_selection, attend_sinks, repositioned
@@ -26,7 +26,7 @@ from kvsift.stores.resident import ResidentSpans
 from kvsift.stores.transfers import HostTransfers
 from kvsift.types import LayerShape, Part, Selection
 
-STREAMED_TOKENS = 32768  # copied to the device at a time
+STREAMED_TOKENS = SUMMARISED_TOKENS  # copied to the device at a time
 HOST_SPAN = "kvsift host attention"  # its name in a profile
 
 HostValues = Literal["model", "int8"]
@@ -118,7 +118,7 @@ class SplitStore(PagedStore):
         return 0
 
     def _new_pool(self, pages: PagePool) -> LayerPool:
-        pinned = self.device.type == "cuda"
+        pinned = self.device if self.device.type == "cuda" else None
         if self.host_values == "model":
             return LayerPool(self.shape, self.page_size, self._like, pages, pinned=pinned)
         width = packed_width(self.shape.head_dim)
@@ -151,9 +151,9 @@ class SplitStore(PagedStore):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         self._stale[row] = min(first_page, self._stale.get(row, first_page))
 
-    def _page_values(self, pages: slice | Tensor) -> Tensor:
-        values = super()._page_values(pages)
-        return values if self.host_values == "model" else unpack_values(values, self.pool.keys.dtype)
+    def _pages(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        keys, values = super()._pages(row, first, stop)
+        return keys, values if self.host_values == "model" else unpack_values(values, keys.dtype)
 
     @torch.inference_mode()
     def _settle(self) -> None:

@@ -1,30 +1,69 @@
-"""Copies between a device and page-locked host memory, in the background."""
+"""Page-locked host memory: copies between it and a device in the background, and the device's own view of it."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import weakref
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 FEW_TOKENS = 64  # fewer go through a buffer and are written to the pools by the host
+HUGE_PAGE = 2 << 20  # bytes
+MADV_HUGEPAGE = 14  # of Linux's madvise
 
 Sent = tuple[slice | Tensor, list[Tensor]]  # slots, and rows for each pool
 
 
-def pin(tensor: Tensor) -> Tensor:
-    """Lock the pages of a tensor while it exists, so that a device copies them on its own; leave it as it is where the
-    system refuses.
+def pinned_empty(like: Tensor, sizes: Sequence[int], device: torch.device) -> Tensor:
+    """An uninitialised host tensor of the dtype of ``like`` whose pages are locked while it exists, so that ``device``
+    reads and writes them on its own; not locked (``is_pinned``) where the system refuses.
 
-    torch's own pinned tensors take the next power of two of bytes, twice what a long context needs.
+    torch's own pinned tensors take the next power of two of bytes, twice what a long context needs. Pages are locked
+    whole, so no other tensor may have a part of them.
     """
+    num_bytes = prod(sizes) * like.element_size()
+    locked_bytes = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
+    memory = torch.empty(locked_bytes + HUGE_PAGE, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE
+    tensor = memory[start : start + num_bytes].view(like.dtype).view(*sizes)
     runtime: Any = torch.cuda.cudart()
-    address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-    if size and int(runtime.cudaHostRegister(address, size, 0)) == 0:
-        weakref.finalize(tensor, runtime.cudaHostUnregister, address)
+    address = memory.data_ptr() + start
+    with torch.cuda.device(device):
+        if num_bytes and _lock(runtime, address, locked_bytes):
+            weakref.finalize(tensor, runtime.cudaHostUnregister, address)
     return tensor
+
+
+def _lock(runtime: Any, address: int, num_bytes: int) -> bool:
+    if sys.platform == "linux":  # a device that gathers tokens from all over a long context has fewer pages to find
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), MADV_HUGEPAGE)
+    return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+
+
+class _Mapped:
+    """Bytes of a page-locked tensor, as CUDA's array interface shows them to torch; it keeps the tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "version": 2,
+        }  # fmt: skip
+
+
+def mapped(tensor: Tensor, device: torch.device) -> Tensor:
+    """A contiguous page-locked host tensor as a tensor of ``device``, whose kernels read and write it over the bus.
+
+    Host and device have one address space, so nothing is copied; the host sees what kernels wrote once they are done.
+    """
+    view = torch.as_tensor(_Mapped(tensor), device=device)
+    assert view.data_ptr() == tensor.data_ptr(), "torch made a copy"
+    return view.view(tensor.dtype).view(tensor.shape)
 
 
 class HostTransfers:

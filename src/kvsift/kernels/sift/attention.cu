@@ -1,50 +1,43 @@
-// Attention over listed pages: a warp takes eight tokens at a time and keeps a softmax of its own.
+// Attention over single keys and values: a warp takes eight tokens at a time and keeps a softmax of its own.
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w); }
 
-struct Attender {
-    const Arguments &a;
-    const Shared &s;
-    char *ring;
-    u64 policy;
-    int head, length, warp, step, lane;
+__device__ __forceinline__ void unpack_row(const uint4 &packed, float *x) {
+    unpack2(packed.x, x[0], x[1]), unpack2(packed.y, x[2], x[3]);
+    unpack2(packed.z, x[4], x[5]), unpack2(packed.w, x[6], x[7]);
+}
 
-    __device__ __forceinline__ int position(int item) {
-        int unit = warp + item * step;
-        return s.pages[unit / (PAGE / UNIT)] * PAGE + unit % (PAGE / UNIT) * UNIT;
-    }
+struct Softmax {
+    float top[G], total[G], acc[G][8];
 
-    __device__ __forceinline__ void request(int item) {
-        int unit = warp + item * step;
-        i64 page = s.physical[unit / (PAGE / UNIT)];
-        int token = unit % (PAGE / UNIT) * UNIT + lane / TOKEN_LANES, byte = lane % TOKEN_LANES * 16;
-        const char *key = (const char *)a.keys + head * a.key_head + page * a.key_page + byte;
-        const char *value = (const char *)a.values + head * a.value_head + page * a.value_page + byte;
-        u32 to = shared_address(ring + item % STAGES * STAGE_BYTES + lane * 16);
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-        for (int i = 0; i < TOKEN_STEPS; ++i) {
-            copy16(to + i * 512, key + (token + i * TOKENS_AT_ONCE) * a.key_token, policy);
-            copy16(to + (TOKEN_STEPS + i) * 512, value + (token + i * TOKENS_AT_ONCE) * a.value_token, policy);
+        for (int g = 0; g < G; ++g) {
+            top[g] = NEGATIVE_INFINITY, total[g] = 0.f;
+#pragma unroll
+            for (int n = 0; n < 8; ++n) acc[g][n] = 0.f;
         }
     }
 
-    __device__ __forceinline__ void consume(int item, float *top, float *total, float (*acc)[8]) {
-        const char *from = ring + item % STAGES * STAGE_BYTES + lane * 16;
-        int seen = min(UNIT, length - position(item)), part = lane % TOKEN_LANES * 8;
+    // The first `seen` of eight tokens, at least one; row(i) is this lane's part of key i, row(TOKEN_STEPS + i) of value
+    // i, of token i * TOKENS_AT_ONCE + lane / TOKEN_LANES.
+    template <typename Row>
+    __device__ __forceinline__ void add(const float *queries, int seen, float softcap, Row row) {
+        int lane = threadIdx.x & 31, part = lane % TOKEN_LANES * 8;
         float logits[G][TOKEN_STEPS];
         float4 rows[TOKEN_STEPS][2];
 #pragma unroll
-        for (int i = 0; i < TOKEN_STEPS; ++i) unpack_row(from + i * 512, (float *)rows[i]);
+        for (int i = 0; i < TOKEN_STEPS; ++i) unpack_row(row(i), (float *)rows[i]);
 #pragma unroll
         for (int g = 0; g < G; ++g) {
-            const float4 *q = (const float4 *)(s.queries + g * D + part);
+            const float4 *q = (const float4 *)(queries + g * D + part);
             float4 q0 = q[0], q1 = q[1];
 #pragma unroll
             for (int i = 0; i < TOKEN_STEPS; ++i) {
                 float sum = dot(q0, rows[i][0]) + dot(q1, rows[i][1]);
 #pragma unroll
                 for (int other = TOKEN_LANES / 2; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
-                if (CAPPED) sum = a.softcap * tanhf(sum / a.softcap);
+                if (CAPPED) sum = softcap * tanhf(sum / softcap);
                 logits[g][i] = i * TOKENS_AT_ONCE + lane / TOKEN_LANES < seen ? sum * LOG2E : NEGATIVE_INFINITY;
             }
         }
@@ -56,7 +49,7 @@ struct Attender {
 #pragma unroll
             for (int other = 16; other >= TOKEN_LANES; other >>= 1)
                 best = fmaxf(best, __shfl_xor_sync(~0u, best, other));
-            float shrink = exp2f(top[g] - best);  // a unit holds a token, so best is finite
+            float shrink = exp2f(top[g] - best);  // there is a token, so best is finite
             top[g] = best, total[g] *= shrink;
 #pragma unroll
             for (int n = 0; n < 8; ++n) acc[g][n] *= shrink;
@@ -66,7 +59,7 @@ struct Attender {
 #pragma unroll
         for (int i = 0; i < TOKEN_STEPS; ++i) {
             float x[8];
-            unpack_row(from + (TOKEN_STEPS + i) * 512, x);
+            unpack_row(row(TOKEN_STEPS + i), x);
             if (i * TOKENS_AT_ONCE + lane / TOKEN_LANES >= seen)  // what was never written may be NaN
 #pragma unroll
                 for (int n = 0; n < 8; ++n) x[n] = 0.f;
@@ -75,11 +68,5 @@ struct Attender {
 #pragma unroll
                 for (int n = 0; n < 8; ++n) acc[g][n] = fmaf(logits[g][i], x[n], acc[g][n]);
         }
-    }
-
-    __device__ __forceinline__ void unpack_row(const char *from, float *x) {
-        uint4 packed = *(const uint4 *)from;
-        unpack2(packed.x, x[0], x[1]), unpack2(packed.y, x[2], x[3]);
-        unpack2(packed.z, x[4], x[5]), unpack2(packed.w, x[6], x[7]);
     }
 };

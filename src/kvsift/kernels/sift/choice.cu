@@ -1,10 +1,5 @@
 // The best pages of a row, ascending, by a radix search over scores that threads hold in registers.
 
-__device__ __forceinline__ u32 sum_before(const u32 *of_warp) {
-    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    return __reduce_add_sync(~0u, lane < warp ? of_warp[lane] : 0);
-}
-
 // Keys lie in registers, 0 where there is none. Finds a threshold that at least `wanted` keys reach, and at most `most`
 // unless too many are equal; returns how many do.
 __device__ __forceinline__ u32 find_threshold(

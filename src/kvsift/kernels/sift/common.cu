@@ -1,11 +1,5 @@
-// Constants, arguments and the primitives that the parts of the step share.
+// Constants, arguments and the primitives of the step over pages.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
-
-constexpr int THREADS = WARPS * 32;
 constexpr int STAGE_BYTES = 4096;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;         // of a warp
 constexpr int ROW_BYTES = FP8 ? 2 * D : 4 * D;           // of a summary
@@ -15,20 +9,12 @@ constexpr int PAGES_PER_STAGE = STAGE_BYTES / ROW_BYTES;
 constexpr int BLOCK_PAGES = 32;                          // scored one after another by a warp
 constexpr int GROUP_PAGES = 8;                           // whose largest score is kept for the choice
 constexpr int STAGES_PER_BLOCK = BLOCK_PAGES / PAGES_PER_STAGE;
-constexpr int UNIT = 8;                                  // tokens attended together by a warp
-constexpr int TOKEN_LANES = D / 8;                       // lanes that read one key
-constexpr int TOKENS_AT_ONCE = 32 / TOKEN_LANES;
-constexpr int TOKEN_STEPS = UNIT / TOKENS_AT_ONCE;
 constexpr int WIDTH = 2 * D;                             // numbers in a summary row
 constexpr int STEPS = WIDTH / 16;                        // matrix products per score
 constexpr int TERMS = G <= 4 ? 3 : 2;                    // 16-bit numbers that make up a float32 feature
 constexpr int HEAD_ROWS = G <= 4 ? 4 : 8;                // rows of the feature matrix per term
 constexpr int BIN_BITS = 11, BINS = 1 << BIN_BITS, OWN_BINS = BINS / THREADS;
 constexpr int OWN_KEYS = KEYS / THREADS;                 // scores compared at once, by a thread
-// Floats a member leaves: sums, largest logits, weights, tokens seen.
-constexpr int RECORD = (G * (D + 2) + 1 + 3) / 4 * 4;
-constexpr float LOG2E = 1.4426950408889634f;
-#define NEGATIVE_INFINITY __int_as_float(0xff800000)
 
 struct Arguments {
     const u16 *queries, *keys, *values;
@@ -59,45 +45,12 @@ struct __align__(16) Shared {
     u32 word[8];
 };
 
-__device__ __forceinline__ float as_float(u32 bits16) {
-    float x;
-    if (HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits16));
-    else x = __uint_as_float(bits16 << 16);
-    return x;
-}
-
-__device__ __forceinline__ u16 to_half(float x) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-__device__ __forceinline__ u16 to_bfloat(float x) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
-    return bits;
-}
-__device__ __forceinline__ float from_half(u16 bits) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
-    return x;
-}
-__device__ __forceinline__ u16 rounded(float x) { return HALF ? to_half(x) : to_bfloat(x); }
-
 // Splits the largest 16-bit number off a feature, in the format of the matrix products.
 __device__ __forceinline__ u16 split(float &x) {
     constexpr bool HALVES = HALF || FP8;  // bytes become float16 by one instruction
     u16 bits = HALVES ? to_half(x) : to_bfloat(x);
     x -= HALVES ? from_half(bits) : __uint_as_float((u32)bits << 16);
     return bits;
-}
-
-// The numbers of a 16-bit pair, without moving the upper one down.
-__device__ __forceinline__ void unpack2(u32 pair, float &low, float &high) {
-#if HALF
-    low = as_float(pair & 0xffff), high = as_float(pair >> 16);
-#else
-    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
-#endif
 }
 
 // Two pairs of float16 from four numbers of a byte each.
@@ -117,12 +70,6 @@ __device__ __forceinline__ void multiply(float (&sums)[4], const uint4 &f, u32 f
         : "r"(f.x), "r"(f.y), "r"(f.z), "r"(f.w), "r"(first), "r"(second));
 }
 
-// What is read once must not push tables, scores and code out of the L2 cache.
-__device__ __forceinline__ u64 read_once() {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
 __device__ __forceinline__ u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
 __device__ __forceinline__ void copy16(u32 to, const void *from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
@@ -137,12 +84,6 @@ template <int N> __device__ __forceinline__ void wait_for_all_but() {
 __device__ __forceinline__ u32 ordered(float x) {
     u32 bits = __float_as_uint(x);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int other = 16; other; other >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
-    return x;
 }
 
 // Query features of the summary kind, for each half of a row.

@@ -18,11 +18,13 @@ __device__ __forceinline__ void weigh(int parts, Top top, Total total, float *we
     for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
 }
 
-// A block's part into its record; `parts` is the shared memory of the rings.
+// A block's part into its record; `parts` is shared memory, where `before` parts of other tokens may lie already.
 __device__ __forceinline__ void leave_record(
-    const Arguments &a, Shared &s, float *parts, const float (&top)[G], float (&total)[G], float (&acc)[G][8], u32 seen
+    const Arguments &a, Shared &s, float *parts, Softmax &softmax, u32 seen, int before = 0
 ) {
     int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    auto &[top, total, acc] = softmax;
+    float *own = parts + (before + warp) * PART;
 #pragma unroll
     for (int g = 0; g < G; ++g) {
 #pragma unroll
@@ -32,27 +34,28 @@ __device__ __forceinline__ void leave_record(
             for (int n = 0; n < 8; ++n) acc[g][n] += __shfl_xor_sync(~0u, acc[g][n], other);
         }
         if (lane < TOKEN_LANES) {
-            float4 *to = (float4 *)(parts + warp * PART + g * D + lane * 8);
+            float4 *to = (float4 *)(own + g * D + lane * 8);
             to[0] = make_float4(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
             to[1] = make_float4(acc[g][4], acc[g][5], acc[g][6], acc[g][7]);
         }
-        if (lane == 0) parts[warp * PART + G * D + g] = top[g], parts[warp * PART + G * D + G + g] = total[g];
+        if (lane == 0) own[G * D + g] = top[g], own[G * D + G + g] = total[g];
     }
     if (lane == 0) s.of_warp[warp] = seen;
     __syncthreads();
-    float *record = a.parts + (i64)blockIdx.x * RECORD, *weights = parts + WARPS * PART;
+    float *record = a.parts + (i64)blockIdx.x * RECORD, *weights = parts + (before + WARPS) * PART;
     for (int g = warp; g < G; g += WARPS) {
         float best, sum;
         const float *of_head = parts + G * D + g;
-        weigh(WARPS, [&](int w) { return of_head[w * PART]; }, [&](int w) { return of_head[w * PART + G]; },
-              weights + g * WARPS, best, sum);
+        weigh(before + WARPS, [&](int w) { return of_head[w * PART]; }, [&](int w) { return of_head[w * PART + G]; },
+              weights + g * (before + WARPS), best, sum);
         if (lane == 0) record[G * D + g] = best, record[G * D + G + g] = sum;
     }
     __syncthreads();
     for (int n = thread; n < G * D; n += THREADS) {
+        const float *of_parts = weights + n / D * (before + WARPS);
         float sum = 0.f;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) sum = fmaf(parts[w * PART + n], weights[n / D * WARPS + w], sum);
+#pragma unroll 16
+        for (int w = 0; w < before + WARPS; ++w) sum = fmaf(parts[w * PART + n], of_parts[w], sum);
         record[n] = sum;
     }
     if (thread == 0) {
@@ -76,13 +79,14 @@ __device__ __forceinline__ void merge_records(const Arguments &a, Shared &s, flo
         const float *of_head = records + G * D + g;
         weigh(a.members, [&](int m) { return __ldcg(of_head + (i64)m * RECORD); },
               [&](int m) { return __ldcg(of_head + (i64)m * RECORD + G); }, weights + g * a.members, best, sum);
+        if (lane == 0) s.queries[G + g] = best, s.queries[2 * G + g] = sum;  // the queries have done their work
         float keep = 1.f;
         if (SINK) {
             float sink = a.sink[head * G + g] * LOG2E, larger = fmaxf(best, sink);
             keep = best == NEGATIVE_INFINITY ? 0.f : exp2f(best - larger);
             sum = sum * keep + exp2f(sink - larger);
         }
-        if (lane == 0) s.queries[g] = sum > 0.f ? keep / sum : 0.f;  // the queries have done their work
+        if (lane == 0) s.queries[g] = sum > 0.f ? keep / sum : 0.f;
     }
     __syncthreads();
     for (int n = thread; n < G * D; n += THREADS) {

@@ -61,17 +61,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
             commit();
         }
     }
-    if (ranks && a.members > 1) {  // wait for the scores of the other members
-        __syncthreads();
-        if (thread == 0) {
-            u32 *arrived = a.flags + row * 2, seen;
-            __threadfence();  // for the whole block: the barrier came before
-            asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrived) : "memory");
-            do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrived) : "memory");
-            while (seen < a.members);
-        }
-    }
-    __syncthreads();
+    if (ranks && a.members > 1) wait_for_members(a.flags + row * 2, a.members);  // for their scores
+    else __syncthreads();
     for (int i = thread; i < BINS / 4; i += THREADS) s.bins[i] = make_uint4(0, 0, 0, 0);
 
     int listed = choose(a, s, row, first, stop, chosen, held);
@@ -87,14 +78,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     int units = (listed - 1) * (PAGE / UNIT) + (last + UNIT - 1) / UNIT;
     items = place < units ? (units - place + step - 1) / step : 0;
     Attender attender{a, s, ring, policy, head, length, place, step, lane};
-    float top[G], total[G], acc[G][8];
+    Softmax softmax;
+    softmax.clear();
     u32 seen = 0;
-#pragma unroll
-    for (int g = 0; g < G; ++g) {
-        top[g] = NEGATIVE_INFINITY, total[g] = 0.f;
-#pragma unroll
-        for (int n = 0; n < 8; ++n) acc[g][n] = 0.f;
-    }
 #pragma unroll 1  // unrolled, ptxas 13.0 makes an illegal instruction of a copy (head_dim 64)
     for (int i = 0; i < STAGES; ++i) {
         if (i < items) attender.request(i);
@@ -102,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     }
     for (int i = 0; i < items; ++i) {
         wait_for_all_but<STAGES - 1>();
-        attender.consume(i, top, total, acc);
+        attender.consume(i, softmax);
         seen += min(UNIT, length - attender.position(i));
         __syncwarp();
         if (i + STAGES < items) attender.request(i + STAGES);
@@ -110,17 +96,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sift(const __grid_const
     }
     __syncthreads();
 
-    leave_record(a, s, (float *)rings, top, total, acc, seen);
-    __syncthreads();
-    if (thread == 0) {
-        u32 before;
-        __threadfence();
-        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                     : "=r"(before) : "l"(a.flags + row * 2 + 1) : "memory");
-        s.word[3] = before;
-    }
-    __syncthreads();
-    if (s.word[3] != a.members - 1) return;
+    leave_record(a, s, (float *)rings, softmax, seen);
+    if (!last_of_members(a.flags + row * 2 + 1, a.members, s.word[3])) return;
     merge_records(a, s, (float *)rings, row);
     if (thread == 0) a.flags[row * 2] = a.flags[row * 2 + 1] = 0;
 }

@@ -1,0 +1,98 @@
+// What both single launches use: types, conversions, sums over a warp, waiting for other blocks.
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int THREADS = WARPS * 32;
+constexpr int UNIT = 8;                                  // tokens attended together by a warp
+constexpr int TOKEN_LANES = D / 8;                       // lanes that read one key
+constexpr int TOKENS_AT_ONCE = 32 / TOKEN_LANES;
+constexpr int TOKEN_STEPS = UNIT / TOKENS_AT_ONCE;
+// Floats a member leaves: sums, largest logits, weights, tokens seen, and what else the step keeps.
+constexpr int RECORD = (G * (D + 2) + 1 + MORE + 3) / 4 * 4;
+constexpr float LOG2E = 1.4426950408889634f;
+#define NEGATIVE_INFINITY __int_as_float(0xff800000)
+
+__device__ __forceinline__ float as_float(u32 bits16) {
+    float x;
+    if (HALF) asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits16));
+    else x = __uint_as_float(bits16 << 16);
+    return x;
+}
+
+__device__ __forceinline__ u16 to_half(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ __forceinline__ u16 to_bfloat(float x) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+__device__ __forceinline__ float from_half(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+__device__ __forceinline__ u32 to_bfloat2(float low, float high) {
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+}
+__device__ __forceinline__ u16 rounded(float x) { return HALF ? to_half(x) : to_bfloat(x); }
+
+// The numbers of a 16-bit pair, without moving the upper one down.
+__device__ __forceinline__ void unpack2(u32 pair, float &low, float &high) {
+#if HALF
+    low = as_float(pair & 0xffff), high = as_float(pair >> 16);
+#else
+    low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
+#endif
+}
+
+// What is read once must not push tables, scores and code out of the L2 cache.
+__device__ __forceinline__ u64 read_once() {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int other = 16; other; other >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+    return x;
+}
+
+__device__ __forceinline__ u32 sum_before(const u32 *of_warp) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    return __reduce_add_sync(~0u, lane < warp ? of_warp[lane] : 0);
+}
+
+// Waits until every member of a row has come here, `flag` being zero before the first; all they wrote is then seen.
+__device__ __forceinline__ void wait_for_members(u32 *flag, int members) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32 seen;
+        __threadfence();  // for the whole block: the barrier came before
+        asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(flag) : "memory");
+        do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+        while (seen < members);
+    }
+    __syncthreads();
+}
+
+// Whether this block is the last member of its row to come here.
+__device__ __forceinline__ bool last_of_members(u32 *flag, int members, u32 &word) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32 before;
+        __threadfence();
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(flag) : "memory");
+        word = before;
+    }
+    __syncthreads();
+    return word == members - 1;
+}

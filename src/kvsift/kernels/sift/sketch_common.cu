@@ -1,0 +1,97 @@
+// Constants and arguments of the step over sketches. A sub is 16 tokens of one page, the unit of everything before the
+// attention; a member owns consecutive subs.
+
+constexpr int SUB = 16, PAGE_SUBS = PAGE / SUB;
+constexpr int TILE = 8;                       // subs that a warp weighs at a time
+constexpr int STEPS = D / 32;                 // matrix products per mean: of 32 channels each
+constexpr int WORDS = D / 32;                 // of a code of one bit per channel
+constexpr int PASSES = (G + 3) / 4;           // four query heads are multiplied at a time
+constexpr int PLANES = 10;                    // bits of a query's whole numbers that meet codes
+constexpr int BINS = 4096, BINS_PER_OCTAVE = 128, COARSE = 64, FINE = BINS / COARSE;
+constexpr u32 LOWEST = (127 - 29) * BINS_PER_OCTAVE;  // votes of 2^-29 and less fall in the first bin
+constexpr int OWN_BINS = BINS / THREADS;
+constexpr float NOTHING = -1e30f;             // largest base of no tokens
+
+struct Arguments {
+    const u16 *queries, *keys, *values;
+    const int *table, *lengths;
+    const u8 *rows;            // sketches: codes, factors at FACTORS, means at KEY_MEAN and VALUE_MEAN, their SCALES
+    const int *spans;
+    int *tokens, *counts;
+    u16 *out;
+    float *shares;             // [rows, members, 2 G], largest weight and sum of weights of each query head
+    u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
+    u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL
+    float *parts;
+    u32 *flags;                // [rows, 4], zero
+    u64 *visible, *estimated;  // [sequences]
+    const float *sink;
+    const int *dense_below;    // [sequences]: shorter ones are left out; or null
+    i64 row_head, row_page, key_head, key_page, key_token, value_head, value_page, value_token;  // bytes
+    i64 spill_bytes;
+    int max_pages, num_kv_heads, members, own_subs;  // own_subs: most that a member has
+    float scale, softcap;
+};
+static_assert(sizeof(Arguments) == ARGUMENT_BYTES, "the struct in kernels/sketch_launch.py differs");
+
+struct __align__(16) Shared {
+    float queries[G * D];                  // times scale
+    char halves[2][PASSES * 4][D];         // rotated queries as whole numbers of 16 bits: high and low byte
+    u32 planes[PASSES * 4][PLANES][4];     // the same of PLANES bits, bit by bit; words beyond WORDS are zero
+    float unit[G], fine_unit[G];           // of numbers of PLANES and of 16 bits
+    float sum[G], noise[G];                // of the former; factor of a squared factor
+    float lse[G];                          // log2 of the sum of all weights
+    u32 of_warp[2 * WARPS];
+    u32 sums[THREADS];
+    u32 threshold, own_offset, own_quota, own_listed;
+    u32 word[8];
+};
+
+// What lies in dynamic shared memory, one array behind the other; weights come last and may lie in global memory.
+struct Arrays {
+    u32 *bins;      // [BINS]
+    int *listed, *physical;  // [LIST], tokens that this member attends, and the physical pages they are in
+    int *pages;     // [own_subs], physical
+    float *bases;   // [own_subs, G], log2 of the weight of a sub's mean key
+    float *unseen;  // [own_subs, G], shares of what is not visible of a sub
+    float *scales;  // [own_subs], of mean values
+    u8 *marks;      // [own_subs, 4], of four tokens: chosen in bits 0 to 3, as good as the worst in bits 4 to 7
+    u16 *weights;   // [own_subs, G, SUB] bfloat16, a token's weight over that of its base, 0 where there is none
+    float *parts;   // of warps, once weights have done their work: first of estimates, then of what is visible
+    __device__ __forceinline__ Arrays(const Arguments &a, char *shared) {
+        bins = (u32 *)shared;
+        listed = (int *)(bins + BINS), physical = listed + LIST;
+        pages = physical + LIST;
+        bases = (float *)(pages + a.own_subs);
+        unseen = bases + a.own_subs * G;
+        scales = unseen + a.own_subs * G;
+        marks = (u8 *)(scales + a.own_subs);
+        parts = (float *)(marks + a.own_subs * 4);
+        weights = SPILL ? (u16 *)(a.spill + blockIdx.x * a.spill_bytes) : (u16 *)parts;
+    }
+};
+
+// Where the weights of a query head lie among those of a sub, so that neighbouring subs are read without a conflict.
+__device__ __forceinline__ int slot(int sub, int g) { return G == 4 ? g ^ (sub & 3) : G == 2 ? g ^ (sub >> 1 & 1) : g; }
+
+// The subs of a member, and the tokens of a row that may be chosen.
+struct Span {
+    int first, stop, begin, count;  // tokens; first own sub, own subs
+    // Which of four neighbouring tokens may be chosen, as bits.
+    __device__ __forceinline__ u32 candidates(int token) const {
+        u32 bits = 0;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) bits |= token + j >= first && token + j < stop ? 1 << j : 0;
+        return bits;
+    }
+    // Whether all tokens of a tile may be chosen.
+    __device__ __forceinline__ bool inside(int tile) const {
+        int token = (begin + tile * TILE) * SUB;
+        return token >= first && token + TILE * SUB <= stop && (tile + 1) * TILE <= count;
+    }
+};
+
+__device__ __forceinline__ float power(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}

@@ -1,0 +1,165 @@
+// One decode step of sketches in one launch: weigh, vote, choose tokens, estimate the others, attend, merge. The files
+// are compiled as one (kernels/sketch_launch.py).
+//
+// The rows (sequence, KV head) are shared out among a.members blocks each. A member
+//   1. weighs its tokens by their codes and leaves each query head's sum of weights; waits for the others,
+//   2. turns weights into votes and leaves a histogram of them; waits for the others,
+//   3. lists those of its tokens that reach the common threshold, and attends these, where they are, a share of sinks and
+//      window, and the means of the pages for what is not visible; the last to finish merges the parts.
+//
+// Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
+// HALF (float16, else bfloat16), REST (estimate what is not visible), SPILL (weights lie in global memory), WARPS,
+// CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
+
+// This member's share of the tokens that are visible anyway: sinks and window, behind `listed` others.
+__device__ __forceinline__ int list_ends(
+    const Arguments &a, const Arrays &arrays, int batch, int first, int stop, int chosen, int held, int listed, int *list
+) {
+    int member = blockIdx.x % a.members, count = first + held - stop;
+    int begin = (u32)count * member / a.members, end = (u32)count * (member + 1) / a.members;
+    for (int i = begin + threadIdx.x; i < end; i += THREADS) {
+        int token = i < first ? i : stop + i - first, at = listed + i - begin;
+        arrays.listed[at] = token, arrays.physical[at] = a.table[batch * a.max_pages + token / PAGE];
+        list[i < first ? i : i + chosen] = token;
+    }
+    return listed + end - begin;
+}
+
+// Keys and values of the tokens that this member attends, eight at a time.
+struct Gather {
+    static constexpr int AHEAD = G <= 4 ? 2 * TOKEN_STEPS : TOKEN_STEPS;  // what registers have room for
+    const Arguments &a;
+    const Arrays &arrays;
+    int listed, unit;
+    const char *keys, *values;
+    uint4 rows[AHEAD];
+
+    __device__ __forceinline__ Gather(const Arguments &a, const Arrays &arrays, int head, int listed)
+        : a(a), arrays(arrays), listed(listed), unit(threadIdx.x / 32 * UNIT) {
+        int part = (threadIdx.x & 31) % TOKEN_LANES * 16;
+        keys = (const char *)a.keys + head * a.key_head + part;
+        values = (const char *)a.values + head * a.value_head + part;
+        if (unit < listed) request();
+    }
+
+    __device__ __forceinline__ uint4 load(int i) const {
+        int at = min(unit + i % TOKEN_STEPS * TOKENS_AT_ONCE + (threadIdx.x & 31) / TOKEN_LANES, listed - 1);
+        int within = arrays.listed[at] % PAGE;
+        i64 page = arrays.physical[at];
+        return __ldcs((const uint4 *)(i < TOKEN_STEPS ? keys + page * a.key_page + within * a.key_token
+                                                      : values + page * a.value_page + within * a.value_token));
+    }
+
+    __device__ __forceinline__ void request() {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) rows[i] = load(i);
+    }
+
+    __device__ __forceinline__ void attend(const Shared &s, Softmax &softmax) {
+#pragma unroll 1
+        while (unit < listed) {
+            softmax.add(s.queries, min(UNIT, listed - unit), a.softcap, [&](int i) {
+                return i < AHEAD ? rows[i % AHEAD] : load(i);
+            });
+            unit += WARPS * UNIT;
+            if (unit < listed) request();
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) sketch(const __grid_constant__ Arguments a) {
+    extern __shared__ __align__(128) char dynamic[];
+    __shared__ Shared s;
+    int thread = threadIdx.x, lane = thread & 31, warp = thread / 32;
+    int row = blockIdx.x / a.members, member = blockIdx.x % a.members;
+    int batch = row / a.num_kv_heads, head = row % a.num_kv_heads;
+    if (a.dense_below && a.lengths[batch] < a.dense_below[batch]) {  // the kernel behind this one waits for all before
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        return;
+    }
+    int first = a.spans[batch * 4], stop = a.spans[batch * 4 + 1], held = a.spans[batch * 4 + 3];
+    int chosen = min(a.spans[batch * 4 + 2], stop - first);
+    bool ranks = chosen < stop - first && (chosen > 0 || REST);
+    int begin = first / SUB, subs = (stop + SUB - 1) / SUB - begin;
+    int own = (subs + a.members * TILE - 1) / (a.members * TILE) * TILE;  // whole tiles
+    Span span{first, stop, begin + member * own, ranks ? max(0, min(own, subs - member * own)) : 0};
+    Arrays arrays(a, dynamic);
+    const u8 *rows = a.rows + head * a.row_head;
+    Weigher weigher{a, arrays, span, rows, a.table + batch * a.max_pages, lane};
+    Weigher::Loaded loaded;
+    bool busy = warp * TILE < span.count;
+    int page = 0, next_page = 0;
+    if (busy) {
+        page = weigher.page_of(warp), next_page = weigher.page_of(warp + WARPS);
+        weigher.load(loaded, warp, page);
+    }
+    for (int i = thread; i < BINS / 4; i += THREADS) ((uint4 *)arrays.bins)[i] = make_uint4(0, 0, 0, 0);
+    // What is above does not depend on the kernel before, what is below may.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+    rotate_queries(a, s, row);
+
+    int *list = a.tokens + (i64)row * CAPACITY;
+    int listed = 0;
+    Softmax softmax;
+    softmax.clear();
+    if (ranks) {
+        float top[PASSES], total[PASSES];
+#pragma unroll
+        for (int pass = 0; pass < PASSES; ++pass) top[pass] = NOTHING, total[pass] = 0.f;
+        for (int tile = warp; tile * TILE < span.count; tile += WARPS) {
+            if (lane < TILE && tile * TILE + lane < span.count) arrays.pages[tile * TILE + lane] = page;
+            if (lane % 4 == 0) arrays.scales[tile * TILE + lane / 4] = from_half(loaded.scales >> 16);
+            Weigher::Loaded next = loaded;
+            page = next_page;
+            if ((tile + WARPS) * TILE < span.count) {
+                weigher.load(next, tile + WARPS, page);
+                next_page = weigher.page_of(tile + 2 * WARPS);
+            }
+#pragma unroll
+            for (int pass = 0; pass < PASSES; ++pass) {
+                if (span.inside(tile)) weigher.weigh<true>(loaded, tile, pass, s, top[pass], total[pass]);
+                else weigher.weigh<false>(loaded, tile, pass, s, top[pass], total[pass]);
+            }
+            loaded = next;
+        }
+        leave_shares(a, s, (float *)s.sums, top, total);
+        if (a.members > 1) wait_for_members(a.flags + row * 4, a.members);
+        else __syncthreads();
+        sum_shares(a, s, row);
+        if (chosen > 0) {
+            leave_bins(a, arrays, s, span);
+            if (a.members > 1) wait_for_members(a.flags + row * 4 + 1, a.members);
+            else __syncthreads();
+            find_threshold(a, s, row, chosen);
+        } else {
+            if (thread == 0) s.threshold = BINS, s.own_quota = s.own_offset = 0;
+            __syncthreads();
+        }
+        mark_tokens(arrays, s, span, s.threshold);
+        list_tokens(a, arrays, s, span, list + first);
+        listed = s.own_listed;
+    } else if (chosen > 0) {  // all are visible
+        stop = first;
+    }
+    listed = list_ends(a, arrays, batch, first, stop, ranks || chosen == 0 ? chosen : 0, held, listed, list);
+    if (member == 0 && thread == 0) a.counts[row] = first + held - stop + (ranks || chosen == 0 ? chosen : 0);
+    __syncthreads();
+    Gather gather(a, arrays, head, listed);
+    bool estimates = REST && ranks;
+    if (estimates) add_rest(a, arrays, s, span, rows);
+    gather.attend(s, softmax);
+    __syncthreads();
+
+    leave_record(a, s, arrays.parts, softmax, warp == 0 ? listed : 0, estimates ? WARPS : 0);
+    if (estimates && thread < G) {
+        float rest = 0.f;
+        for (int w = 0; w < WARPS; ++w) rest += arrays.parts[w * PART + G * D + G + thread];
+        a.parts[(i64)blockIdx.x * RECORD + G * (D + 2) + 1 + thread] = rest;
+    }
+    if (!last_of_members(a.flags + row * 4 + 2, a.members, s.word[3])) return;
+    merge_records(a, s, arrays.parts, row);
+    __syncthreads();
+    if (estimates && a.estimated) add_estimated(a, s, row);
+    if (thread < 3) a.flags[row * 4 + thread] = 0;
+}

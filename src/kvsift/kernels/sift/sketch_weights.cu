@@ -1,0 +1,261 @@
+// Weights of tokens as their codes tell them. Binary matrix products count, for each bit of a query's whole numbers, the
+// channels where this bit and the code's are set: codes need no unpacking. Mean keys are bytes and meet the queries as
+// two bytes each. All products are exact.
+
+__device__ __forceinline__ void multiply8(int (&sums)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void count_common(int (&counts)[4], u32 a0, u32 a1, u32 b0) {
+    asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+r"(counts[0]), "+r"(counts[1]), "+r"(counts[2]), "+r"(counts[3])
+        : "r"(a0), "r"(a1), "r"(b0));
+}
+
+// The queries times the rotation of kernels.sketch, as whole numbers in bytes. A warp takes a query head.
+__device__ __forceinline__ void rotate_queries(const Arguments &a, Shared &s, int row) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    for (int g = warp; g < PASSES * 4; g += WARPS) {
+        float x[D / 32], largest = 0.f, square = 0.f;
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            u32 channel = i * 32 + lane;
+            float q = g < G ? as_float(a.queries[((i64)row * G + g) * D + channel]) * a.scale : 0.f;
+            if (g < G) s.queries[g * D + channel] = q;
+            x[i] = (channel * 0x9E3779B1u >> 15 & 1 ? -q : q) * rsqrtf((float)D);
+        }
+#pragma unroll
+        for (int bit = 1; bit < 32; bit <<= 1)
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i) {
+                float other = __shfl_xor_sync(~0u, x[i], bit);
+                x[i] = lane & bit ? other - x[i] : other + x[i];
+            }
+#pragma unroll
+        for (int bit = 1; bit < D / 32; bit <<= 1)
+#pragma unroll
+            for (int i = 0; i < D / 32; ++i)
+                if (!(i & bit)) {
+                    float one = x[i], other = x[i | bit];
+                    x[i] = one + other, x[i | bit] = one - other;
+                }
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) largest = fmaxf(largest, fabsf(x[i])), square += x[i] * x[i];
+        largest = fmaxf(warp_max(largest), 1e-30f);
+        constexpr int MOST = (1 << (PLANES - 1)) - 1;
+        float coarse = MOST / largest, fine = 32512.f / largest;
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            int whole = i < D / 32 ? __float2int_rn(x[i % (D / 32)] * coarse) : 0;
+            sum += whole;
+#pragma unroll
+            for (int p = 0; p < PLANES; ++p) {
+                u32 word = __ballot_sync(~0u, whole >> p & 1);
+                if (lane == p) s.planes[g][p][i] = word;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < D / 32; ++i) {
+            int whole = __float2int_rn(x[i] * fine), high = (whole + 128) >> 8;
+            s.halves[0][g][i * 32 + lane] = high, s.halves[1][g][i * 32 + lane] = whole - 256 * high;
+        }
+        sum = __reduce_add_sync(~0u, sum);
+#pragma unroll
+        for (int other = 16; other; other >>= 1) square += __shfl_xor_sync(~0u, square, other);
+        if (lane == 0 && g < G) {
+            s.unit[g] = largest * (1.f / MOST), s.fine_unit[g] = largest * (1.f / 32512), s.sum[g] = sum;
+            s.noise[g] = square * ERROR * 0.5f * LOG2E;
+        }
+    }
+    __syncthreads();
+}
+
+struct Weigher {
+    const Arguments &a;
+    const Arrays &arrays;
+    const Span &span;
+    const u8 *rows;    // of the KV head
+    const int *table;  // of the sequence
+    int lane;
+
+    struct Loaded {
+        uint4 codes[BITS][TILE / 2];
+        uint2 factors[TILE / 2];
+        uint4 mean[D / 64];
+        u32 scales;  // of mean key and mean value
+    };
+
+    // Physical page of sub lane % 8 of a tile.
+    __device__ __forceinline__ int page_of(int tile) const {
+        int sub = min(tile * TILE + lane % TILE, span.count - 1);
+        return table[(span.begin + sub) / PAGE_SUBS];
+    }
+
+    __device__ __forceinline__ void load(Loaded &to, int tile, int page) const {
+        int group = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int i = 0; i < TILE / 2; ++i) {
+            int of_tile = 2 * i + group / 4;
+            const u8 *from = start(tile * TILE + of_tile, __shfl_sync(~0u, page, of_tile));
+            int token = within(tile * TILE + of_tile) + group % 4 * 4;
+#pragma unroll
+            for (int bit = 0; bit < BITS; ++bit)
+                to.codes[bit][i] = __ldg((const uint4 *)(from + ((bit * WORDS + t % WORDS) * PAGE + token) * 4));
+            to.factors[i] = __ldg((const uint2 *)(from + FACTORS + token * 2));
+        }
+        const u8 *from = start(tile * TILE + group, __shfl_sync(~0u, page, group));
+#pragma unroll
+        for (int i = 0; i < D / 64; ++i) to.mean[i] = __ldg((const uint4 *)(from + KEY_MEAN + t * (D / 4) + i * 16));
+        to.scales = __ldg((const u32 *)(from + SCALES));
+    }
+
+    __device__ __forceinline__ const u8 *start(int, int page) const { return rows + page * a.row_page; }
+    // Tokens of the page before a sub.
+    __device__ __forceinline__ int within(int sub) const {
+        return (span.begin + min(sub, span.count - 1)) % PAGE_SUBS * SUB;
+    }
+
+    // Weighs the query heads of a pass; the largest base and the sum of weights over it of this lane in `top`, `total`.
+    // Full tiles have no token that may not be chosen.
+    template <bool FULL>
+    __device__ __forceinline__ void weigh(
+        const Loaded &from, int tile, int pass, const Shared &s, float &top, float &total
+    ) const {
+        int group = lane / 4, t = lane % 4, g = pass * 4 + t, column = pass * 4 + group / 2;
+        bool there = g < G;
+        float unit = there ? s.unit[g] * LOG2E : 0.f, noise = there ? s.noise[g] : 0.f;
+        float offset = there ? -unit * s.sum[g] * (BITS == 1 ? 1.f : 3.f) : 0.f;
+        unit *= 2.f;
+        int count = FULL ? TILE : span.count - tile * TILE;  // of subs from here on
+        float base = mean_logits(from, s.halves[group % 2][column]) * (there ? s.fine_unit[g] * LOG2E : 0.f);
+        float cap = a.softcap * LOG2E, best = top, bases[TILE / 2];
+        int sub = tile * TILE + group;
+        if (there && group < count) arrays.bases[sub * G + g] = CAPPED ? cap * tanhf(base / cap) : base;
+#pragma unroll
+        for (int i = 0; i < TILE / 2; ++i) {
+            bases[i] = __shfl_sync(~0u, base, (2 * i + group / 4) * 4 + t);
+            if (FULL || 2 * i + group / 4 < count) best = fmaxf(best, CAPPED ? cap * tanhf(bases[i] / cap) : bases[i]);
+        }
+        total *= power(top - best), top = best;
+        u32 planes[PLANES / 2];
+#pragma unroll
+        for (int p = 0; p < PLANES / 2; ++p) planes[p] = s.planes[column][2 * p + group % 2][t];
+#pragma unroll
+        for (int pair = 0; pair < TILE / 4; ++pair) {
+            float weights[2][4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                int dots[2] = {0, 0};
+#pragma unroll
+                for (int bit = BITS - 1; bit >= 0; --bit) {
+                    u32 one = ((const u32 *)&from.codes[bit][2 * pair])[j];
+                    u32 two = ((const u32 *)&from.codes[bit][2 * pair + 1])[j];
+                    dots[0] *= 2, dots[1] *= 2;
+#pragma unroll
+                    for (int p = 0; p < PLANES / 2; ++p) {
+                        int counts[4] = {0, 0, 0, 0};
+                        count_common(counts, one, two, planes[p]);
+                        int low = 1 << 2 * p, high = p == PLANES / 2 - 1 ? -2 * low : 2 * low;
+                        dots[0] += counts[0] * low + counts[1] * high, dots[1] += counts[2] * low + counts[3] * high;
+                    }
+                }
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    u32 pairs = j < 2 ? from.factors[2 * pair + half].x : from.factors[2 * pair + half].y;
+                    float f = from_half(j % 2 ? pairs >> 16 : pairs & 0xffff);
+                    float product = fmaf((float)dots[half], unit, offset);
+                    if (CAPPED) {
+                        float start = bases[2 * pair + half];
+                        product = cap * (tanhf((start + f * product) / cap) - tanhf(start / cap));
+                    } else {
+                        product = f * fmaf(-noise, f, product);
+                    }
+                    weights[half][j] = power(product);
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                int i = 2 * pair + half, of_tile = 2 * i + group / 4;
+                sub = tile * TILE + of_tile;
+                if (!FULL) {
+                    u32 candidates = of_tile < count ? span.candidates((span.begin + sub) * SUB + group % 4 * 4) : 0;
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) weights[half][j] = candidates >> j & 1 ? weights[half][j] : 0.f;
+                }
+                float start = CAPPED ? cap * tanhf(bases[i] / cap) : bases[i];
+                float sum = weights[half][0] + weights[half][1] + (weights[half][2] + weights[half][3]);
+                if (FULL || of_tile < count) total += sum * power(start - top);
+                if (there && of_tile < count)
+                    *(uint2 *)(arrays.weights + (sub * G + slot(sub, g)) * SUB + group % 4 * 4) = make_uint2(
+                        to_bfloat2(weights[half][0], weights[half][1]), to_bfloat2(weights[half][2], weights[half][3])
+                    );
+            }
+        }
+    }
+
+    // Products of mean key number lane / 4 of a tile with query head lane % 4 of a pass, in units of the query's.
+    __device__ __forceinline__ float mean_logits(const Loaded &from, const char *queries) const {
+        int sums[4] = {0, 0, 0, 0};
+        const u32 *mean = (const u32 *)from.mean;
+        const uint4 *q = (const uint4 *)(queries + lane % 4 * (D / 4));
+#pragma unroll
+        for (int i = 0; i < STEPS / 2; ++i) {
+            uint4 x = q[i];
+            multiply8(sums, mean[4 * i], 0, mean[4 * i + 1], 0, x.x, x.y);
+            multiply8(sums, mean[4 * i + 2], 0, mean[4 * i + 3], 0, x.z, x.w);
+        }
+        return (float)(256 * sums[0] + sums[1]) * from_half(from.scales & 0xffff);
+    }
+};
+
+// Each query head's largest base and the sum of weights over it of this member, into its place in a.shares.
+__device__ __forceinline__ void leave_shares(
+    const Arguments &a, Shared &s, float *scratch, float (&top)[PASSES], float (&total)[PASSES]
+) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+#pragma unroll
+        for (int other = 4; other < 32; other <<= 1) {
+            float their_top = __shfl_xor_sync(~0u, top[pass], other);
+            float theirs = __shfl_xor_sync(~0u, total[pass], other), best = fmaxf(top[pass], their_top);
+            if (best > NEGATIVE_INFINITY)
+                total[pass] = total[pass] * power(top[pass] - best) + theirs * power(their_top - best), top[pass] = best;
+        }
+        int g = pass * 4 + lane;
+        if (lane < 4 && g < G) scratch[(g * 2) * WARPS + warp] = top[pass], scratch[(g * 2 + 1) * WARPS + warp] = total[pass];
+    }
+    __syncthreads();
+    if (warp < G) {
+        float best, sum, mine = lane < WARPS ? scratch[warp * 2 * WARPS + lane] : NEGATIVE_INFINITY;
+        best = warp_max(mine);
+        sum = lane < WARPS && best > NEGATIVE_INFINITY ? scratch[(warp * 2 + 1) * WARPS + lane] * power(mine - best) : 0.f;
+#pragma unroll
+        for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
+        float *to = a.shares + ((i64)blockIdx.x * G + warp) * 2;
+        if (lane == 0) to[0] = best, to[1] = sum;
+    }
+}
+
+// log2 of each query head's sum of weights over all members.
+__device__ __forceinline__ void sum_shares(const Arguments &a, Shared &s, int row) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    if (warp < G) {
+        float best = NEGATIVE_INFINITY, sum = 0.f;
+        for (int m = lane; m < a.members; m += 32) {
+            float2 theirs = __ldcg((const float2 *)(a.shares + (((i64)row * a.members + m) * G + warp) * 2));
+            float larger = fmaxf(best, theirs.x);
+            if (larger > NEGATIVE_INFINITY)
+                sum = sum * power(best - larger) + theirs.y * power(theirs.x - larger), best = larger;
+        }
+        float top = warp_max(best);
+        sum = top > NEGATIVE_INFINITY ? sum * power(best - top) : 0.f;
+#pragma unroll
+        for (int other = 16; other; other >>= 1) sum += __shfl_xor_sync(~0u, sum, other);
+        if (lane == 0) s.lse[warp] = sum > 0.f ? top + log2f(sum) : 0.f;
+    }
+    __syncthreads();
+}

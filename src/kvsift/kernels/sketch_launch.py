@@ -1,0 +1,159 @@
+"""The single launch of ``kernels.sketch_attention``: CUDA C++, the files ``sift/sketch_*.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.sketch import ERROR
+from kvsift.native.sketch_format import SketchLayout
+
+SOURCES = tuple(
+    f"sift/{name}.cu"
+    for name in (
+        "primitives", "sketch_common", "attention", "merge", "sketch_weights", "sketch_choice", "sketch_rest",
+        "sketch_step",
+    )
+)  # fmt: skip
+WARPS = 16  # one block takes a whole multiprocessor
+SUB, TILE = 16, 8  # tokens weighed together; of them, weighed by a warp
+BINS, COARSE = 4096, 64
+MOST_TOKENS = 1 << 18  # of a member, whose marks and sums take shared memory
+MOST_SHARED = 212 << 10  # bytes a block asks for besides the static ones
+
+
+class SketchSpace(NamedTuple):
+    """Workspace of the single launch, shared by all layers of a model. A launch leaves ``flags`` zero."""
+
+    shares: Tensor  # float32 [rows, members, 2 * group]
+    bins: Tensor  # int32 [rows, members, BINS]
+    coarse: Tensor  # int32 [rows, members, COARSE]
+    spill: Tensor  # uint8 [rows, members, bytes of the weights of a member], 0 of them if they fit into shared memory
+    parts: Tensor  # float32 [rows, members, record]
+    flags: Tensor  # int32 [rows, 4], zero
+
+    @classmethod
+    def make(cls, kv: PagedKV, group: int, capacity: int) -> SketchSpace:
+        rows, device = kv.batch * kv.num_kv_heads, kv.table.device
+        members = _members(kv)
+        record = -(-(group * (kv.head_dim + 2) + 1 + group) // 4) * 4
+        subs = _own_subs(kv, members)
+        spill = subs * group * SUB * 2 if _shared_bytes(kv, group, capacity, members, spills=False) > MOST_SHARED else 0
+        return cls(
+            torch.empty(rows, members, 2 * group, device=device),
+            torch.empty(rows, members, BINS, dtype=torch.int32, device=device),
+            torch.empty(rows, members, COARSE, dtype=torch.int32, device=device),
+            torch.empty(rows, members, spill, dtype=torch.uint8, device=device),
+            torch.empty(rows, members, record, device=device),
+            torch.zeros(rows, 4, dtype=torch.int32, device=device),
+        )
+
+
+def _members(kv: PagedKV) -> int:
+    """Blocks per row: all of them run at once, so they may wait for each other."""
+    processors = torch.cuda.get_device_properties(kv.table.device).multi_processor_count
+    return max(1, processors // (kv.batch * kv.num_kv_heads))
+
+
+def _own_subs(kv: PagedKV, members: int) -> int:
+    """The most subs of a member."""
+    subs = kv.table.shape[1] * kv.page_size // SUB
+    return -(-subs // (members * TILE)) * TILE
+
+
+def _list_length(capacity: int) -> int:
+    return -(-capacity // 4) * 4
+
+
+def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spills: bool) -> int:
+    """Bytes of dynamic shared memory: ``Arrays`` of the source, whose last part holds weights and then parts."""
+    subs = _own_subs(kv, members)
+    arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (12 + 8 * group)
+    weights = 0 if spills else subs * 2 * SUB * group
+    part = -(-(group * (kv.head_dim + 2)) // 4) * 4
+    return arrays + max(weights, 4 * (2 * WARPS * part + group * max(2 * WARPS, members)))
+
+
+def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
+    """Return whether the single launch takes these shapes; the Triton kernels take the rest."""
+    group = queries.shape[1] // kv.num_kv_heads
+    shapes = (
+        queries.is_cuda
+        and queries.dtype in (torch.bfloat16, torch.float16)
+        and kv.keys.dtype == queries.dtype
+        and kv.head_dim in (64, 128)
+        and kv.page_size % SUB == 0
+        and group <= 8
+    )
+    if not shapes or not have_nvrtc():
+        return False
+    members = _members(kv)
+    fits = _shared_bytes(kv, group, capacity, members, spills=True) <= MOST_SHARED
+    return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
+
+
+class _SketchArguments(ctypes.Structure):
+    """``Arguments`` of the source, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in (
+            "queries", "keys", "values", "table", "lengths", "rows", "spans", "tokens", "counts", "out", "shares",
+            "bins", "coarse", "spill", "parts", "flags", "visible", "estimated", "sink", "dense_below",
+        )]
+        + [(name, ctypes.c_longlong) for name in (
+            "row_head", "row_page", "key_head", "key_page", "key_token", "value_head", "value_page", "value_token",
+            "spill_bytes",
+        )]
+        + [(name, ctypes.c_int) for name in ("max_pages", "num_kv_heads", "members", "own_subs")]
+        + [("scale", ctypes.c_float), ("softcap", ctypes.c_float)]
+    )  # fmt: skip
+
+
+def sketch_attention_cuda(
+    queries: Tensor, kv: PagedKV, rows: Tensor, spans: Tensor, tokens: Tensor, counts: Tensor, *, bits: int, rest: bool,
+    scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, visible: Tensor | None = None,
+    estimated: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
+    space: SketchSpace | None = None, early: bool = False,
+) -> Tensor:  # fmt: skip
+    group, capacity = queries.shape[1] // kv.num_kv_heads, tokens.shape[2]
+    space = SketchSpace.make(kv, group, capacity) if space is None else space
+    sink_logit = None if sink_logit is None else sink_logit.float()
+    queries = queries.contiguous()
+    out = torch.empty_like(queries) if out is None else out
+    tensors = (
+        queries, kv.keys, kv.values, kv.table, kv.lengths, rows, spans, tokens, counts, out, *space, visible, estimated,
+        sink_logit, dense_below,
+    )  # fmt: skip
+    sizes = [*rows.stride()[:2]]
+    sizes += [stride * kv.keys.element_size() for pool in (kv.keys, kv.values) for stride in pool.stride()[:3]]
+    members, spill = space.parts.shape[1], space.spill.shape[2]
+    numbers = (kv.table.shape[1], kv.num_kv_heads, members, _own_subs(kv, members))
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+    arguments = _SketchArguments(*pointers, *sizes, spill, *numbers, scale, softcap or 0.0)
+    layout = SketchLayout(bits, kv.head_dim, kv.page_size)
+    switches = {
+        "HALF": queries.dtype == torch.float16, "REST": rest, "SPILL": spill > 0, "CAPPED": softcap is not None,
+        "SINK": sink_logit is not None,
+    }  # fmt: skip
+    shared = _shared_bytes(kv, group, capacity, members, spills=spill > 0)
+    kernel = _kernel(layout, group, capacity, switches, shared, queries.device)
+    kernel.launch(space.parts.shape[0] * members, arguments, early=early)
+    return out
+
+
+def _kernel(
+    layout: SketchLayout, group: int, capacity: int, switches: dict[str, bool], shared: int, device: torch.device
+) -> Kernel:
+    defines: dict[str, int | str] = {
+        "G": group, "D": layout.head_dim, "PAGE": layout.page_size, "BITS": layout.bits, "FACTORS": layout.factors,
+        "KEY_MEAN": layout.key_mean, "VALUE_MEAN": layout.value_mean, "SCALES": layout.scales,
+        "ERROR": f"{ERROR[layout.bits]}f", "CAPACITY": capacity, "LIST": _list_length(capacity), "WARPS": WARPS,
+        "MORE": group, "ARGUMENT_BYTES": ctypes.sizeof(_SketchArguments),
+        **{name: int(value) for name, value in switches.items()},
+    }  # fmt: skip
+    return compile_kernel(SOURCES, "sketch", tuple(defines.items()), WARPS * 32, shared, device.index or 0)

@@ -1,0 +1,159 @@
+"""The single launch of sketches: its tokens are as good as the reference's, its answers those of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.conftest import DEVICE
+from kernels.test_sketch_attention import Case, Step, draw, step
+from torch import Tensor
+
+from kvsift.kernels.cuda_module import have_nvrtc
+from kvsift.kernels.merge import merge_reference, with_sink_logit
+from kvsift.kernels.page_attention import listed_tokens, masked_part
+from kvsift.kernels.sketch import SketchLayout, estimated_rest, log_weights, sketch_rows, unpack
+from kvsift.kernels.sketch_attention import sketch_attention_reference
+from kvsift.kernels.sketch_launch import SketchSpace, single_launch_runs, sketch_attention_cuda
+from kvsift.kernels.split_attention import ESTIMATED_WHOLE
+from kvsift.types import Part
+
+needs_nvrtc = pytest.mark.skipif(not have_nvrtc(), reason="needs a Hopper GPU or newer, and NVRTC")
+pytestmark = [pytest.mark.gpu, needs_nvrtc]
+BIN = 2.0 ** (1 / 64)  # votes are told apart by bins of 1/128 octave, and weights are rounded
+LEAST = 2.0**-28  # votes below are all alike
+
+
+def answer(
+    case: Case, row: int, tokens: Tensor, counts: Tensor, rest: bool, **how: Any
+) -> tuple[Tensor, float, Tensor]:
+    """What the specification answers with these lists, the estimated shares of all heads, and votes of candidates."""
+    kv, (first, stop, chosen, _) = case.kv, case.spans[row].tolist()
+    scale, softcap = kv.head_dim**-0.5, how.get("softcap")
+    mask = listed_tokens(tokens, counts, int(kv.lengths[row]), 1)
+    part = masked_part(case.queries[row], kv, row, mask, scale, softcap)
+    share, votes = 0.0, torch.zeros(kv.num_kv_heads, 0, device=DEVICE)
+    if stop > first:
+        pages = kv.table[row, first // kv.page_size : -(-stop // kv.page_size)].long()
+        unpacked, skipped = (
+            unpack(case.rows[:, pages], SketchLayout(case.bits, kv.head_dim, kv.page_size)),
+            first % kv.page_size,
+        )
+        weights = log_weights(case.queries[row, :, None].float() * scale, unpacked, case.bits, softcap)[:, 0]
+        weights = weights[:, skipped : skipped + stop - first]
+        votes = (weights - weights.logsumexp(-1, keepdim=True)).exp().unflatten(0, (kv.num_kv_heads, -1)).sum(1)
+        if rest and chosen < stop - first:
+            estimate = estimated_rest(
+                weights, tokens[:, first : first + chosen].long() - first, unpacked.value_means, kv.page_size, skipped
+            )
+            lse, part = part.lse, merge_reference(part, Part(estimate.output.to(part.output), estimate.lse))
+            share = float((1 - (lse - part.lse).exp()).sum())
+    sink = how.get("sink_logit")
+    part = part if sink is None else with_sink_logit(part, sink)
+    return part.output[0, :, 0], share, votes
+
+
+def check(case: Case, rest: bool = True, spare: int = 1, **how: Any) -> Step:
+    assert single_launch_runs(case.queries, case.kv, case.new_lists(spare)[0].shape[2])
+    expected, found = (step(run, case, rest, **how) for run in (sketch_attention_reference, sketch_attention_cuda))
+    assert torch.equal(found.counts, expected.counts)
+    assert torch.equal(found.visible, expected.visible)
+    for row, (first, stop, chosen, held) in enumerate(case.spans.tolist()):
+        output, share, votes = answer(case, row, found.tokens[row], found.counts[row], rest, **how)
+        tolerance = 4e-3 if case.queries.dtype == torch.float16 else 3e-2
+        torch.testing.assert_close(found.output[row].float(), output.float(), atol=tolerance, rtol=tolerance)
+        assert abs(int(found.estimated[row]) / ESTIMATED_WHOLE - share) < 4e-3 * case.queries.shape[1]
+        for head in range(case.kv.num_kv_heads):
+            listed = found.tokens[row, head, : int(found.counts[row, head])]
+            assert torch.equal(listed, listed.unique())
+            ends = torch.cat([listed[:first], listed[first + chosen :]])
+            assert ends.tolist() == [*range(first), *range(stop, held)]
+            if 0 < chosen < stop - first:
+                mine, best = votes[head, listed[first : first + chosen].long() - first], votes[head].topk(chosen).values
+                assert float(mine.min()) * BIN >= float(best[-1]) or float(best[-1]) < LEAST
+                assert float((mine.sum() - best.sum()).abs()) < 2e-2 * float(best.sum())
+    assert bool((found.tokens[:, :, -spare:] == -7).all()) or not spare
+    return found
+
+
+SHAPES = [
+    (2, 1, 64, 16),
+    (1, 4, 128, 32),
+    (8, 4, 128, 16),
+    (1, 8, 64, 16),
+    (2, 7, 128, 64),
+    (1, 3, 128, 16),
+    (2, 2, 128, 16),
+]
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_launch_chooses_and_answers_as_the_specification(
+    shape: tuple[int, int, int, int], bits: int, dtype: torch.dtype
+) -> None:
+    check(draw(*shape, dtype, bits=bits))
+
+
+@pytest.mark.parametrize("lengths", [[5000], [4999, 130, 20000], [33000] * 4], ids=str)
+@pytest.mark.parametrize("chosen", [1, 40, 1000])
+def test_contexts_of_many_tiles(lengths: list[int], chosen: int) -> None:
+    check(draw(2, 4, 128, 16, torch.bfloat16, lengths=lengths, chosen=chosen))
+
+
+@pytest.mark.parametrize("rest", [True, False])
+def test_softcap_and_sink_logit(rest: bool) -> None:
+    case = draw(dtype=torch.float16)
+    sinks = torch.linspace(-3, 5, case.queries.shape[1], device=DEVICE)
+    check(case, rest)
+    check(case, rest, softcap=3.0, sink_logit=sinks)
+
+
+@pytest.mark.parametrize("chosen", [0, 1, 200, 1000])
+@pytest.mark.parametrize("rest", [True, False])
+def test_few_tokens_and_all_of_them(chosen: int, rest: bool) -> None:
+    case = draw(dtype=torch.float16, chosen=chosen)
+    found = step(sketch_attention_cuda, case, rest)
+    assert bool(found.estimated.any()) == (rest and chosen < 1000)
+    if chosen < 1000:
+        for row in range(case.kv.batch):
+            output, _, _ = answer(case, row, found.tokens[row], found.counts[row], rest)
+            torch.testing.assert_close(found.output[row], output, atol=4e-3, rtol=4e-3)
+
+
+def test_equal_votes_go_to_the_first() -> None:
+    """Keys that are all equal: every token votes alike."""
+    case = draw(dtype=torch.float16, lengths=[3000], chosen=50)
+    case.kv.keys.copy_(case.kv.keys[:, :1, :1])
+    case.rows.copy_(sketch_rows(1, case.kv.keys, case.kv.values.nan_to_num()))
+    found = step(sketch_attention_cuda, case)
+    assert found.tokens[0, 0, 3:53].tolist() == list(range(3, 53))
+    output, _, _ = answer(case, 0, found.tokens[0], found.counts[0], True)
+    torch.testing.assert_close(found.output[0], output, atol=4e-3, rtol=4e-3)
+
+
+def test_weights_that_do_not_fit_shared_memory() -> None:
+    case = draw(2, 4, 128, 16, torch.bfloat16, lengths=[9000] * 70, chosen=300)  # a member each, beyond its memory
+    space = SketchSpace.make(case.kv, 4, case.new_lists()[0].shape[2])
+    assert space.parts.shape[1] == 1
+    if not space.spill.numel():
+        case = draw(2, 4, 128, 16, torch.bfloat16, lengths=[40000] + [50] * 69, chosen=300)
+        assert SketchSpace.make(case.kv, 4, case.new_lists()[0].shape[2]).spill.numel()
+    check(case)
+
+
+def test_a_workspace_serves_again_and_rows_may_be_dense() -> None:
+    case = draw(dtype=torch.bfloat16)
+    space = SketchSpace.make(case.kv, 2, case.new_lists()[0].shape[2])
+    below = torch.tensor([300, 0, 61, 65, 0], dtype=torch.int32, device=DEVICE)
+    whole = step(sketch_attention_cuda, case, space=space)
+    for early in (False, True, False):
+        again = step(sketch_attention_cuda, case, space=space, early=early)
+        assert all(torch.equal(one, other) for one, other in zip(whole, again))
+        out = torch.full_like(case.queries, 7.0)
+        mixed = step(sketch_attention_cuda, case, dense_below=below, out=out, space=space, early=early)
+        for row, dense in enumerate((True, False, False, True, False)):
+            assert torch.equal(mixed.output[row], torch.full_like(out[row], 7.0) if dense else whole.output[row])
+    assert not space.flags.any()
