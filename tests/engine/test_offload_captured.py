@@ -158,7 +158,7 @@ def test_a_gpu_reads_and_writes_locked_host_memory() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_memory_that_cannot_be_locked_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "_lock", lambda *given: False)
+    monkeypatch.setattr(transfers, "_locked", lambda *given: None)
     _, apart = pair(directory, "cuda")
     with pytest.raises(InputError, match=r"does not lock .* of host memory.*path='composed'"):
         apart.generate(TEXTS[0], plan=SKETCH, max_new_tokens=4)

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 FEW_TOKENS = 64  # fewer go through a buffer and are written to the pools by the host
-HUGE_PAGE = 2 << 20  # bytes
-MADV_HUGEPAGE = 14  # of Linux's madvise
+PORTABLE = 1  # cudaHostAllocPortable
 
 Sent = tuple[slice | Tensor, list[Tensor]]  # slots, and rows for each pool
 
@@ -23,26 +22,28 @@ def pinned_empty(like: Tensor, sizes: Sequence[int], device: torch.device) -> Te
     """An uninitialised host tensor of the dtype of ``like`` whose pages are locked while it exists, so that ``device``
     reads and writes them on its own; not locked (``is_pinned``) where the system refuses.
 
-    torch's own pinned tensors take the next power of two of bytes, twice what a long context needs. Pages are locked
-    whole, so no other tensor may have a part of them.
+    torch's own pinned tensors take the next power of two of bytes, twice what a long context needs. Locking the pages
+    of an ordinary tensor is refused by some containers that lock what the driver allocates itself.
     """
     num_bytes = prod(sizes) * like.element_size()
-    locked_bytes = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-    memory = torch.empty(locked_bytes + HUGE_PAGE, dtype=torch.uint8)
-    start = -memory.data_ptr() % HUGE_PAGE
-    tensor = memory[start : start + num_bytes].view(like.dtype).view(*sizes)
-    runtime: Any = torch.cuda.cudart()
-    address = memory.data_ptr() + start
+    memory = _locked(num_bytes, device)
+    return (torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory).view(like.dtype).view(*sizes)
+
+
+def _locked(num_bytes: int, device: torch.device) -> Tensor | None:
+    """So many bytes of page-locked memory, which every device may use; None where the system refuses."""
+    runtime: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # torch has loaded CUDA's runtime
+    if not num_bytes or not hasattr(runtime, "cudaHostAlloc"):
+        return None
+    address = ctypes.c_void_p()
     with torch.cuda.device(device):
-        if num_bytes and _lock(runtime, address, locked_bytes):
-            weakref.finalize(tensor, runtime.cudaHostUnregister, address)
-    return tensor
-
-
-def _lock(runtime: Any, address: int, num_bytes: int) -> bool:
-    if sys.platform == "linux":  # a device that gathers tokens from all over a long context has fewer pages to find
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), MADV_HUGEPAGE)
-    return int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0
+        if runtime.cudaHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), PORTABLE) != 0:
+            runtime.cudaGetLastError()  # or torch would raise it at its next launch
+            return None
+    assert address.value is not None
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address.value)
+    weakref.finalize(memory, runtime.cudaFreeHost, address).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class _Mapped:
