@@ -34,12 +34,13 @@ LAYERS = {
     "layer": 6,
     "models": 7,
     "vllm": 7,
-    "engine": 8,
-    "eval": 9,
-    "benchmarks": 9,
-    "cli": 10,
-    "__init__": 11,  # re-exports; of it others may read __version__ alone
-    "__main__": 11,
+    "batching": 8,
+    "engine": 9,
+    "eval": 10,
+    "benchmarks": 10,
+    "cli": 11,
+    "__init__": 12,  # re-exports; of it others may read __version__ alone
+    "__main__": 12,
 }
 
 

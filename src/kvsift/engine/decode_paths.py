@@ -66,7 +66,7 @@ def first_token(
     request = transcript.request
     logits = runner.prefill(cache, request.ids[cache.get_seq_length() :], progress, phase)
     token = request.sampling.chooser(runner.device)(logits[0, -1])
-    piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
+    piece = transcript.take(token, perf_counter() - cache.stats.probe_s, logits[0, -1])
     if piece:
         yield piece
 
@@ -82,7 +82,7 @@ def decode_composed(
     cache.prepare()  # updates after these tokens are no part of the first step's time
     while True:
         token = choose(logits[0, -1])
-        piece = transcript.take(token, perf_counter() - cache.stats.probe_s)
+        piece = transcript.take(token, perf_counter() - cache.stats.probe_s, logits[0, -1])
         if piece:
             yield piece
         if transcript.done:

@@ -9,8 +9,10 @@ from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, Unpack
 
+from kvsift.batching.row import CacheReport
 from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.generation import CapturedDecode, answer_of, decode_composed
+from kvsift.engine.decode_paths import CapturedDecode, decode_composed
+from kvsift.engine.generation import answer_of, check_captured
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
 from kvsift.engine.prefill_sharing import can_share_prefill
@@ -207,6 +209,7 @@ class Document:
         runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
         reason, captured = runner.composed_reason(cache.run.plan), None
         if reason is None:
+            check_captured([transcript.request])
             rule, length = rule_of(cache.run.plan), len(transcript.request.ids)
             row = DecodeRow(0, transcript, cache.stats, length, rule, cache.run.guards.of(0))
             captured = CapturedDecode(runner, cache, [row], partial(self._steps, cache, row), phase)
@@ -217,8 +220,8 @@ class Document:
             if on_text is not None:
                 on_text(piece)
         return answer_of(
-            runner, cache, transcript, started, num_cached=num_cached, captured=captured, path=reason or "",
-            build_s=self._build_s,
+            runner, CacheReport.of(cache), transcript, started, num_cached=num_cached, captured=captured,
+            path=reason or "", build_s=self._build_s,
         )  # fmt: skip
 
     @contextmanager

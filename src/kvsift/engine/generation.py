@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 
 import torch
 
 from kvsift import native
+from kvsift.batching.loop import Loop
+from kvsift.batching.row import CacheReport, Row
 from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.decode_paths import CapturedDecode, decode_composed
+from kvsift.engine.decode_paths import CapturedDecode
 from kvsift.engine.fast_path import SPARE_TOKENS, in_turns
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.result import Answer
+from kvsift.engine.rows import TextOutput, follow
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.transcript import Request, Transcript
+from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
@@ -30,17 +36,18 @@ class Generation:
 
     Args:
         runner: of the model, whose weights are loaded.
+        loop: of rows whose steps are composed.
         plan: how to sift.
-        requests: decoded together where steps are captured, else one after the other.
+        requests: decoded together.
         started: time of submission.
         progress: called while prompts are prefilled.
     """
 
     def __init__(
-        self, runner: ModelRunner, plan: Plan, requests: Sequence[Request], started: float,
+        self, runner: ModelRunner, loop: Loop, plan: Plan, requests: Sequence[Request], started: float,
         progress: ProgressCallback | None = None,
     ) -> None:  # fmt: skip
-        self._runner, self._plan, self._requests, self._started = runner, plan, requests, started
+        self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
         self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
         self._answers: dict[int, Answer] = {}
 
@@ -50,16 +57,14 @@ class Generation:
         return [answer for _, answer in sorted(self._answers.items())]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        return in_turns(self._runner.fast_path.turn, self._pieces())
-
-    def _pieces(self) -> Generator[tuple[int, str], None, None]:
         reason = self._runner.composed_reason(self._plan)
         if reason is None:
-            for indices in self._groups():
-                yield from self._captured(indices)
-            return
-        for index, request in enumerate(self._requests):
-            yield from ((index, piece) for piece in self._composed(index, request, reason))
+            check_captured(self._requests)
+        return in_turns(self._runner.fast_path.turn, self._in_slots()) if reason is None else self._in_rows(reason)
+
+    def _in_slots(self) -> Generator[tuple[int, str], None, None]:
+        for indices in self._groups():
+            yield from self._captured(indices)
 
     def _groups(self) -> Iterable[list[int]]:
         """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all."""
@@ -68,15 +73,23 @@ class Generation:
             groups.setdefault(self._runner.rotation(request.length), []).append(index)
         return groups.values()
 
-    def _composed(self, index: int, request: Request, reason: str) -> Iterator[str]:
-        runner = self._runner
-        reserve = len(request.ids) + request.max_new_tokens
-        cache = runner.new_cache(runner.composed_plan(self._plan), reserve, length=request.length)
-        transcript = Transcript(request, runner.tokenizer)
-        runner.prefill(cache, request.ids[:-1], self._report)
-        cache.prepare()
-        yield from decode_composed(runner, cache, transcript)
-        self._answers[index] = answer_of(runner, cache, transcript, self._started, path=reason)
+    def _in_rows(self, reason: str) -> Iterator[tuple[int, str]]:
+        runner, plan = self._runner, self._runner.composed_plan(self._plan)
+        outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
+        rows = [
+            Row(request.ids, plan, request.max_new_tokens, output, deadline=request.deadline)
+            for request, output in zip(self._requests, outputs)
+        ]
+        for row in rows:  # their prompts are held for as long as somebody has this object
+            weakref.finalize(self, self._loop.close, row).atexit = False
+        for index, piece in follow(self._loop, rows, outputs):
+            if piece:
+                yield index, piece
+            elif self._progress is not None:
+                done = (min(output.num_read, len(row.ids) - 1) for output, row in zip(outputs, rows))
+                self._progress(sum(done), self._total)
+        for index, (row, output) in enumerate(zip(rows, outputs)):
+            self._answers[index] = answer_of_row(runner, row, output.transcript, self._started, reason)
 
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
@@ -97,7 +110,7 @@ class Generation:
         decode = CapturedDecode(runner, cache, rows, session, progress=self._report)
         yield from ((indices[row], piece) for row, piece in decode)
         self._answers |= {
-            index: answer_of(runner, cache, row.transcript, self._started, stats=row.stats, captured=decode)
+            index: answer_of(runner, CacheReport.of(cache, row.stats), row.transcript, self._started, captured=decode)
             for index, row in zip(indices, rows)
         }
 
@@ -141,13 +154,31 @@ class TextStream:
             raise
 
 
+def check_captured(requests: Sequence[Request]) -> None:
+    """Refuse requests that captured steps cannot answer (``InputError``)."""
+    if any(request.logprobs is not None for request in requests):
+        raise InputError(
+            "captured steps choose tokens on the GPU and keep no probabilities. Give path='composed', or leave out "
+            "logprobs."
+        )
+
+
+def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
+    """Return the answer of a row that has ended."""
+    report = row.report or CacheReport(str(row.plan), RunStats(), 0, {})
+    transcript.finish_reason = row.finish_reason
+    return answer_of(
+        runner, report, transcript, started, num_cached=row.num_reused, path=path, no_reuse=row.no_reuse
+    )  # fmt: skip
+
+
 def answer_of(
-    runner: ModelRunner, cache: SparseCache, transcript: Transcript, started: float, *, num_cached: int = 0,
-    stats: RunStats | None = None, captured: CapturedDecode | None = None, path: str = "", build_s: float = 0.0,
+    runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
+    captured: CapturedDecode | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
 ) -> Answer:  # fmt: skip
     """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
     prompt_tokens = len(transcript.request.ids)
-    report = (cache.stats if stats is None else stats).report()
+    report = of_cache.stats.report()
     # the step of a position chooses the token after it, and the next one is the first under the larger budget
     guard = [{"token": max(event["position"] + 2 - prompt_tokens, 0), **event} for event in report["guard"]]
     for event in guard:
@@ -157,20 +188,22 @@ def answer_of(
         token_ids=transcript.new_ids,
         prompt_tokens=prompt_tokens,
         new_prompt_tokens=prompt_tokens - num_cached,
-        ttft_s=transcript.times[0] - started,
+        ttft_s=(transcript.times or [perf_counter()])[0] - started,
         itl_s=transcript.itl_s,
-        plan=str(cache.run.plan),
-        kv_bytes=cache.num_bytes,
+        plan=of_cache.plan,
+        kv_bytes=of_cache.kv_bytes,
         peak_memory_bytes=peak_bytes(runner.device),
         stats=report,
         path=runner.fast_path.name if captured is not None else f"composed: {path}",
         host="" if captured is not None else _host(runner),
-        index=cache.describe(),
+        index=of_cache.index,
         dense_below=0 if captured is None else captured.dense_below,
         setup_s=0.0 if captured is None else captured.setup_s,
         build_s=build_s,
         finish_reason=transcript.finish_reason,
         guard=guard,
+        logprobs=transcript.logprobs,
+        no_reuse=no_reuse,
     )
 
 

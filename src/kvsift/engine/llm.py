@@ -13,12 +13,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Unpack, overload
 
+from kvsift.engine.chat import Chat
 from kvsift.engine.document import Document
 from kvsift.engine.generation import Generation, TextStream
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
 from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.result import Answer
+from kvsift.engine.rows import new_loop
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
@@ -89,6 +91,7 @@ class LLM(ModelRunner):
         check_probes(self.plan, probe_every)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path)
+        self.loop = new_loop(self)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
@@ -118,6 +121,24 @@ class LLM(ModelRunner):
         # the document is the common prefix of all questions' prompts
         ids = _common_prefix(form.encode(context, "a"), form.encode(context, "Which?"))
         return Document(self, ids, lambda question: form.encode(context, question), plan, progress, stop or form.stop)
+
+    def chat(
+        self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: str | None = None
+    ) -> Chat:
+        """A conversation, about a document or about nothing. Its turns read what they have in common once, where steps
+        are composed; arguments as for ``read``.
+
+        Raises:
+            InputError: for a document that is no text.
+        """
+        require_text(context, "context")
+        form, plan = PromptFormat(self.tokenizer, system=system), self.plan if plan is None else parse_plan(plan)
+
+        def start(ids: list[int], options: Options, progress: ProgressCallback | None, streamed: bool) -> Generation:
+            chosen: Options = {"plan": plan, **options}
+            return self._continuing([ids], GenerateOptions(**chosen), progress, streamed, perf_counter())
+
+        return Chat(start, form, context, stop)
 
     @overload
     def generate(
@@ -175,6 +196,12 @@ class LLM(ModelRunner):
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
             raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
+        return self._continuing(prompts, options, progress, streamed, started)
+
+    def _continuing(
+        self, prompts: Sequence[Sequence[int]], options: GenerateOptions, progress: ProgressCallback | None,
+        streamed: bool, started: float,
+    ) -> Generation:  # fmt: skip
         prompt_options = options.split(len(prompts))
         plan = self.plan if options.plan is None else parse_plan(options.plan)
         self.check(prompts, options.max_new_tokens, plan)
@@ -183,7 +210,7 @@ class LLM(ModelRunner):
         self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
         started += perf_counter() - before
         requests = [self.request(ids, choice, streamed) for ids, choice in zip(prompts, prompt_options)]
-        return Generation(self, plan, requests, started, progress)
+        return Generation(self, self.loop, plan, requests, started, progress)
 
 
 def _cpu(device: str) -> str:

@@ -106,7 +106,9 @@ class ModelRunner:
         """The request of one prompt; it also ends at the model's end-of-text tokens."""
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
-        return Request(ids, options.max_new_tokens, sampling, self._end_ids(), options.stops, streamed)
+        deadline = None if options.timeout_s is None else perf_counter() + options.timeout_s
+        ends, logprobs = self._end_ids(), options.logprobs
+        return Request(ids, options.max_new_tokens, sampling, ends, options.stops, streamed, logprobs, deadline)
 
     def composed_reason(self, plan: Plan) -> str | None:
         """Why decode steps under a plan are composed; None: they are captured. The first call may capture a trial step.

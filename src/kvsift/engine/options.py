@@ -8,7 +8,10 @@ from typing import TypedDict
 
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
+from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
+
+MOST_LOGPROBS = 20  # as OpenAI's API has them
 
 ProgressCallback = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 
@@ -20,6 +23,8 @@ class Options(TypedDict, total=False):
     max_new_tokens: int
     sampling: Sampling | Sequence[Sampling] | None
     stop: str | Sequence[str] | None
+    logprobs: int | None
+    timeout_s: float | None
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,25 @@ class GenerateOptions:
         max_new_tokens: maximum number of tokens to generate for each prompt.
         sampling: how to choose tokens, for all prompts or one for each; None: greedy.
         stop: text, or several texts, that end the answer and are not part of it.
+        logprobs: keep the log-probability of every token, and those of so many likeliest ones; None: none.
+        timeout_s: end the answer after so many seconds, as it is then; None: never.
+
+    Raises:
+        InputError: for numbers of no meaning.
     """
 
     plan: PlanSpec = None
     max_new_tokens: int = 64
     sampling: Sampling | Sequence[Sampling] | None = None
     stop: str | Sequence[str] | None = None
+    logprobs: int | None = None
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None:
+            checks.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, or None.")
 
     @property
     def stops(self) -> tuple[str, ...]:

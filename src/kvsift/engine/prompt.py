@@ -11,12 +11,14 @@ this format, an answer per line; the user's own template replaces both:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvsift.errors import InputError
 
 STOP = "\n"
+Turn = tuple[str, str]  # a question and its answer
 RAW = "{context}\n\n{question}"  # a template that adds nothing
 
 
@@ -57,26 +59,32 @@ class PromptFormat:
         """Text that ends an answer, besides the model's own end-of-text tokens."""
         return None if self.template is not None or self.tokenizer.chat_template else STOP
 
-    def text(self, context: str, question: str) -> str:
-        """Return the prompt; unless a template has a bos token, the tokenizer adds it."""
+    def text(self, context: str, question: str, turns: Sequence[Turn] = ()) -> str:
+        """Return the prompt, after earlier turns; unless a template has a bos token, the tokenizer adds it."""
         context, question = context.rstrip(), question.strip()
         if self.template is not None:
+            assert not turns, "a prompt template has no place for earlier turns"
             before, _, rest = self.template.partition("{context}")
             between, _, after = rest.partition("{question}")
             return f"{before}{context}{between}{question}{after}"
         if not self.tokenizer.chat_template:
-            return prompt(context, question)
-        turns = [] if self.system is None else [{"role": "system", "content": self.system}]
-        turns.append({"role": "user", "content": f"{context}\n\n{question}"})
+            said = "".join(question_text(asked) + answer_text(answered.strip()) for asked, answered in turns)
+            return context + said.rstrip(STOP) + question_text(question)
+        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        for asked, answered in turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        messages.append({"role": "user", "content": question})
+        first = messages[self.system is not None]
+        first["content"] = f"{context}\n\n{first['content']}".strip()
         try:
-            text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise any exception
             raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
         return text
 
-    def encode(self, context: str, question: str) -> list[int]:
+    def encode(self, context: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
         """Return the prompt as tokens, with one bos token if the model has one."""
-        text = self.text(context, question)
+        text = self.text(context, question, turns)
         bos = self.tokenizer.bos_token
         chat = self.template is None and self.tokenizer.chat_template
         special = not (chat or (bos and text.startswith(bos)))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsift.engine.transcript import TokenLogprobs
+
 
 @dataclass
 class Answer:
@@ -15,7 +17,7 @@ class Answer:
         token_ids: the generated tokens.
         prompt_tokens: tokens of the prompt, document included.
         new_prompt_tokens: prompt tokens that were not cached yet.
-        ttft_s: seconds from submission to the first token.
+        ttft_s: seconds from submission to the first token, or to the end of an answer without any.
         itl_s: seconds between output tokens after the first, probes excluded.
         stats: counters by phase and layer (``RunStats.report``).
         plan: the plan as it was resolved.
@@ -31,7 +33,10 @@ class Answer:
         guard: of a plan with ``min_recovery``, each time that its budget doubled: ``recovery`` of the probe that
             decided, ``lowest`` of the worst layer, budgets ``from`` and ``to``, and ``token``, so that ``token_ids``
             from this index on were chosen under the larger one.
-        finish_reason: "stop" (an end-of-text token, or a stop) or "length" (``max_new_tokens`` reached).
+        finish_reason: "stop" (an end-of-text token, or a stop), "length" (``max_new_tokens`` reached) or "deadline"
+            (``timeout_s`` over).
+        logprobs: of every token, where they were asked for.
+        no_reuse: why the prompt shares nothing with others; empty if it may.
     """
 
     text: str
@@ -52,6 +57,8 @@ class Answer:
     build_s: float = 0.0
     finish_reason: str = "stop"
     guard: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    no_reuse: str = ""
 
     @property
     def tpot_s(self) -> float | None:
@@ -83,4 +90,6 @@ class Answer:
             "index": self.index,
             "dense_below": self.dense_below,
             "guard": self.guard,
+            "logprobs": [each._asdict() for each in self.logprobs],
+            "no_reuse": self.no_reuse,
         }

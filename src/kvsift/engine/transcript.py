@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from kvsift.batching.row import FinishReason
 from kvsift.engine.sampling import Sampling
 
 FOLD_TOKENS = 64  # text before the last of these tokens is not decoded again with every token
@@ -24,6 +27,8 @@ class Request:
         ends: tokens that end the text and are not part of it.
         stops: texts that end it likewise.
         streamed: whether pieces of text are returned as they are generated.
+        logprobs: of how many of the likeliest tokens log-probabilities are kept, besides the chosen one; None: of none.
+        deadline: time at which the answer ends as it is.
     """
 
     ids: Sequence[int]
@@ -32,11 +37,28 @@ class Request:
     ends: Collection[int] = ()
     stops: tuple[str, ...] = ()
     streamed: bool = False
+    logprobs: int | None = None
+    deadline: float | None = None
 
     @property
     def length(self) -> int:
         """Final number of cached tokens; the last generated token is not fed."""
         return len(self.ids) + self.max_new_tokens - 1
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities at temperature 1, of the token that was chosen and of the likeliest ones."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest first
+
+    @classmethod
+    def of(cls, token: int, logits: Tensor, num_top: int) -> TokenLogprobs:
+        """Those of logits [vocabulary]."""
+        logprobs = logits.double().log_softmax(-1)
+        values, tokens = logprobs.topk(min(num_top, len(logprobs)))
+        return cls(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist())))
 
 
 class Transcript:
@@ -46,8 +68,9 @@ class Transcript:
         self.request = request
         self.new_ids: list[int] = []
         self.times: list[float] = []
+        self.logprobs: list[TokenLogprobs] = []
         self.done = False
-        self.finish_reason = "stop"  # or "length", if max_new_tokens were generated without a stop
+        self.finish_reason: FinishReason = "stop"
         self._tokenizer = tokenizer
         self._folded, self._context, self._open = "", 0, 0  # text of the first ``_open`` tokens; first token to decode
         self._text: str | None = None
@@ -63,16 +86,21 @@ class Transcript:
         """Seconds between tokens."""
         return [after - before for before, after in pairwise(self.times)]
 
-    def take(self, token: int, time: float) -> str:
-        """Add a token that was chosen at ``time``. Returns the new text that is certain."""
+    def take(self, token: int, time: float, logits: Tensor | None = None) -> str:
+        """Add a token that was chosen at ``time``, from logits [vocabulary] if they are at hand. Returns the new text
+        that is certain."""
         request = self.request
         self.times.append(time)
         if token in request.ends:
             self.done = True
             return self._piece(self.text) if request.streamed else ""
         self.new_ids.append(token)
-        self.done = len(self.new_ids) >= request.max_new_tokens
-        self.finish_reason = "length" if self.done else "stop"
+        if request.logprobs is not None:
+            assert logits is not None, "the caller has refused logprobs"
+            self.logprobs.append(TokenLogprobs.of(token, logits, request.logprobs))
+        is_late = request.deadline is not None and time >= request.deadline
+        self.done = is_late or len(self.new_ids) >= request.max_new_tokens
+        self.finish_reason = "stop" if not self.done else "deadline" if is_late else "length"
         if not request.stops and not request.streamed:
             return ""
         text = self._extended_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -180,6 +181,14 @@ class RunStats(Counters):
     def tally(self, layer: int, phase: Phase) -> Tally:
         """The counters of one layer in one phase."""
         return self._tallies.setdefault((layer, phase), Tally())
+
+    def snapshot(self) -> tuple[Tallies, list[Widening], float]:
+        """All counters, for ``restore``."""
+        return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
+
+    def restore(self, counters: tuple[Tallies, list[Widening], float]) -> None:
+        """Forget what was counted since a snapshot, which is used up."""
+        self._tallies, self._widenings, self.probe_s = counters
 
     def clear(self) -> None:
         """Reset all counters."""

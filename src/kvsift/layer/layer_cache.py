@@ -22,6 +22,7 @@ from kvsift.plan.refusals import check_placement, check_rope
 from kvsift.stores.base import Store
 from kvsift.stores.catalogue import evicting, not_evicting, open_store
 from kvsift.stores.page_table import PageTable
+from kvsift.stores.paged import PagedStore
 from kvsift.types import Chunk, LayerShape
 
 DEFAULT_PAGE_SIZE = 16
@@ -65,6 +66,7 @@ class LayerCache:
         self.store: Store = open_store(place.name, *arguments, table, **dict(place.knobs))
         if evicts:
             self.store = evicting(self.store)
+        self._like = like.new_empty(0)
         self._preparation = Preparation()
         self._states = MethodStates(self.plan, shape, num_rows)
 
@@ -89,6 +91,21 @@ class LayerCache:
             )
         reader = self.store.reader(row)
         return reader.keys(), reader.values()
+
+    @property
+    def like(self) -> Tensor:
+        """An empty tensor with the device and dtype of the keys."""
+        return self._like
+
+    def adopt(self, length: int, chunk: int, stale: bool) -> None:
+        """Begin row 0 with ``length`` tokens of pages that the table has adopted. Methods observe them in the chunks in
+        which they were read; ``stale``: some pages lack summaries."""
+        assert isinstance(self.store, PagedStore), "rows that share pages keep them in a pool"
+        self.store.adopt(0, length, stale)
+        reader = self.store.reader(0)
+        for start in range(0, length, chunk):
+            stop = min(start + chunk, length)
+            self._states.observe(0, None, reader.keys(start, stop), reader.values(start, stop), start)
 
     def take(self, chunk: Chunk) -> None:
         """Store the tokens of a prompt, observed by the methods, without attending them."""

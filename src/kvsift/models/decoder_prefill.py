@@ -1,10 +1,12 @@
-"""Fused forward pass of a Llama-like decoder over a chunk of tokens; the cache's layers attend.
+"""Fused forward pass of a Llama-like decoder over new tokens of one sequence or several; their caches attend.
 
 The transformers forward pass of an 8B model spends a third of its time on norms, rotation, residuals and gates between
 its matrix products (H200, 8K tokens: 75 of 226 ms). Weights and roundings here are the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,15 @@ from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_cache import SparseCache
+from kvsift.native.product import MAX_ROWS
 from kvsift.threads import yield_to_others
 from kvsift.types import LayerShape
 
+MAX_SEQUENCES = MAX_ROWS  # whose products read the weights once, each with the sums that it has alone
+
 
 class DecoderPrefill:
-    """Forward pass of a whole model over tokens of one row.
+    """Forward pass of a whole model.
 
     Args:
         step: its weights are used.
@@ -27,7 +32,6 @@ class DecoderPrefill:
     def __init__(self, step: DecoderStep) -> None:
         self._step = step
 
-    @torch.inference_mode()
     def __call__(self, tokens: Tensor, cache: SparseCache, phase: Phase) -> Tensor:
         """Store and attend the next tokens of the row that ``SparseCache.turn_to`` chose.
 
@@ -39,23 +43,50 @@ class DecoderPrefill:
         Returns:
             Logits of the last token, [1, 1, vocabulary].
         """
-        assert not (phase == "decode" and cache.run.plan.wants_hidden), "queries are foreseen by transformers' modules"
+        return self._run(tokens, [cache], phase)
+
+    def decode(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor:
+        """Store and attend one generated token of each of several sequences, each as if it had come alone.
+
+        On a CPU each row of the result is the same, bit for bit, as that of its sequence alone, for up to
+        ``MAX_SEQUENCES`` of them.
+
+        Args:
+            tokens: int64 [sequences].
+            caches: of the model, one for each sequence.
+
+        Returns:
+            Logits [sequences, 1, vocabulary].
+        """
+        return self._run(tokens, caches, "decode")
+
+    @torch.inference_mode()
+    def _run(self, tokens: Tensor, caches: Sequence[SparseCache], phase: Phase) -> Tensor:
+        """Attend equal parts of the tokens with each cache; logits of the last token of each part."""
+        plan = caches[0].run.plan
+        assert not (phase == "decode" and plan.wants_hidden), "queries are foreseen by transformers' modules"
         if not tokens.is_cuda:
             yield_to_others(len(tokens))
-        step, decode_tokens = self._step, len(tokens) if phase == "decode" else 0
-        start = cache.get_seq_length()
-        cos, sin = step.angles_of(torch.arange(start, start + len(tokens), device=tokens.device))
-        x = nn.functional.embedding(tokens, step.embedding)  # [num_new, hidden]
-        for index, (layer, stored) in enumerate(zip(step.layers, cache.layers, strict=True)):
-            queries, keys, values = rotate_heads(
+        step, num_new = self._step, len(tokens) // len(caches)
+        decode_tokens = num_new if phase == "decode" else 0
+        steps = torch.arange(num_new, device=tokens.device)
+        positions = [steps + cache.get_seq_length() for cache in caches]
+        cos, sin = step.angles_of(positions[0] if len(caches) == 1 else torch.cat(positions))
+        x = nn.functional.embedding(tokens, step.embedding)  # [sequences * num_new, hidden]
+        for index, layer in enumerate(step.layers):
+            heads = rotate_heads(
                 layer.qkv(x, layer.before_attention), cos, sin, step.num_query_heads, step.num_kv_heads,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps,
             )  # fmt: skip
-            head_dim = keys.shape[2]
+            head_dim, outputs = heads[1].shape[2], []
             sizes = index, step.num_query_heads, step.num_kv_heads, head_dim, head_dim**-0.5
-            shape = LayerShape(*sizes, rope=cache.run.rope, peers=cache.run.peers, origin=cache.run.origin)
-            stored.update(keys.unsqueeze(0), values.unsqueeze(0))
-            attended = stored.attend(shape, queries.unsqueeze(0), None, None, decode_tokens)
-            x = layer.output.add_to(x, attended[0].transpose(0, 1).flatten(1))
+            for cache, queries, keys, values in zip(caches, *(each.split(num_new, 1) for each in heads)):
+                shape = LayerShape(*sizes, rope=cache.run.rope, peers=cache.run.peers, origin=cache.run.origin)
+                stored = cache.layers[index]
+                stored.update(keys.unsqueeze(0), values.unsqueeze(0))
+                attended = stored.attend(shape, queries.unsqueeze(0), None, None, decode_tokens)
+                outputs.append(attended[0].transpose(0, 1).flatten(1))
+            x = layer.output.add_to(x, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
             x = layer.down.add_to(x, layer.gate_up.gated(x, layer.before_mlp))
-        return step.head(x[-1:], step.norm).unsqueeze(0)
+        last = x[-1:] if len(caches) == 1 else x[num_new - 1 :: num_new].contiguous()
+        return step.head(last, step.norm).unsqueeze(1)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
+from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -21,6 +22,7 @@ from kvsift.plan.refusals import check_probes, check_rope
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.background import new_thread
 from kvsift.stores.page_table import PageTable
+from kvsift.types import LayerShape
 
 PlanSpec = str | Mapping[str, Any] | Plan | None
 
@@ -172,6 +174,29 @@ class SparseCache(DynamicCache):
             layer.columns = 0
             layer.attention.store.clear()
         self.reserve_rows(rows)
+
+    def adopt(self, shapes: Sequence[LayerShape], like: Tensor, length: int, chunk: int, stale: bool) -> None:
+        """Begin an empty cache of one row with ``length`` tokens that others have read; its table has their pages.
+
+        Args:
+            shapes: of the layers.
+            like: a tensor with the device and dtype of the keys.
+            length: full pages.
+            chunk: tokens that were read in one pass.
+            stale: some of the pages lack summaries that the plan needs.
+        """
+        for layer, shape in zip(self.layers, shapes, strict=True):
+            layer.adopt(shape, like, length, chunk, stale)
+
+    @property
+    def can_restore(self) -> bool:
+        """Whether ``restore`` can be called: sliding and linear layers drop tokens."""
+        return all(isinstance(layer, SparseLayer) for layer in self.layers)
+
+    def restore(self, length: int) -> None:
+        """Keep the first ``length`` tokens, after a pass that was interrupted in some layer."""
+        for layer in self.layers:
+            layer.restore(length)
 
     def mark(self) -> None:
         """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""

@@ -112,6 +112,18 @@ class SparseLayer(AttendingLayer):
             return attention.attend(chunk, decode_tokens, sink_logit, self.run.row)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
 
+    def adopt(self, shape: LayerShape, like: Tensor, length: int, chunk: int, stale: bool) -> None:
+        """As ``SparseCache.adopt``, in a layer of this shape, keys of which are like ``like``."""
+        self.lazy_initialization(like, like)
+        self.attention = self._new_attention(shape, like.new_empty(1, 0))
+        self.attention.adopt(length, chunk, stale)
+        self.columns = length
+
+    def restore(self, length: int) -> None:
+        """As ``SparseCache.restore``."""
+        self._pending = self.foreseen = None
+        self.crop(length - self.columns)
+
     def _new_attention(self, shape: LayerShape, keys: Tensor) -> SparseAttention:
         run, num_rows = self.run, len(self.run.rows) or len(keys)
         attention = SparseAttention(

@@ -150,13 +150,17 @@ class PagePool:
 
     def is_shared(self, page: int) -> bool:
         """Whether a page has more than one reference."""
-        return self._references[page] > 1
+        return self.references(page) > 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagePool:
         other = PagePool()
         others = {name: deepcopy(value, memo) for name, value in vars(self).items() if name != "_holders"}
         vars(other).update(others)  # who holds this pool does not hold the copy
         return other
+
+    def references(self, page: int) -> int:
+        """References to a page."""
+        return self._references[page]
 
     @property
     def free_runs(self) -> list[Run]:

@@ -108,6 +108,16 @@ class PageTable:
         """Pages that a row owns, in logical order."""
         return self.rows[row].runs
 
+    def runs_between(self, row: int, first: int, stop: int) -> list[Run]:
+        """Of the pages that a row owns, those from ``first`` to ``stop``, in logical order."""
+        _, behind = _split(self.rows[row].runs, first)
+        return _split(behind, stop - first)[0]
+
+    @property
+    def all_runs(self) -> list[Run]:
+        """Pages that this table refers to, once for each row that owns or has reserved them."""
+        return [run for row in self.rows for run in (*row.runs, *row.spare)] + self._kept
+
     def slot_runs(self, row: int, page_size: int) -> Tensor:
         """Pages that a row owns as runs of slots, ``page_size`` per page: int64 [num_runs, 2], first slot and count."""
         tensors, runs = self.rows[row].tensors, self.rows[row].runs

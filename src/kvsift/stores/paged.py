@@ -93,6 +93,16 @@ class PagedStore(Store):
             self._summarise(row, start // self.page_size, self.kinds)
 
     @torch.inference_mode()
+    def adopt(self, row: int, length: int, stale: bool) -> None:
+        """Begin a row with ``length`` tokens, whose pages the table has adopted; ``stale``: some lack summaries."""
+        assert length % self.page_size == 0, "pages that are shared are full"
+        self.lengths[row] = length
+        with self.pool.lock:
+            self._fit()
+            if stale:
+                self._summarise(row, 0, self.kinds)
+
+    @torch.inference_mode()
     def reserve_rows(self, lengths: Sequence[int]) -> None:
         self.table.reserve_scratch()
         for row, length in enumerate(lengths):
@@ -207,7 +217,7 @@ class PagedStore(Store):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
         # rollback the row is the same, bit for bit. At most one page is read twice.
-        stop_page = self.table.num_pages(row)
+        stop_page = -(-self.lengths[row] // self.page_size)  # the table may be ahead of this layer
         if first_page >= stop_page or not kinds:
             return
         whole, step = self.lengths[row] // self.page_size, max(1, SUMMARISED_TOKENS // self.page_size)

@@ -1,0 +1,361 @@
+"""The loop: rows join, are read chunk by chunk, decode together, and leave.
+
+It has no thread of its own. Whoever waits for a row takes steps, and a step serves all rows, whoever waits for them.
+What a row answers does not depend on the others: it is read on a fixed grid of chunks, attended by itself, and shares
+with others only pages that are full and were written by the same pass over the same tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
+from time import perf_counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvsift.batching.ledger import audit
+from kvsift.batching.prefix_tree import Node, PrefixTree
+from kvsift.batching.row import CacheReport, FinishReason, Row
+from kvsift.batching.schedule import Schedule
+from kvsift.batching.sharing import can_restore, reason_against
+from kvsift.errors import InputError
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_table import PageTable
+
+PATIENCE_S = 0.005  # between two looks at what another thread's step has brought
+OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
+
+
+class RowModel(Protocol):
+    """What the loop needs of a model.
+
+    Attributes:
+        page_size: tokens of a page that rows share.
+    """
+
+    page_size: int
+
+    def open(self, row: Row, table: PageTable | None) -> SparseCache:
+        """An empty cache of one row, over the pages of ``table`` if there is one."""
+
+    def adopt(self, cache: SparseCache, length: int, grid: int, stale: bool) -> None:
+        """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
+        summaries."""
+
+    def root(self, row: Row) -> bytes:
+        """Name of what the keys of a prompt depend on, besides its tokens."""
+
+    def read(self, cache: SparseCache, ids: Sequence[int]) -> Tensor:
+        """Store and attend tokens of a prompt; logits [vocabulary] of the last one."""
+
+    def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
+        """Store and attend one generated token of each cache; logits [vocabulary] of each."""
+
+    def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+        """Rows that one pass decodes together."""
+
+    def room(self) -> int | None:
+        """Pages for which there is memory beside the pool; None if unknown."""
+
+
+class Loop:
+    """Rows over one pool of pages.
+
+    Args:
+        model: runs the passes.
+        grid: prompt tokens of a pass; a multiple of the page size.
+        max_rows: rows that are open at once.
+        keep_tokens: of prompts that no row needs any more, those that are kept for later ones.
+        turn: held during a step.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, model: RowModel, grid: int, max_rows: int = 8, keep_tokens: int = 0,
+        turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
+    ) -> None:  # fmt: skip
+        assert grid % model.page_size == 0, f"a grid of {grid} tokens splits pages of {model.page_size}"
+        self._model, self.grid, self.clock = model, grid, clock
+        self._keep_pages = keep_tokens // model.page_size
+        self._turn = nullcontext() if turn is None else turn
+        self._schedule = Schedule(max_rows, grid)
+        self._rows: dict[int, Row] = {}  # that have not ended
+        self._keys = itertools.count(1)
+        self._lock = Lock()
+        self._leaving: deque[tuple[Row, bool]] = deque()  # rows to end, and whether they let go of their prompts
+        self._begin()
+
+    def _begin(self) -> None:
+        self.kv = KVPool()
+        self.tree = PrefixTree(self.kv.pages, self.grid)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have not ended."""
+        return list(self._rows.values())
+
+    def submit(self, row: Row) -> None:
+        """Put a row into the line.
+
+        Raises:
+            InputError: if the line is full.
+        """
+        with self._lock:
+            row.key, row.arrived = next(self._keys), self.clock()
+            row.no_reuse = reason_against(row.plan, self._model.page_size) or ""
+            row.root = b"" if row.no_reuse else self._model.root(row)
+            found = self._found(row)
+            missing = len(row.ids) - self.grid * len(found)
+            if not self._schedule.add(row.key, row.client, missing, self._pages_of(row)):
+                raise InputError("too many requests are waiting. Try again when some of them have ended.")
+            self._rows[row.key] = row
+            self._hold(row, found)
+
+    def cancel(self, row: Row) -> None:
+        """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
+        self._leaving.append((row, False))
+        self._leave()
+
+    def close(self, row: Row) -> None:
+        """As ``cancel``, and let go of its prompt, which stays no longer than others. Safe in a finalizer."""
+        self._leaving.append((row, True))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Carry out what was asked for, unless a step is being taken: it does so when it ends."""
+        while self._leaving and self._lock.acquire(blocking=False):
+            try:
+                while self._leaving:
+                    row, lets_go = self._leaving.popleft()
+                    self._end(row, "cancelled")
+                    self._hold(row, [] if lets_go else row.nodes)
+                    self._trim()
+            finally:
+                self._lock.release()
+
+    def step(self, unless: Callable[[], bool]) -> None:
+        """Take a step, unless a condition holds by the time that the step can begin."""
+        while not self._lock.acquire(timeout=PATIENCE_S):
+            if unless():
+                return
+        try:
+            if not unless():
+                with self._turn:
+                    self._step()
+        finally:
+            self._lock.release()
+            self._leave()
+
+    def check(self) -> None:
+        """Refuse books that do not balance (``AssertionError``), for tests."""
+        with self._lock:
+            tables = [row.cache.run.table for row in self._rows.values() if row.cache is not None]
+            owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
+            wrong = audit(self.kv.pages, [*owned, *self.tree.runs])
+            assert not wrong, wrong[:5]
+
+    @torch.inference_mode()
+    def _step(self) -> None:
+        now = self.clock()
+        for row in self.rows:
+            if row.deadline is not None and now >= row.deadline:
+                self._end(row, "deadline")
+        decision = self._schedule.decide(self._room() if self._schedule.waiting else 0)
+        if decision.admit is not None:
+            self._admit(self._rows[decision.admit])
+        if decision.decode:
+            self._decode()
+        if decision.read is not None and decision.read in self._rows:
+            self._read(self._rows[decision.read])
+        elif not decision.decode and self._rows:
+            self._refuse_largest()
+
+    def _refuse_largest(self) -> None:
+        """Nothing runs, and there is no room for the next row in the line: there never will be, unless rows in the line
+        hold prompts for later."""
+        waiting = [self._rows[key] for key in self._schedule.waiting]
+        if any(row.nodes for row in waiting):
+            for row in waiting:
+                self._hold(row, [])
+            return
+        row = max(waiting, key=self._pages_of)
+        error = InputError(
+            f"the prompt has {len(row.ids)} tokens and up to {row.max_new_tokens} will be generated; there is memory "
+            f"for {self._room() * self._model.page_size} in all. Shorten the prompt, or generate fewer."
+        )
+        self._end(row, "error", error)
+
+    def _pages_of(self, row: Row) -> int:
+        return -(-(row.length + 1) // self._model.page_size)
+
+    def _room(self) -> int:
+        """Pages that could be reserved now."""
+        beside = self._model.room()
+        if beside is None:
+            beside = max(map(self._pages_of, self._rows.values()), default=0)
+        return self.kv.pages.num_free + self.tree.droppable() + beside
+
+    def _found(self, row: Row) -> list[Node]:
+        """Chunks that a row begins with; its last token is read in any case."""
+        return [] if row.no_reuse else self.tree.find(row.root, row.ids[: len(row.ids) - 1])
+
+    def _hold(self, row: Row, nodes: Sequence[Node]) -> None:
+        """Keep these chunks for a row, instead of those that it has held."""
+        self.tree.hold(nodes, self.clock())
+        self.tree.let_go(row.nodes)
+        row.nodes = list(nodes)
+
+    def _admit(self, row: Row) -> None:
+        row.state = "reading"
+        self._hold(row, self._found(row))
+        nodes, length = row.nodes, self.grid * len(row.nodes)
+        try:
+            table = None
+            if row.plan.page_size in (None, self._model.page_size):
+                table, pages = PageTable(1, self.kv), self._pages_of(row)
+                table.adopt(0, [run for node in nodes for run in node.runs])
+                missing = pages - table.num_pages(0) - self.kv.pages.num_free - (self._model.room() or pages)
+                self.tree.drop(missing, self.clock())
+                table.reserve(0, pages)
+            row.cache = self._model.open(row, table)
+            if nodes:
+                kinds = frozenset(row.plan.summaries)
+                self._model.adopt(row.cache, length, self.grid, any(kinds - node.kinds for node in nodes))
+                for node in nodes:
+                    node.kinds |= kinds
+                self.tree.kinds |= kinds
+                self._maintain(row.cache)
+            row.num_cached = row.num_reused = length
+            row.output.read(length)
+        except Exception as error:  # of this row alone
+            self._end(row, "error", error)
+
+    def _read(self, row: Row) -> None:
+        """Read the next chunk of a prompt, and with the last one choose the first token."""
+        started, cache, last = self.clock(), row.cache, len(row.ids) - 1
+        assert cache is not None
+        before = row.num_cached
+        stop = min(before - before % self.grid + self.grid, last)
+        done = stop == last
+        try:
+            if stop > before:
+                if done:
+                    cache.prepare_after_next()
+                self._model.read(cache, row.ids[before:stop])
+                row.num_cached = stop
+                if stop % self.grid == 0 and not row.no_reuse:
+                    self._seal(row)
+            if done:
+                cache.prepare()
+                logits = self._model.read(cache, row.ids[last:])
+                row.num_cached = last + 1
+                cache.prepare()
+            row.output.read(row.num_cached)
+            if done:
+                row.state = "decoding"
+                self._take(row, logits)
+        except OUT_OF_MEMORY as error:
+            if not self._restore(row) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
+                self._end(row, "error", error)
+            done = False  # once more, in the next step
+        except Exception as error:
+            self._end(row, "error", error)
+        except BaseException as error:  # the thread that takes the step is interrupted, and the row may be another's
+            done = False
+            if not self._restore(row):
+                self._end(row, "error", error)
+            raise
+        finally:
+            self._schedule.has_read(row.key, row.num_cached - before, self.clock() - started, done)
+
+    def _seal(self, row: Row) -> None:
+        """Share the chunk that was just read."""
+        cache, pages = row.cache, self.grid // self._model.page_size
+        assert cache is not None
+        first = row.num_cached // self._model.page_size - pages
+        before = row.nodes[-1] if row.nodes else None
+        ids = row.ids[row.num_cached - self.grid : row.num_cached]
+        runs, kinds = cache.table.runs_between(0, first, first + pages), frozenset(row.plan.summaries)
+        row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock()))
+        self._maintain(cache)
+
+    def _maintain(self, cache: SparseCache) -> None:
+        """Keep the summaries of shared pages when the rows that wrote them are gone."""
+        for attention in cache.attentions:
+            self.kv.layers[attention.shape.layer].maintain(self.tree, self.tree.kinds)
+
+    def _decode(self) -> None:
+        started = self.clock()
+        rows = [self._rows[key] for key in self._schedule.decoding]
+        for group in self._model.groups(rows):
+            self._decode_together(group)
+        self._schedule.has_decoded(self.clock() - started)
+
+    def _decode_together(self, group: Sequence[Row]) -> None:
+        caches = [row.cache for row in group if row.cache is not None]
+        counted = [cache.stats.snapshot() for cache in caches]
+        try:
+            every = self._model.decode(caches, [row.token for row in group])
+        except Exception as error:
+            if len(group) == 1:
+                self._end(group[0], "error", error)
+                return
+            for row, cache, counters in zip(group, caches, counted):
+                cache.stats.restore(counters)
+                assert self._restore(row), "rows that cannot be restored decode alone"
+            for row in group:  # the one that fails again ends
+                self._decode_together([row])
+            return
+        except BaseException as error:
+            for row, cache, counters in zip(group, caches, counted):
+                cache.stats.restore(counters)
+                if not self._restore(row):
+                    self._end(row, "error", error)
+            raise
+        for row, logits in zip(group, every):
+            row.num_cached += 1
+            self._take(row, logits)
+
+    def _take(self, row: Row, logits: Tensor) -> None:
+        assert row.cache is not None
+        try:
+            row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
+        except Exception as error:
+            self._end(row, "error", error)
+        else:
+            if reason:
+                self._end(row, reason)
+
+    def _restore(self, row: Row) -> bool:
+        """Forget what a failed pass has stored; False if the row cannot."""
+        if row.cache is None or not can_restore(row.plan) or not row.cache.can_restore:
+            return False
+        row.cache.restore(row.num_cached)
+        return True
+
+    def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
+        if row.key not in self._rows:  # it has ended, or was never in the line
+            return
+        del self._rows[row.key]
+        row.state, row.finish_reason, row.error = "ended", reason, error
+        self._schedule.remove(row.key)
+        cache, row.cache = row.cache, None
+        if cache is not None:
+            row.report = CacheReport.of(cache) if error is None else None
+            if cache.run.table is not None:
+                cache.run.table.close(0)
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop prompts beyond those that are kept; an idle loop without any gives its memory back."""
+        excess = self.tree.droppable() - self._keep_pages
+        if excess > 0:
+            self.tree.drop(excess, self.clock())
+        if not self._rows and not len(self.tree):
+            self._begin()

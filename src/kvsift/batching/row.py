@@ -1,0 +1,100 @@
+"""A row of the loop: one request from its arrival to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from kvsift.batching.prefix_tree import Node
+from kvsift.layer.accounting import RunStats
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.plan.plan import Plan
+
+State = Literal["waiting", "reading", "decoding", "ended"]
+FinishReason = Literal["", "stop", "length", "cancelled", "deadline", "error"]
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What an answer says of the cache that it came from.
+
+    Attributes:
+        plan: as it was resolved.
+        stats: counters of the row.
+        kv_bytes: of keys, values and summaries.
+        index: of the plan's method, by layer.
+    """
+
+    plan: str
+    stats: RunStats
+    kv_bytes: int
+    index: dict[int, list[dict[str, Any]]]
+
+    @classmethod
+    def of(cls, cache: SparseCache, stats: RunStats | None = None) -> CacheReport:
+        """The report of a cache, or of one of its rows, which has counters of its own."""
+        return cls(str(cache.run.plan), cache.stats if stats is None else stats, cache.num_bytes, cache.describe())
+
+
+class RowOutput(Protocol):
+    """What a client makes of the logits. Whoever takes a step of the loop calls it; what it raises ends the row."""
+
+    def read(self, num_tokens: int) -> None:
+        """So many tokens of the prompt are cached."""
+
+    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+        """Choose the next token from logits [vocabulary], after ``probe_s`` seconds of probes in all; "" goes on."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A request, and what the loop knows of it.
+
+    Attributes:
+        ids: tokens of the prompt.
+        plan: how to sift.
+        max_new_tokens: most tokens of the answer, for which room is reserved.
+        output: of the client.
+        client: whom it belongs to: clients get equal shares.
+        deadline: time of the loop's clock at which it ends, finished or not.
+        salt: rows of other salts share nothing with it.
+        arrived: time of its submission.
+        state, finish_reason, error: how far it is, and how it ended.
+        num_cached: tokens that are cached; those of a step that failed are not.
+        num_reused: of the prompt, those that were read before.
+        no_reuse: why none could be; empty if that was possible.
+        report: of the cache, once the row has ended.
+    """
+
+    ids: Sequence[int]
+    plan: Plan
+    max_new_tokens: int
+    output: RowOutput
+    client: str = ""
+    deadline: float | None = None
+    salt: str = ""
+    key: int = 0
+    arrived: float = 0.0
+    state: State = "waiting"
+    finish_reason: FinishReason = ""
+    error: BaseException | None = None
+    cache: SparseCache | None = None
+    root: bytes = b""
+    nodes: list[Node] = field(default_factory=list)
+    token: int = 0  # the next to feed
+    num_cached: int = 0
+    num_reused: int = 0
+    no_reuse: str = ""
+    report: CacheReport | None = None
+
+    @property
+    def length(self) -> int:
+        """Most tokens that will be cached; the last generated one is not fed."""
+        return len(self.ids) + self.max_new_tokens - 1
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state == "ended"

@@ -1,0 +1,28 @@
+"""Which plans can begin with pages that another row has read."""
+
+from __future__ import annotations
+
+from kvsift.plan.plan import Plan, Rule
+
+
+def reason_against(plan: Plan, page_size: int) -> str | None:
+    """Return why rows of a plan share no pages; None if they do."""
+    if plan.page_size not in (None, page_size):
+        return f"its pages have {plan.page_size} tokens, and those that are shared {page_size}"
+    return next(filter(None, map(_reason_of_rule, plan.rules)), None)
+
+
+def can_restore(plan: Plan) -> bool:
+    """Return whether a row can forget its newest tokens, as it must after a step that failed."""
+    return all(rule.method.traits.keeps_all and not rule.evicts for rule in plan.rules)
+
+
+def _reason_of_rule(rule: Rule) -> str | None:
+    traits, name = rule.method.traits, str(rule).partition(":")[0]
+    if rule.evicts:
+        return f"{name} drops tokens for good"
+    if not traits.keeps_all or traits.follows:
+        return f"what {name} remembers depends on how earlier tokens were answered"
+    if traits.wants_queries:
+        return f"{name} learns from the queries of the whole prompt"
+    return None

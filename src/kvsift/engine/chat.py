@@ -1,0 +1,76 @@
+"""A conversation: every turn begins with the earlier ones, which are not read again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from typing import TYPE_CHECKING, Unpack
+
+from kvsift.engine.options import Options, ProgressCallback
+from kvsift.engine.prompt import PromptFormat, Turn, require_text
+from kvsift.engine.result import Answer
+from kvsift.errors import InputError
+
+if TYPE_CHECKING:
+    from kvsift.engine.generation import Generation
+
+
+class Chat:
+    """Turns of a conversation, about a document or about nothing.
+
+    What the turns have in common is kept while the chat exists, in chunks of the model's grid, so a turn reads its
+    question, the answer before it and less than a chunk. Every turn selects anew: what an early turn was about is as
+    near as what was said last.
+
+    Args:
+        start: begins to generate after the tokens of a prompt.
+        form: of the prompts.
+        context: the document; may be empty.
+        stop: text that ends an answer; by default the end of a line in kvsift's own format, else none.
+
+    Attributes:
+        turns: questions and their answers so far; may be changed between turns.
+    """
+
+    def __init__(
+        self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: str | None = None
+    ) -> None:
+        self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
+        self._held: Generation | None = None  # of the last turn: it holds what it has read
+        self._lock = Lock()
+        self.turns: list[Turn] = []
+
+    def ask(
+        self, question: str, *, progress: ProgressCallback | None = None, on_text: Callable[[str], None] | None = None,
+        **options: Unpack[Options],
+    ) -> Answer:  # fmt: skip
+        """Answer the next turn. A turn that fails or is interrupted leaves the conversation as it was.
+
+        Args:
+            question: in plain words.
+            progress: called while what is new is read.
+            on_text: called with every new piece of text.
+            options: as for ``LLM.generate``.
+
+        Raises:
+            InputError: if the question is empty, the conversation too long, or another turn is being answered.
+        """
+        if not question.strip():
+            raise InputError("the question is empty.")
+        require_text(question, "question")
+        if not self._lock.acquire(blocking=False):
+            raise InputError("this chat is answering a turn; ask the next one after it.")
+        try:
+            ids = self._form.encode(self._context, question, self.turns)
+            chosen: Options = {"stop": self._stop, **options}
+            generation = self._start(ids, chosen, progress, on_text is not None)
+            for _, piece in generation:
+                if on_text is not None:
+                    on_text(piece)
+            answer = generation.answers[0]
+            answer.text = answer.text.strip()
+            self._held = generation  # the last one lets go only now
+            self.turns.append((question.strip(), answer.text))
+            return answer
+        finally:
+            self._lock.release()

@@ -1,0 +1,142 @@
+"""The loop over the rows of a model whose steps are composed, and texts as its outputs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.batching.loop import Loop
+from kvsift.batching.row import FinishReason, Row
+from kvsift.batching.sharing import can_restore
+from kvsift.engine.memory import SUMMARY_SHARE, available_bytes
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.prefill_sharing import prefill_key
+from kvsift.engine.transcript import Request, Transcript
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.models.decoder_prefill import MAX_SEQUENCES, DecoderPrefill
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.stores.page_table import PageTable
+from kvsift.types import LayerShape
+
+FREE_SHARE = 0.45  # of the free memory that rows may take: a pool that grows is copied
+
+
+class RunnerRows:
+    """The ``RowModel`` of a model runner."""
+
+    page_size = DEFAULT_PAGE_SIZE
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
+        self._like = torch.empty(0)  # as their keys
+
+    def open(self, row: Row, table: PageTable | None) -> SparseCache:
+        cache = self._runner.new_cache(row.plan, len(row.ids) + row.max_new_tokens, length=row.length)
+        cache.run.kv, cache.run.table = None if table is None else table.kv, table
+        return cache
+
+    def adopt(self, cache: SparseCache, length: int, grid: int, stale: bool) -> None:
+        cache.adopt(self._shapes, self._like, length, grid, stale)
+
+    def root(self, row: Row) -> bytes:
+        return repr((row.salt, prefill_key(row.plan), self._runner.rotation(row.length))).encode()
+
+    def read(self, cache: SparseCache, ids: Sequence[int]) -> Tensor:
+        logits: Tensor = self._runner.prefill(cache, ids)
+        if attentions := cache.attentions:
+            self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
+        return logits[0, -1]
+
+    def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
+        if len(caches) == 1:
+            return [self._runner.prefill(caches[0], tokens, phase="decode")[0, -1]]
+        fused = self._fused()
+        assert fused is not None, "rows that decode in one pass are fused"
+        return list(fused.decode(torch.tensor(tokens), caches)[:, 0])
+
+    def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+        if self._runner.device.type != "cpu" or self._fused() is None:
+            return [[row] for row in rows]
+        joined = [row for row in rows if can_restore(row.plan) and not row.plan.wants_hidden]
+        groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
+        return [*groups, *([row] for row in rows if row not in joined)]
+
+    def room(self) -> int | None:
+        runner, free = self._runner, available_bytes(self._runner.device)
+        page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)
+        return None if free is None else int(FREE_SHARE * free / page_bytes)
+
+    def _fused(self) -> DecoderPrefill | None:
+        return self._runner.fast_path.fused(self._runner.model)
+
+
+def new_loop(runner: ModelRunner) -> Loop:
+    """Return a loop of rows without any; a grid of ``chunk_size`` tokens, in whole pages."""
+    rows = RunnerRows(runner)
+    return Loop(rows, max(runner.chunk_size // rows.page_size, 1) * rows.page_size, turn=runner.fast_path.turn)
+
+
+class TextOutput:
+    """A ``RowOutput`` that keeps a transcript.
+
+    Attributes:
+        transcript: of the answer.
+        pieces: of its text that were not fetched yet.
+        num_read: tokens of the prompt that are cached.
+    """
+
+    def __init__(self, request: Request, tokenizer: Any, device: torch.device) -> None:
+        self.transcript = Transcript(request, tokenizer)
+        self.pieces: deque[str] = deque()
+        self.num_read = 0
+        self._choose = request.sampling.chooser(device)
+
+    def read(self, num_tokens: int) -> None:
+        self.num_read = num_tokens
+
+    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+        token = self._choose(logits)
+        piece = self.transcript.take(token, perf_counter() - probe_s, logits)
+        if piece:
+            self.pieces.append(piece)
+        return token, self.transcript.finish_reason if self.transcript.done else ""
+
+
+def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput]) -> Iterator[tuple[int, str]]:
+    """Take steps until rows have ended; yields (index of the row, piece of its text), and "" when more was read.
+
+    Leaving the iterator ends the rows, which hold their prompts until they are closed.
+
+    Raises:
+        The error of a row that failed.
+    """
+    told = [0] * len(rows)
+
+    def has_news() -> bool:
+        reads = any(output.num_read != done for output, done in zip(outputs, told))
+        return reads or any(output.pieces for output in outputs) or all(row.is_ended for row in rows)
+
+    try:
+        for row in rows:
+            loop.submit(row)
+        while True:
+            for index, (row, output) in enumerate(zip(rows, outputs)):
+                if output.num_read != told[index]:
+                    told[index] = output.num_read
+                    yield index, ""
+                while output.pieces:
+                    yield index, output.pieces.popleft()
+                if row.error is not None:
+                    raise row.error
+            if all(row.is_ended for row in rows):
+                return
+            loop.step(unless=has_news)
+    finally:
+        for row in rows:
+            loop.cancel(row)

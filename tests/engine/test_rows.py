@@ -1,0 +1,377 @@
+"""Rows of the loop: what each answers, counts and leaves behind is what it would alone, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from engine.tiny_directory import text_of
+from torch import Tensor
+
+from kvsift import LLM, InputError
+from kvsift.batching.row import FinishReason, Row
+from kvsift.batching.sharing import reason_against
+from kvsift.methods import catalogue, method_class
+from kvsift.models.transformers_layer import SparseLayer
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
+
+GRID = 64
+SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
+PLANS = [
+    "dense",
+    f"sketch:{SMALL}",
+    f"quest:{SMALL}:page_size=16",
+    "quest:budget=128:window=32:dense_layers=1",
+    f"prefill=quoka:{SMALL},decode=sketch:{SMALL}",
+    f"snapkv:{SMALL}:evict=true",
+    f"both=h2o:{SMALL}:evict=true",
+    f"retrieval_attention:{SMALL}:index=flat",
+    f"oracle_tokens:{SMALL}:min_recovery=0.9",
+]
+KNOBS = {"retrieval_attention": ":index=flat", "infllm": ":block=16:chunk=32", "critiprefill": ":block=16:segment=32"}
+HISTORIES = int(30 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
+
+
+class Recorded:
+    """An output that takes the likeliest token and remembers the logits."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens, self.logits, self.tokens, self.num_read = num_tokens, [], [], 0
+        self.logits: list[Tensor]
+        self.tokens: list[int]
+
+    def read(self, num_tokens: int) -> None:
+        self.num_read = num_tokens
+
+    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+        self.logits.append(logits.clone())
+        self.tokens.append(int(logits.argmax()))
+        return self.tokens[-1], "length" if len(self.tokens) == self.num_tokens else ""
+
+
+def new_llm(directory: Path, **options: Any) -> LLM:
+    return LLM(directory, "dense", path="composed", chunk_size=GRID, dtype="float32", probe_every=3, **options)
+
+
+def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **options: Any) -> Row:
+    ids = llm.tokenizer(text)["input_ids"]
+    return Row(ids, parse_plan(plan), num_tokens, Recorded(num_tokens), **options)
+
+
+def finish(llm: LLM, rows: Sequence[Row], after_step: Callable[[], object] = lambda: None) -> None:
+    """Take steps until these rows have ended, with the books balanced after each."""
+    while not all(row.is_ended for row in rows):
+        llm.loop.step(unless=lambda: False)
+        llm.loop.check()
+        after_step()
+
+
+def run(llm: LLM, *rows: Row) -> Row:
+    for row in rows:
+        llm.loop.submit(row)
+    finish(llm, rows)
+    for row in rows:
+        llm.loop.close(row)
+    return rows[-1]
+
+
+def assert_equal(row: Row, alone: Row) -> None:
+    """Both gave the same tokens, logits and decode counters; ``row`` may have ended before."""
+    assert row.error is None
+    count = len(row.output.tokens)
+    assert row.output.tokens == alone.output.tokens[:count]
+    assert all(torch.equal(one, other) for one, other in zip(row.output.logits, alone.output.logits))
+    if count == len(alone.output.tokens):
+        assert counters(row) == counters(alone)
+
+
+def counters(row: Row) -> dict[str, Any]:
+    assert row.report is not None
+    report = row.report.stats.report()
+    return {key: value for key, value in report["phases"]["decode"].items() if key != "select_s"} | {
+        "guard": report["guard"]
+    }
+
+
+def test_rows_of_all_kinds_of_plans_answer_side_by_side_as_alone(llama: Path) -> None:
+    texts = [text_of(150 + 41 * number) for number in range(len(PLANS))]
+    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text, plan in zip(texts, PLANS)]
+    llm = new_llm(llama)
+    rows = [new_row(llm, text, plan) for text, plan in zip(texts, PLANS)]
+    run(llm, *rows)
+    for row, expected in zip(rows, alone):
+        assert_equal(row, expected)
+        assert row.finish_reason == "length"
+    assert llm.loop.rows == []
+    assert llm.loop.kv.pages.num_used == 0
+
+
+def test_histories_of_joining_cancelling_and_failing_change_no_other_row(llama: Path) -> None:
+    texts = [text_of(length) for length in (70, 199, 260)] + [text_of(260)[:180] + "?"]  # two begin alike
+    llm = new_llm(llama)
+    alone = {(text, plan): run(llm, new_row(llm, text, plan, 8)) for text in texts for plan in PLANS}
+    for seed in range(HISTORIES):
+        rng, llm = random.Random(seed), new_llm(llama)
+        llm.loop = type(llm.loop)(
+            llm.loop._model, GRID, max_rows=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
+        )
+        coming = [rng.choice(list(alone)) for _ in range(rng.randint(2, 7))]
+        rows: list[tuple[Row, tuple[str, str]]] = []
+        while coming or not all(row.is_ended for row, _ in rows):
+            if coming and rng.random() < 0.4:
+                key = coming.pop()
+                rows.append((new_row(llm, *key, rng.randint(1, 8), client=rng.choice("ab")), key))
+                llm.loop.submit(rows[-1][0])
+            if rows and rng.random() < 0.06:
+                rng.choice([llm.loop.cancel, llm.loop.close])(rng.choice(rows)[0])
+            llm.loop.step(unless=lambda: False)
+            llm.loop.check()
+        for row, key in rows:
+            assert row.finish_reason in ("length", "cancelled"), seed
+            tokens = row.output.tokens
+            assert tokens == alone[key].output.tokens[: len(tokens)], (seed, key)
+            assert all(map(torch.equal, row.output.logits, alone[key].output.logits)), (seed, key)
+            llm.loop.close(row)
+        llm.loop.check()
+        assert llm.loop.kv.pages.num_used <= 999 // 16
+
+
+def _plans_of_the_catalogue() -> list[str]:
+    plans = ["dense"]
+    for name in catalogue():
+        for phase in method_class(name).phases:
+            knobs = KNOBS.get(name, "")
+            budget = "" if method_class(name)().traits.unbounded else f":{SMALL}"
+            if not method_class(name)().traits.selects and budget:
+                budget = ":budget=40:dense_layers=none"
+            plans.append(f"{phase}={name}{knobs}{budget}")
+    return plans
+
+
+@pytest.mark.parametrize("plan", _plans_of_the_catalogue())
+def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
+    text = text_of(4 * GRID + 30)
+    first = new_llm(llama)
+    alone = run(first, new_row(first, text, plan))
+    llm = new_llm(llama)
+    llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
+    other = run(llm, new_row(llm, text[: 2 * GRID + 9] + "!" * GRID, plan))  # two chunks in common
+    again, once_more, salted = (run(llm, new_row(llm, text, plan, salt=salt)) for salt in ("", "", "another client's"))
+    for row in (again, once_more, salted):
+        assert_equal(row, alone)
+    assert (other.num_reused, salted.num_reused) == (0, 0)
+    reason = reason_against(parse_plan(plan), 16)
+    assert (again.num_reused, once_more.num_reused) == ((0, 0) if reason else (2 * GRID, 4 * GRID))
+    assert again.no_reuse == (reason or "")
+
+
+def test_pages_that_another_plan_has_read_get_the_summaries_that_they_lack(llama: Path) -> None:
+    text, plans = text_of(4 * GRID + 30), PLANS[:4]
+    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for plan in plans]
+    llm = new_llm(llama)
+    llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
+    for plan, expected in [*zip(plans, alone), *zip(plans, alone)]:
+        row = run(llm, new_row(llm, text, plan))
+        assert_equal(row, expected)
+    assert row.num_reused == 4 * GRID
+    dense_prompt = run(llm, new_row(llm, text, f"prefill=quoka:{SMALL},decode=sketch:{SMALL}"))
+    assert dense_prompt.num_reused == 0, "keys of another prefill rule are others"
+
+
+def test_plans_that_share_nothing_say_why(llama: Path) -> None:
+    llm = new_llm(llama)
+    for plan, reason in [
+        (f"both=h2o:{SMALL}:evict=true", "h2o drops tokens for good"),
+        (f"snapkv:{SMALL}", "snapkv"),
+        (f"retrieval_attention:{SMALL}:index=flat", "retrieval_attention learns from the queries of the whole prompt"),
+        (f"quest:{SMALL}:page_size=8", "its pages have 8 tokens, and those that are shared 16"),
+    ]:
+        assert reason in llm.generate(text_of(100), plan=plan, max_new_tokens=2).no_reuse
+    assert llm.generate(text_of(100), plan=f"sketch:{SMALL}", max_new_tokens=2).no_reuse == ""
+
+
+def _failing(victim: Row, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
+    attend = SparseLayer.attend
+
+    def fail(self: SparseLayer, *args: Any) -> Tensor:
+        output = attend(self, *args)  # what was stored has to be taken back
+        cache = victim.cache
+        if cache is not None and self.run is cache.run and self.layer == layer and self.columns >= length:
+            raise error
+        return output
+
+    return fail
+
+
+@pytest.mark.parametrize("plan", PLANS[:3])
+@pytest.mark.parametrize("tokens", [-40, 3])
+def test_a_row_that_raises_ends_alone(plan: str, tokens: int, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [text_of(length) for length in (150, 170, 130)]
+    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text in texts]
+    llm = new_llm(llama)
+    rows = [new_row(llm, text, plan) for text in texts]
+    length = len(rows[1].ids) + tokens  # in the prompt, or in the answer
+    monkeypatch.setattr(SparseLayer, "attend", _failing(rows[1], 1, length, ValueError("a broken method")))
+    run(llm, *rows)
+    assert (rows[1].finish_reason, str(rows[1].error)) == ("error", "a broken method")
+    assert len(rows[1].output.tokens) == max(tokens, 0)
+    for index in (0, 2):
+        assert_equal(rows[index], alone[index])
+    assert llm.loop.kv.pages.num_used == 0
+
+
+def test_an_error_reaches_the_one_who_asked(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = new_llm(llama)
+    llm.generate("a", max_new_tokens=1)  # attaches to the model
+    monkeypatch.setattr(SparseLayer, "attend", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([text_of(100), text_of(120)], max_new_tokens=3)
+    monkeypatch.undo()
+    assert llm.loop.rows == []
+    assert llm.generate(text_of(100), max_new_tokens=3).token_ids
+
+
+def test_an_interrupted_step_leaves_the_rows_as_they_were(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, texts = f"sketch:{SMALL}", [text_of(150), text_of(170)]
+    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text in texts]
+    llm = new_llm(llama)
+    rows = [new_row(llm, text, plan) for text in texts]
+    for row in rows:
+        llm.loop.submit(row)
+    for length in (100, len(rows[0].ids) + 2):
+        with monkeypatch.context() as patch:
+            patch.setattr(SparseLayer, "attend", _failing(rows[0], 1, length, KeyboardInterrupt()))
+            with pytest.raises(KeyboardInterrupt):
+                finish(llm, rows)
+        llm.loop.check()
+    finish(llm, rows)
+    for row, expected in zip(rows, alone):
+        assert_equal(row, expected)
+
+
+def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, plan = text_of(300), f"sketch:{SMALL}"
+    alone = run(llm := new_llm(llama), new_row(llm, text, plan))
+    llm = new_llm(llama)
+    llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
+    run(llm, new_row(llm, text_of(400)[::-1], plan))
+    assert len(llm.loop.tree) == 6
+    prefill, failures = llm.prefill, [torch.OutOfMemoryError("no memory")]
+
+    def short_of_memory(cache: Any, ids: Sequence[int], *args: Any, **options: Any) -> Any:
+        logits = prefill(cache, ids, *args, **options)
+        if failures and cache.get_seq_length() > 2 * GRID:
+            raise failures.pop()
+        return logits
+
+    monkeypatch.setattr(llm, "prefill", short_of_memory)
+    assert_equal(run(llm, new_row(llm, text, plan)), alone)
+    assert not failures
+    llm = new_llm(llama)
+    monkeypatch.setattr(llm, "prefill", lambda *args, **options: (_ for _ in ()).throw(MemoryError("none at all")))
+    row = run(llm, new_row(llm, text, plan))
+    assert (row.finish_reason, str(row.error)) == ("error", "none at all")
+
+
+def test_a_request_for_which_there_will_never_be_memory_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = new_llm(llama)
+    monkeypatch.setattr(llm.loop._model, "room", lambda: 20)
+    small, large = new_row(llm, text_of(100), "dense"), new_row(llm, text_of(500), "dense")
+    run(llm, large, small)
+    assert small.finish_reason == "length"
+    assert isinstance(large.error, InputError)
+    assert "501 tokens" in str(large.error)
+    assert "memory for 320" in str(large.error)
+
+
+@pytest.mark.parametrize("plan", [f"sketch:{SMALL}", f"both=h2o:{SMALL}:evict=true"])
+def test_a_row_ends_at_its_deadline(plan: str, llama: Path) -> None:
+    llm = new_llm(llama)
+    now = [0.0]
+    llm.loop.clock = lambda: now[0]
+    text, rows = text_of(300), []
+    for deadline in (1.0, 4.0, 20.0):  # while it waits, while it is read, while it decodes
+        rows.append(new_row(llm, text, plan, 50, deadline=deadline))
+        llm.loop.submit(rows[-1])
+    now[0] = 1.0
+    finish(llm, rows, lambda: now.__setitem__(0, now[0] + 1))
+    assert [row.finish_reason for row in rows] == ["deadline"] * 3
+    assert rows[0].num_cached == 0 < rows[1].num_cached < len(rows[1].ids)
+    assert 0 < len(rows[2].output.tokens) < 50
+
+
+def test_threads_share_a_loop(llama: Path) -> None:
+    texts = [text_of(90 + 50 * number) for number in range(4)]
+    llm = new_llm(llama)
+    expected = [llm.generate(text, max_new_tokens=12).token_ids for text in texts]
+    found: dict[int, list[int]] = {}
+
+    def work(number: int) -> None:
+        stream = llm.stream(texts[number], max_new_tokens=12)
+        text = "".join(stream)
+        assert stream.answer is not None
+        assert stream.answer.text == text
+        found[number] = stream.answer.token_ids
+
+    threads = [Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert [found[number] for number in range(4)] == expected
+    assert llm.loop.rows == []
+
+
+def test_a_stream_that_is_left_ends_its_row(llama: Path) -> None:
+    llm = new_llm(llama)
+    stream = llm.stream(text_of(200), max_new_tokens=50)
+    next(stream)
+    assert len(llm.loop.rows) == 1
+    del stream
+    assert llm.loop.rows == []
+    assert llm.loop.kv.pages.num_used == 0
+
+
+def test_prompts_of_one_call_share_what_they_begin_with(llama: Path) -> None:
+    llm, text = new_llm(llama), text_of(200)
+    answers = llm.generate([text, text + " And?"], max_new_tokens=3)
+    assert [answer.new_prompt_tokens for answer in answers] == [201, 206 - 3 * GRID]
+    assert llm.loop.kv.pages.num_used == 0, "nothing stays when the answers are there"
+
+
+@torch.inference_mode()
+def test_log_probabilities_are_those_of_the_model(llama: Path) -> None:
+    llm = new_llm(llama)
+    answer = llm.generate(text_of(100), max_new_tokens=3, logprobs=2)
+    ids = llm.tokenizer(text_of(100))["input_ids"]
+    logits = llm.model(torch.tensor([[*ids, *answer.token_ids[:2]]])).logits[0, -3:].double().log_softmax(-1)
+    for token, each, expected in zip(answer.token_ids, answer.logprobs, logits):
+        assert each.token == token == each.top[0][0]
+        torch.testing.assert_close(each.logprob, float(expected[token]), rtol=0, atol=1e-4)
+        assert [token for token, _ in each.top] == expected.topk(2).indices.tolist()
+    with pytest.raises(InputError, match=r"logprobs=21 must be a whole number, 0 to 20"):
+        llm.generate("a", logprobs=21)
+    with pytest.raises(InputError, match=r"captured steps .* path='composed'"):
+        LLM(llama, path="eager").generate(text_of(100), logprobs=0, max_new_tokens=2)
+
+
+def test_a_timeout_ends_an_answer_as_it_is(llama: Path) -> None:
+    answer = new_llm(llama).generate(text_of(100), max_new_tokens=1000, timeout_s=0.2)
+    assert answer.finish_reason == "deadline"
+    assert len(answer.token_ids) < 1000
+    for wrong in (0, -1):
+        with pytest.raises(InputError, match=rf"timeout_s={wrong} must be a number of seconds above 0"):
+            new_llm(llama).generate("a", timeout_s=wrong)
+
+
+def test_a_plan_object_is_a_plan(llama: Path) -> None:
+    assert reason_against(Plan(), 16) is None
