@@ -37,6 +37,7 @@ CORE = {
     "placement",
     "runtime",
     "models",
+    "batching",
     "engine",
 }
 CORE_FILES = {"types.py", "errors.py", "threads.py"}

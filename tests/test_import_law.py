@@ -1,5 +1,5 @@
-"""Imports point down: cli > eval | benchmarks > engine > models | vllm > layer > plan > methods | stores > indexes >
-kernels > native > types.
+"""Imports point down: cli > eval | benchmarks > engine > batching > models | vllm > layer > plan > methods | stores >
+indexes > kernels > native > types.
 
 Folders side by side never import each other, only the transformers adapter imports transformers and only the plugin
 vllm, and what a user waits for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
@@ -164,6 +164,8 @@ def test_a_cycle_for_type_checkers_alone_is_found(tmp_path: Path, monkeypatch: p
         ("models/x.py", "from transformers.cache_utils import Cache", False),
         ("vllm/x.py", "from vllm.config import VllmConfig", True),
         ("vllm/x.py", "from kvsift.models.step import Step", False),  # side by side
+        ("batching/x.py", "from kvsift.models.step import Step", True),
+        ("batching/x.py", "from kvsift.engine.llm import LLM", False),
         ("cli/x.py", "def f():\n    import vllm", False),
     ],
 )
