@@ -14,7 +14,7 @@ import torch
 from engine.tiny_directory import text_of
 from torch import Tensor
 
-from kvsift import LLM, InputError
+from kvsift import LLM, InputError, Sampling
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import reason_against
 from kvsift.methods import catalogue, method_class
@@ -375,3 +375,29 @@ def test_a_timeout_ends_an_answer_as_it_is(llama: Path) -> None:
 
 def test_a_plan_object_is_a_plan(llama: Path) -> None:
     assert reason_against(Plan(), 16) is None
+
+
+def test_samples_of_one_prompt_have_seeds_of_their_own(llama: Path) -> None:
+    llm, sampling = new_llm(llama), Sampling(temperature=1.0, seed=7)
+    samples = llm.generate(text_of(200), n=3, sampling=sampling, max_new_tokens=5)
+    expected = [llm.generate(text_of(200), sampling=Sampling(1.0, seed=seed), max_new_tokens=5) for seed in (7, 8, 9)]
+    assert [each.token_ids for each in samples] == [each.token_ids for each in expected]
+    assert [each.new_prompt_tokens for each in samples] == [201, 201 - 3 * GRID, 201 - 3 * GRID]
+    with pytest.raises(InputError, match=r"n=3 greedy answers are the same one"):
+        llm.generate("a", n=3)
+    with pytest.raises(InputError, match=r"n answers are drawn to one text"):
+        llm.generate(["a", "b"], n=3, sampling=sampling)
+    with pytest.raises(InputError, match=r"n=0 must be a whole number, 1 or more"):
+        llm.generate("a", n=0, sampling=sampling)
+
+
+def test_prompts_stay_for_later_calls_where_they_are_to_be_kept(llama: Path) -> None:
+    llm = new_llm(llama, keep_tokens=4 * GRID)
+    first = llm.generate(text_of(300), max_new_tokens=4)
+    again = llm.generate(text_of(300), max_new_tokens=4)
+    assert again.token_ids == first.token_ids
+    assert (first.new_prompt_tokens, again.new_prompt_tokens) == (301, 301 - 4 * GRID)
+    llm.generate(text_of(400)[::-1], max_new_tokens=4)
+    assert len(llm.loop.tree) == 4, "no more than that"
+    with pytest.raises(InputError, match=r"keep_tokens=-1 must be a whole number, 0 or more"):
+        new_llm(llama, keep_tokens=-1)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsift.batching.ledger import audit
 from kvsift.batching.prefix_tree import Node, PrefixTree
 from kvsift.batching.row import CacheReport, FinishReason, Row
-from kvsift.batching.schedule import Schedule
+from kvsift.batching.schedule import Decision, Schedule
 from kvsift.batching.sharing import can_restore, reason_against
 from kvsift.errors import InputError
 from kvsift.models.transformers_cache import SparseCache
@@ -173,7 +173,7 @@ class Loop:
             self._decode()
         if decision.read is not None and decision.read in self._rows:
             self._read(self._rows[decision.read])
-        elif not decision.decode and self._rows:
+        elif decision == Decision() and self._rows:
             self._refuse_largest()
 
     def _refuse_largest(self) -> None:

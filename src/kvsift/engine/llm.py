@@ -9,6 +9,7 @@ print(answer.text, answer.decode("density"))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Unpack, overload
@@ -21,6 +22,7 @@ from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
 from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.rows import new_loop
+from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
@@ -52,6 +54,8 @@ class LLM(ModelRunner):
             on a GPU whose decode steps are captured.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
+        keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike, where steps
+            are composed. Prompts of one call, and the turns of a chat, share in any case.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
@@ -72,10 +76,12 @@ class LLM(ModelRunner):
         probe_every: int = 16,
         dense_below: int | str = "auto",
         path: str = "auto",
+        keep_tokens: int = 0,
         placement: PlacementSpec = "device",
     ) -> None:
         if chunk_size is not None:
             checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
+        checks.whole("keep_tokens", keep_tokens, 0)
         if probe_every < 0:
             raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
         if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
@@ -91,7 +97,7 @@ class LLM(ModelRunner):
         check_probes(self.plan, probe_every)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path)
-        self.loop = new_loop(self)
+        self.loop = new_loop(self, keep_tokens)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
@@ -148,6 +154,11 @@ class LLM(ModelRunner):
 
     @overload
     def generate(
+        self, text: str, *, n: int, progress: ProgressCallback | None = None, **options: Unpack[Options]
+    ) -> list[Answer]: ...
+
+    @overload
+    def generate(
         self, text: list[str], *, progress: ProgressCallback | None = None, **options: Unpack[Options]
     ) -> list[Answer]: ...
 
@@ -155,6 +166,7 @@ class LLM(ModelRunner):
         self,
         text: str | list[str],
         *,
+        n: int | None = None,
         progress: ProgressCallback | None = None,
         on_text: Callable[[str], None] | None = None,
         **options: Unpack[Options],
@@ -162,7 +174,8 @@ class LLM(ModelRunner):
         """Continue a text, or several at once, as they stand (no template is applied).
 
         Args:
-            text: the prompt, or a list of prompts of any lengths; where decoding is captured they share its steps.
+            text: the prompt, or a list of prompts of any lengths, which share their decode steps.
+            n: as many answers to one prompt, drawn with the seeds from that of ``sampling`` on.
             progress: called while prompts are prefilled.
             on_text: called with every new piece of the text; of one prompt only.
             plan: instead of the default one.
@@ -172,8 +185,10 @@ class LLM(ModelRunner):
             stop: text, or several texts, that end the answer and are not part of it.
 
         Returns:
-            An ``Answer``, or a list of them for a list of prompts.
+            An ``Answer``, or a list of them for a list of prompts or for ``n``.
         """
+        if n is not None:
+            return self._samples(text, n, on_text, progress, options)
         if not isinstance(text, str) and on_text is not None:
             raise InputError("on_text follows one text; give one prompt, or leave it out.")
         texts = [text] if isinstance(text, str) else list(text)
@@ -182,6 +197,20 @@ class LLM(ModelRunner):
             if on_text is not None:
                 on_text(piece)
         return generation.answers[0] if isinstance(text, str) else generation.answers
+
+    def _samples(
+        self, text: str | list[str], n: int, on_text: Callable[[str], None] | None,
+        progress: ProgressCallback | None, options: Options,
+    ) -> list[Answer]:  # fmt: skip
+        checks.whole("n", n, 1)
+        sampling = options.get("sampling")
+        if not isinstance(text, str) or on_text is not None:
+            raise InputError("n answers are drawn to one text, and come at once; give one, and leave out on_text.")
+        if not isinstance(sampling, Sampling) or sampling.temperature == 0:
+            raise InputError(f"n={n} greedy answers are the same one; give sampling=Sampling(temperature=...).")
+        drawn = [replace(sampling, seed=sampling.seed + number) for number in range(n)]
+        chosen: Options = {**options, "sampling": drawn}
+        return self.generate([text] * n, progress=progress, **chosen)
 
     def stream(self, text: str, *, progress: ProgressCallback | None = None, **options: Unpack[Options]) -> TextStream:
         """As ``generate``, for one text: an iterator over its pieces, with the ``Answer`` as ``answer`` at the end."""

@@ -68,8 +68,8 @@ class PromptFormat:
             between, _, after = rest.partition("{question}")
             return f"{before}{context}{between}{question}{after}"
         if not self.tokenizer.chat_template:
-            said = "".join(question_text(asked) + answer_text(answered.strip()) for asked, answered in turns)
-            return context + said.rstrip(STOP) + question_text(question)
+            said = "".join(f"{question_text(asked)} {answered.strip()}" for asked, answered in turns)
+            return context + said + question_text(question)
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]

@@ -76,10 +76,11 @@ class RunnerRows:
         return self._runner.fast_path.fused(self._runner.model)
 
 
-def new_loop(runner: ModelRunner) -> Loop:
+def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:
     """Return a loop of rows without any; a grid of ``chunk_size`` tokens, in whole pages."""
     rows = RunnerRows(runner)
-    return Loop(rows, max(runner.chunk_size // rows.page_size, 1) * rows.page_size, turn=runner.fast_path.turn)
+    grid = max(runner.chunk_size // rows.page_size, 1) * rows.page_size
+    return Loop(rows, grid, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
 
 
 class TextOutput:

@@ -1,0 +1,95 @@
+"""Conversations: the prompts of their turns, what a turn reads, and what a long one still finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine.tiny_directory import text_of
+
+import kvsift
+from kvsift import LLM, InputError
+
+GRID = 64
+PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
+QUESTIONS = ("Which mill?", "How many sacks?", "By which river?")
+
+
+def new_llm(directory: Path) -> LLM:
+    return LLM(directory, PLAN, path="composed", chunk_size=GRID, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", ["llama", "chatty"])
+def test_turns_answer_as_their_whole_prompts_and_read_what_is_new(kind: str, request: pytest.FixtureRequest) -> None:
+    directory = request.getfixturevalue(kind)
+    llm, alone = new_llm(directory), new_llm(directory)
+    chat = llm.chat(text_of(500), stop="\n\n")
+    for number, question in enumerate(QUESTIONS):
+        turns = list(chat.turns)
+        answer = chat.ask(question, max_new_tokens=6)
+        prompt = chat._form.text(text_of(500), question, turns)
+        expected = alone.generate(prompt.removeprefix("<bos>"), max_new_tokens=6, stop="\n\n")
+        assert answer.token_ids == expected.token_ids
+        assert answer.prompt_tokens == expected.prompt_tokens
+        assert expected.new_prompt_tokens == answer.prompt_tokens
+        if number:
+            assert answer.new_prompt_tokens < 2 * GRID
+    assert [asked for asked, _ in chat.turns] == list(QUESTIONS)
+    llm.loop.check()
+    del chat, answer
+    assert llm.loop.kv.pages.num_used == 0, "the prompt goes with the chat"
+
+
+def test_a_chat_without_a_template_keeps_kvsifts_own_format(llama: Path) -> None:
+    form = new_llm(llama).chat("A manual.")._form
+    assert form.text("A manual.\n", "Why?", [("Who?", "Ada"), ("When?", "now")]) == (
+        "A manual.\n\nQuestion: Who?\nAnswer: Ada\n\nQuestion: When?\nAnswer: now\n\nQuestion: Why?\nAnswer:"
+    )
+    assert form.text("A manual.", "Why?") == kvsift.engine.prompt.prompt("A manual.", "Why?")
+
+
+def test_a_chat_template_gets_every_turn_and_the_document_in_the_first(chatty: Path) -> None:
+    llm = new_llm(chatty)
+    form = llm.chat("A manual.", system="Be brief.")._form
+    assert form.text("A manual.", "Why?", [("Who?", "Ada")]) == (
+        "<bos>[system] Be brief.\n[user] A manual.\n\nWho?\n[assistant] Ada\n[user] Why?\n[assistant] "
+    )
+    assert llm.chat()._form.text("", "Why?") == "<bos>[user] Why?\n[assistant] "
+
+
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> None:
+    chat = new_llm(llama).chat(text_of(300))
+    first = chat.ask("Which mill?", max_new_tokens=4)
+
+    def interrupt(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("How many sacks?", max_new_tokens=40, on_text=interrupt)
+    with pytest.raises(InputError, match="was made for 4096 positions"):
+        chat.ask(text_of(5000), max_new_tokens=4)
+    with pytest.raises(InputError, match="the question is empty"):
+        chat.ask("  ")
+    assert chat.turns == [("Which mill?", first.text)]
+    assert chat.ask("How many sacks?", max_new_tokens=4).token_ids
+
+
+def test_a_chat_answers_one_turn_at_a_time(llama: Path) -> None:
+    chat = new_llm(llama).chat(text_of(300))
+    with pytest.raises(InputError, match="this chat is answering a turn"):
+        chat.ask("Which mill?", max_new_tokens=40, on_text=lambda piece: chat.ask("How many sacks?"))
+    assert chat.turns == []
+
+
+@pytest.mark.parametrize("path", ["composed", "eager"])
+def test_what_the_first_turn_said_is_found_after_the_third(path: str) -> None:
+    """The embedded model, sparse in every layer; each turn selects anew."""
+    llm = LLM(plan="sketch:budget=128:dense_layers=none", device="cpu", path=path, chunk_size=256)
+    chat = llm.chat(text_of(6000))
+    assert chat.ask("The access code of the tower is 7351. What is the access code of the tower?").text == "7351"
+    for question in QUESTIONS[:2]:
+        chat.ask(question, max_new_tokens=8)
+    answer = chat.ask("What is the access code of the tower?")
+    assert answer.text == "7351"
+    assert answer.decode("density") < 0.3
+    assert path == "eager" or answer.new_prompt_tokens < answer.prompt_tokens / 3
