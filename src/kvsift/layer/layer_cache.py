@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -89,6 +89,21 @@ class LayerCache:
             )
         reader = self.store.reader(row)
         return reader.keys(), reader.values()
+
+    def summaries(self, row: int) -> dict[str, Tensor]:
+        """Summaries of all pages of a row that are maintained: kind -> [num_kv_heads, num_pages, width]."""
+        self._preparation.wait()
+        reader, num_pages = self.store.reader(row), -(-self.store.lengths[row] // self.store.page_size)
+        return {kind: reader.summary(kind, slice(0, num_pages)) for kind in self.store.kinds}
+
+    def restore(self, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor], chunk_size: int) -> None:
+        """Begin the only row with tokens that were ``stored`` elsewhere and the summaries of its pages; methods observe
+        them in chunks, as if they were read."""
+        self.store.restore(0, keys, values, summaries)
+        reader = self.store.reader(0)
+        for start in range(0, reader.length, chunk_size):
+            tokens = start, min(start + chunk_size, reader.length)
+            self._states.observe(0, None, reader.keys(*tokens), reader.values(*tokens), start)
 
     def take(self, chunk: Chunk) -> None:
         """Store the tokens of a prompt, observed by the methods, without attending them."""

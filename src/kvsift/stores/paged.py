@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,12 +85,32 @@ class PagedStore(Store):
         start, stop = self.lengths[row], self.lengths[row] + keys.shape[1]
         if start == stop:
             return
-        self.table.grow(row, -(-stop // self.page_size), -(-self.reserve // self.page_size))
+        self._grow(row, stop)
         with self.pool.lock:
-            self._fit()
-            self.lengths[row] = stop
-            self._write(self._reader(row).slots(start, stop), keys, values)
+            self._store(row, stop, keys, values)
             self._summarise(row, start // self.page_size, self.kinds)
+
+    @torch.inference_mode()
+    def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
+        self._grow(row, keys.shape[1])
+        with self.pool.lock:
+            self._store(row, keys.shape[1], keys, values)
+            pages = self._reader(row).pages(0, self.table.num_pages(row))
+            given = [kind for kind in self.kinds if kind in summaries]
+            for kind in given:
+                self.pool.summaries[kind][:, pages] = summaries[kind].to(self.pool.summaries[kind].device)
+            if len(given) < len(self.kinds):
+                self._summarise(row, 0, [kind for kind in self.kinds if kind not in given])
+
+    def _grow(self, row: int, length: int) -> None:
+        self.table.grow(row, -(-length // self.page_size), -(-self.reserve // self.page_size))
+
+    def _store(self, row: int, stop: int, keys: Tensor, values: Tensor) -> None:
+        """Write the tokens up to position ``stop``, without summaries."""
+        start = self.lengths[row]
+        self._fit()
+        self.lengths[row] = stop
+        self._write(self._reader(row).slots(start, stop), keys, values)
 
     @torch.inference_mode()
     def reserve_rows(self, lengths: Sequence[int]) -> None:
