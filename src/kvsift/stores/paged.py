@@ -227,7 +227,7 @@ class PagedStore(Store):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
         # rollback the row is the same, bit for bit. At most one page is read twice.
-        stop_page = self.table.num_pages(row)
+        stop_page = -(-self.lengths[row] // self.page_size)  # other layers may have made the table longer
         if first_page >= stop_page or not kinds:
             return
         whole, step = self.lengths[row] // self.page_size, max(1, SUMMARISED_TOKENS // self.page_size)
