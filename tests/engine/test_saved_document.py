@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -372,6 +373,9 @@ def test_what_is_no_saved_document_is_refused(llama: Path, path: Path, tmp_path:
         llm.open(llama / "model.safetensors")
     with pytest.raises(InputError, match=r"is a directory\. Give the file that Document.save"):
         llm.open(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="is no file"):
+        llm.open(tmp_path / "pipe")
     with pytest.raises(InputError, match="does not exist"):
         llm.open(str(tmp_path / "none.kvsift"))
     assert llm._model is None

@@ -140,10 +140,8 @@ class LLM(ModelRunner):
     def _document(
         self, text: DocumentText, plan: PlanSpec, progress: ProgressCallback | None, ids: list[int] | None = None
     ) -> Document:
-        plan, form = (
-            self.plan if plan is None else parse_plan(plan),
-            PromptFormat(self.tokenizer, text.template, text.system),
-        )
+        plan = self.plan if plan is None else parse_plan(plan)
+        form = PromptFormat(self.tokenizer, text.template, text.system)
         prompts = DocumentPrompts(form, text.context, ids)
         return Document(self, prompts.ids, prompts, plan, progress, text.stop or form.stop, text)
 

@@ -66,8 +66,8 @@ def read_header(path: Path) -> bytes:
         InputError: if it cannot be read, or is none.
     """
     try:
-        if path.is_dir() or not path.exists():
-            what = "is a directory" if path.is_dir() else "does not exist"
+        if not path.is_file():  # a pipe would never end
+            what = "does not exist" if not path.exists() else "is a directory" if path.is_dir() else "is no file"
             raise InputError(f"{path} {what}. Give the file that Document.save has written.")
         if not is_saved_document(path):
             path.open("rb").close()  # or it cannot be read
