@@ -14,7 +14,9 @@ from kvsift import LLM
 from kvsift.cli.escaping import plain
 from kvsift.engine.document import Document
 from kvsift.engine.result import Answer
+from kvsift.models.transformers_load import ModelDirectory
 
+LOAD = ModelDirectory.load  # which ``refused`` replaces
 PLAN = "quest:budget=128:window=16:dense_layers=none"
 SENTENCE = "The mill by the river grinds corn every day of the year."
 COVERING = "quest:budget=2048:dense_layers=none"
@@ -290,6 +292,35 @@ def test_quiet_prints_answers_alone(ask: Run) -> None:
     answers = [each["text"] for each in ask("--plan", PLAN, "--json", question=("Why?", "Who?")).document["answers"]]
     outcome = ask("--plan", PLAN, "--quiet", question=("Why?", "Who?"))
     assert (outcome.out, outcome.err) == ("".join(f"{plain(text) or '(nothing)'}\n" for text in answers), "")
+
+
+def test_a_saved_document_is_asked_again(ask: Run, run: Run, model: Path) -> None:
+    first = ask("--plan", PLAN, "--save", "manual.kvsift", "--json").document
+    again = ("ask", "--model", model, "--context", "manual.kvsift", "--question", "Why?", "--max-new-tokens", 6)
+    second = run(*again, "--plan", PLAN, "--json").document
+    assert untimed(second) == untimed(first)
+    assert second["read_s"] != first["read_s"]
+    shown = run(*again, "--plan", PLAN, "--compare", "dense").out
+    assert "tokens opened in 0." in shown
+    assert ", once read in " in shown
+    stop = first["answers"][0]["text"][0]
+    assert run(*again, "--plan", PLAN, "--stop", stop, "--json").document["answers"][0]["text"] == ""
+
+
+def test_a_saved_document_is_refused_before_weights_are_loaded(
+    refused: Refused, model: Path, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "manual.kvsift"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelDirectory, "load", LOAD)
+        LLM(model, PLAN, device="cpu").read(text.read_text()).save(path)
+    again = ("ask", "--model", model, "--context", path, "--question", "Why?")
+    assert "saved with its prompt" in refused(*again, "--raw")
+    assert "other files cannot be joined" in refused(*again, "--context", text)
+    assert "the directory none does not exist" in refused(*again, "--save", "none/manual.kvsift")
+    assert "was read in float32, and this LLM computes in bfloat16" in refused(*again, "--dtype", "bfloat16")
+    path.write_bytes(path.read_bytes()[:-5])
+    assert "is damaged" in refused(*again)
 
 
 def test_several_files_and_stdin_are_one_context(

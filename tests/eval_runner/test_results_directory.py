@@ -14,7 +14,7 @@ import pytest
 from eval_runner.samples import recipe_of, recipe_text, sample
 
 from kvsift import InputError
-from kvsift.eval.atomic_files import write_atomically
+from kvsift.engine.atomic_files import write_atomically
 from kvsift.eval.recipe import EvalRecipe, Job
 from kvsift.eval.results import ResultsDirectory, job_of, read_summary
 

@@ -22,7 +22,7 @@ from kvsift.batching.ledger import audit
 from kvsift.batching.prefix_tree import Node, PrefixTree
 from kvsift.batching.row import CacheReport, FinishReason, Row
 from kvsift.batching.schedule import Decision, Schedule
-from kvsift.batching.sharing import can_restore, reason_against
+from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.stores.kv_pool import KVPool
@@ -44,7 +44,7 @@ class RowModel(Protocol):
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         """An empty cache of one row, over the pages of ``table`` if there is one."""
 
-    def adopt(self, cache: SparseCache, length: int, grid: int, stale: bool) -> None:
+    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
         """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
         summaries."""
 
@@ -226,7 +226,8 @@ class Loop:
             row.cache = self._model.open(row, table)
             if nodes:
                 kinds = frozenset(row.plan.summaries)
-                self._model.adopt(row.cache, length, self.grid, any(kinds - node.kinds for node in nodes))
+                stale = any(kinds - node.kinds for node in nodes)
+                self._model.adopt(row.cache, length, stale, self.grid)
                 for node in nodes:
                     node.kinds |= kinds
                 self.tree.kinds |= kinds
@@ -261,14 +262,14 @@ class Loop:
                 row.state = "decoding"
                 self._take(row, logits)
         except OUT_OF_MEMORY as error:
-            if not self._restore(row) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
+            if not self._undo(row) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
                 self._end(row, "error", error)
             done = False  # once more, in the next step
         except Exception as error:
             self._end(row, "error", error)
         except BaseException as error:  # the thread that takes the step is interrupted, and the row may be another's
             done = False
-            if not self._restore(row):
+            if not self._undo(row):
                 self._end(row, "error", error)
             raise
         finally:
@@ -307,15 +308,15 @@ class Loop:
                 self._end(group[0], "error", error)
                 return
             for row, cache, counters in zip(group, caches, counted):
-                cache.stats.restore(counters)
-                assert self._restore(row), "rows that cannot be restored decode alone"
+                cache.stats.set_back(counters)
+                assert self._undo(row), "rows that cannot be undone decode alone"
             for row in group:  # the one that fails again ends
                 self._decode_together([row])
             return
         except BaseException as error:
             for row, cache, counters in zip(group, caches, counted):
-                cache.stats.restore(counters)
-                if not self._restore(row):
+                cache.stats.set_back(counters)
+                if not self._undo(row):
                     self._end(row, "error", error)
             raise
         for row, logits in zip(group, every):
@@ -332,11 +333,11 @@ class Loop:
             if reason:
                 self._end(row, reason)
 
-    def _restore(self, row: Row) -> bool:
+    def _undo(self, row: Row) -> bool:
         """Forget what a failed pass has stored; False if the row cannot."""
-        if row.cache is None or not can_restore(row.plan) or not row.cache.can_restore:
+        if row.cache is None or not can_undo(row.plan) or not row.cache.can_undo:
             return False
-        row.cache.restore(row.num_cached)
+        row.cache.undo(row.num_cached)
         return True
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:

@@ -12,7 +12,7 @@ def reason_against(plan: Plan, page_size: int) -> str | None:
     return next(filter(None, map(_reason_of_rule, plan.rules)), None)
 
 
-def can_restore(plan: Plan) -> bool:
+def can_undo(plan: Plan) -> bool:
     """Return whether a row can forget its newest tokens, as it must after a step that failed."""
     return all(rule.method.traits.keeps_all and not rule.evicts for rule in plan.rules)
 

@@ -28,6 +28,7 @@ from kvsift.cli.questions import lines_to, write_line
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM, Document
+    from kvsift.engine.options import Options
     from kvsift.engine.result import Answer
 
 Item = dict[str, Any]  # a question with the other fields of its line
@@ -56,7 +57,7 @@ class Output(NamedTuple):
 
 
 def answer_all(
-    text: str,
+    context: str | Path,
     items: Sequence[Item],
     specs: Sequence[Any],
     output: Output,
@@ -68,11 +69,12 @@ def answer_all(
     question_phase: Literal["prefill", "decode"] = "prefill",
     strict: bool = False,
     note: str | None = None,
+    save: Path | None = None,
 ) -> None:
     """Prefill a text once and answer every question under every plan.
 
     Args:
-        text: the document.
+        context: the document, or the file of a saved one.
         items: questions, each with the other fields of its line of JSON.
         specs: plans; the others are compared with the first.
         output: where answers go.
@@ -83,6 +85,7 @@ def answer_all(
         question_phase: as in ``Document.ask``.
         strict: fail if a sparse plan skipped nothing.
         note: a warning to print after all checks.
+        save: file to save the document in, before the first question.
     """
     quiet = output.printed.quiet
     with ExitStack() as stack:
@@ -93,29 +96,38 @@ def answer_all(
         plans, chosen = [parse_plan(spec) for spec in specs], sampling.sampling()
         progress.clear()  # a download draws bars of its own
         llm = LLM(plan=plans[0], **model)
-        document = llm.read(text, progress=progress.reading, **prompt)
+        if isinstance(context, Path):
+            progress.loading("opening the document")
+            document, stop = llm.open(context, progress=progress.reading), prompt.get("stop")
+        else:
+            document, stop = llm.read(context, progress=progress.reading, **prompt), None
+        options: Options = {"max_new_tokens": max_new_tokens, "sampling": chosen}
+        if stop is not None:
+            options["stop"] = stop
         for item, plan in product(items, plans):
             document.check(item["question"], max_new_tokens, plan)
         if note and not quiet:
             print(f"kvsift: WARNING: {note}", file=sys.stderr)
         lines = stack.enter_context(lines_to(output.file)) if output.lines else None
         progress.loading("loading the model")
+        if save is not None:
+            document.save(save)
         printer = AnswerPrinter(llm, document, progress, output, len(items) * len(plans), streams=len(plans) == 1)
         columns = []
         for plan in plans:
             answers = []
             for item in items:
+                options["plan"] = plan
                 answer = document.ask(
-                    item["question"], plan=plan, max_new_tokens=max_new_tokens, sampling=chosen,
-                    on_text=printer.begin(item["question"]), question_phase=question_phase,
-                )  # fmt: skip
+                    item["question"], on_text=printer.begin(item["question"]), question_phase=question_phase, **options
+                )
                 printer.end(answer)
                 answers.append(answer)
                 if lines is not None:
                     write_line(lines, item, answer)
-            read = Reading(document.read_s, document.read_stats["phases"]["prefill"]["density"])
+            read = Reading(document.open_s or document.read_s, document.read_stats["phases"]["prefill"]["density"])
             columns.append(Column(plan, answers, read))
-    _finish(llm, document, items, columns, output, prompt)
+    _finish(llm, document, items, columns, output)
     for column in columns:
         column.check_skipped(strict)
 
@@ -180,14 +192,11 @@ class AnswerPrinter:
         print_bold(self._question)
 
 
-def _finish(
-    llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column], output: Output,
-    prompt: Mapping[str, str | None],
-) -> None:  # fmt: skip
+def _finish(llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column], output: Output) -> None:
     """Print or write JSON or tables after the last answer."""
     printed = output.printed
     if printed.as_json or (output.file is not None and not output.by_line):
-        text = json.dumps(as_json(llm, document, items, columns, prompt), indent=2)
+        text = json.dumps(as_json(llm, document, items, columns), indent=2)
         if output.file is None or output.by_line:
             print(text)
         else:
@@ -203,14 +212,13 @@ def _finish(
         print_numbers([column.summary() for column in columns], printed.verbose, to_stderr=output.by_line)
 
 
-def as_json(
-    llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column], prompt: Mapping[str, str | None]
-) -> dict[str, Any]:
+def as_json(llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column]) -> dict[str, Any]:
     """Return all numbers of a run: those of the first plan, and those of the others as ``compare``, a list if there are
     several."""
     from kvsift.engine.prompt import PromptFormat
 
-    form = PromptFormat(llm.tokenizer, prompt.get("template"), prompt.get("system"))
+    assert document.text is not None
+    form = PromptFormat(llm.tokenizer, document.text.template, document.text.system)
     rows = []
     for column in columns:
         answers = [

@@ -11,7 +11,7 @@ from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
 from kvsift.cli.option_groups import EngineOptions, PrintOptions, SamplingOptions, expand
 from kvsift.cli.questions import read_questions
-from kvsift.errors import unknown
+from kvsift.errors import InputError, unknown
 
 
 @expand
@@ -19,7 +19,9 @@ def ask(
     context: Annotated[
         list[str],
         typer.Option(
-            "--context", help="Text file to ask about; - is stdin. May be repeated: files are joined in order."
+            "--context",
+            help="Text file to ask about; - is stdin. May be repeated: files are joined in order. Or a document of "
+            "--save.",
         ),
     ],
     question: Annotated[list[str] | None, typer.Option("--question", help="Question; may be repeated.")] = None,
@@ -60,6 +62,10 @@ def ask(
     out: Annotated[
         Path | None, typer.Option("--out", "--output", help="Write what --json prints, or the lines, to this file.")
     ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", help="Save the document in this file once it is read; --context opens it again."),
+    ] = None,
     printed: PrintOptions,
 ) -> None:
     """Ask questions about a long document.
@@ -73,9 +79,15 @@ def ask(
         raise unknown("phase", question_phase, ("prefill", "decode"))
     template = o.read_template(prompt_template, raw)
     o.require_writable(out, "--out")
+    o.require_writable(save, "--save")
+    saved = o.saved_document(context)
+    if saved is not None and (template is not None or system is not None):
+        raise InputError(
+            f"{saved} is saved with its prompt. Leave out --system, --prompt-template and --raw, or give the text."
+        )
     o.use_threads(threads)
     answer_all(
-        o.read_texts(context, "context"),
+        o.read_texts(context, "context") if saved is None else saved,
         items,
         specs,
         Output(out, questions_file is not None, printed),
@@ -86,4 +98,5 @@ def ask(
         question_phase="decode" if question_phase == "decode" else "prefill",
         strict=strict,
         note=None if model else o.EMBEDDED_NOTE,
+        save=save,
     )

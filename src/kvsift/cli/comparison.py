@@ -105,7 +105,9 @@ def print_reading(llm: LLM, document: Document) -> None:
     """Print the size of the document, its prefill time and the model."""
     dtype = str(llm.dtype).removeprefix("torch.")
     by = f"{llm.directory.name} on {llm.device} ({dtype})"
-    _console().print(cell(f"{document.num_tokens:,} tokens read in {document.read_s:.1f} s by {by}\n"))
+    read = f"read in {document.read_s:.1f} s"
+    how = f"opened in {document.open_s:.1f} s, once {read}" if document.open_s else read
+    _console().print(cell(f"{document.num_tokens:,} tokens {how} by {by}\n"))
 
 
 def print_bold(text: str) -> None:

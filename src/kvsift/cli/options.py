@@ -105,6 +105,20 @@ def read_texts(names: Sequence[str], what: str) -> str:
     return texts[0] if len(texts) == 1 else "\n\n".join(text.strip("\n") for text in texts)
 
 
+def saved_document(names: Sequence[str]) -> Path | None:
+    """Return the file of a saved document; None if the files are texts.
+
+    Raises:
+        InputError: if there are other files with it.
+    """
+    from kvsift.engine.saved_header import is_saved_document
+
+    saved = [path for path in map(Path, names) if is_saved_document(path)]
+    if saved and len(names) > 1:
+        raise InputError(f"--context {saved[0]} is a saved document, which other files cannot be joined with.")
+    return saved[0] if saved else None
+
+
 def use_threads(threads: int | None) -> None:
     """Set the number of threads of torch and of the compiled core; None changes nothing."""
     if threads is not None:
@@ -183,7 +197,7 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
     Raises:
         InputError: if the block raised such an error.
     """
-    from kvsift.eval.atomic_files import reason
+    from kvsift.engine.atomic_files import reason
 
     caught: tuple[type[Exception], ...] = (OSError, *errors)
     try:

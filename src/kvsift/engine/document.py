@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, Unpack
+
+import torch
 
 from kvsift.batching.row import CacheReport
 from kvsift.engine.accounting import DecodeRow
@@ -16,8 +19,9 @@ from kvsift.engine.generation import answer_of, check_captured
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
 from kvsift.engine.prefill_sharing import can_share_prefill
-from kvsift.engine.prompt import require_text
+from kvsift.engine.prompt import DocumentText, require_text
 from kvsift.engine.result import Answer
+from kvsift.engine.saved_document import SavedDocument, check_saving, check_target, save
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
@@ -41,10 +45,13 @@ class Document:
         plan: of questions without a plan of their own.
         progress: called while the document is prefilled, with the first question.
         stop: text that ends an answer to ``ask``.
+        text: from which ``ids`` and ``encode`` were made, for ``save``.
 
     Attributes:
-        read_s: seconds spent on prefilling the document.
+        read_s: seconds spent on prefilling the document, maybe before it was saved.
         read_stats: counters of that prefill.
+        open_s: seconds spent on opening the document; 0 if it was prefilled here.
+        text: as given.
     """
 
     def __init__(
@@ -55,13 +62,14 @@ class Document:
         plan: Plan,
         progress: ProgressCallback | None = None,
         stop: str | None = None,
+        text: DocumentText | None = None,
     ) -> None:
         self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
-        self._stop = stop
+        self._stop, self.text = stop, text
         self._cache: SparseCache | None = None
         self._session: Session | None = None  # captured steps over the cache
         self._lock, self._thread = Lock(), 0  # the thread whose question is being answered
-        self.read_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
+        self.read_s = self.open_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
     @property
@@ -107,8 +115,7 @@ class Document:
         it (evict=true), or if RoPE rotates a sequence of this length differently.
         """
         runner = self._runner
-        captured = runner.composed_reason(plan) is None
-        plan = plan if captured else runner.composed_plan(plan)
+        plan = self._executed(plan)
         length = self.num_tokens + (more or 0)
         if (
             self._cache is not None
@@ -123,21 +130,67 @@ class Document:
                 self._cache.prepare()  # now, and not in the first decode step
             self._build_s = perf_counter() - started
             return self._cache
-        self._cache = self._session = None  # the memory of the old cache is free before the new one grows
-        runner.fast_path.release()
-        started = perf_counter()
-        total = self.num_tokens + max(more or 0, 256)
-        rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if captured else ()
-        cache = runner.new_cache(plan, total, rows, length)
+        cache, started = self._new_cache(plan, more), perf_counter()
         runner.prefill(cache, self._ids, self._progress)
         prefilled = perf_counter()
         cache.prepare()
-        self.read_s, self._build_s = prefilled - started, perf_counter() - prefilled
+        self.read_s, self._build_s, self.open_s = prefilled - started, perf_counter() - prefilled, 0.0
         self.read_stats = cache.stats.report()
         cache.stats.clear()
         cache.mark()
         self._cache = cache  # only now: an interrupted prefill leaves no cache
         return cache
+
+    def _executed(self, plan: Plan) -> Plan:
+        """The plan as it runs on this machine."""
+        return plan if self._runner.composed_reason(plan) is None else self._runner.composed_plan(plan)
+
+    def _new_cache(self, plan: Plan, more: int | None) -> SparseCache:
+        """An empty cache for the document and ``more`` tokens; the old one is dropped."""
+        runner = self._runner
+        self._cache = self._session = None  # the memory of the old cache is free before the new one grows
+        runner.fast_path.release()
+        total = self.num_tokens + max(more or 0, 256)
+        captured = runner.composed_reason(plan) is None
+        rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if captured else ()
+        return runner.new_cache(plan, total, rows, self.num_tokens + (more or 0))
+
+    def save(self, path: str | Path) -> None:
+        """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
+        question was asked yet, or the last one's plan prefills differently from the document's.
+
+        Raises:
+            InputError: if the file cannot be written, or tokens were dropped (evict=true); an older file stays then.
+        """
+        path, runner = Path(path).resolve(), self._runner
+        check_target(path)
+        if self.text is None:
+            raise InputError("this document was made of tokens, without its text. Documents of llm.read can be saved.")
+        check_saving(runner, self._plan, self.num_tokens, path)
+        if self._cache is None:
+            runner.check_prompts([self._ids], 1, self._plan)
+        with runner.fast_path.turn, self._exclusive():
+            if self._cache is not None and not self._cache.can_rewind:
+                raise InputError(
+                    f"the last answer, under {self._cache.run.plan}, has dropped tokens of the document for good "
+                    "(evict=true). Save it before the first question, or after one under a plan without evict=true."
+                )
+            save(path, runner, self.prefill(self._plan), self.text, self._ids, self.read_s, self.read_stats)
+
+    def restore(self, saved: SavedDocument) -> None:
+        """Fill the cache with a saved document instead of a prefill."""
+        runner = self._runner
+        runner.check_prompts([self._ids], 1, self._plan)
+        runner.load()
+        with runner.fast_path.turn, torch.inference_mode():
+            plan, started = self._executed(self._plan), perf_counter()
+            cache = self._new_cache(plan, None)
+            cache.pin(saved.rotation)
+            saved.fill(cache, runner)
+            cache.prepare()
+            cache.mark()
+        self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
+        self._cache = cache
 
     def ask(
         self,

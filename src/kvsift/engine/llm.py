@@ -19,10 +19,11 @@ from kvsift.engine.document import Document
 from kvsift.engine.generation import Generation, TextStream
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
-from kvsift.engine.prompt import PromptFormat, require_text
+from kvsift.engine.prompt import DocumentPrompts, DocumentText, PromptFormat, require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.rows import new_loop
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.saved_document import SavedDocument
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
@@ -123,10 +124,35 @@ class LLM(ModelRunner):
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
         require_text(context, "context")
-        plan, form = self.plan if plan is None else parse_plan(plan), PromptFormat(self.tokenizer, template, system)
-        # the document is the common prefix of all questions' prompts
-        ids = _common_prefix(form.encode(context, "a"), form.encode(context, "Which?"))
-        return Document(self, ids, lambda question: form.encode(context, question), plan, progress, stop or form.stop)
+        return self._document(DocumentText(context, template, system, stop), plan, progress)
+
+    def open(
+        self, path: str | Path, *, plan: PlanSpec = None, progress: ProgressCallback | None = None
+    ) -> Document:  # fmt: skip
+        """A document that ``Document.save`` has written. It answers as it did, and is not prefilled.
+
+        Args:
+            path: of the file, which is not needed afterwards.
+            plan: instead of the default one; with the rule of prefill under which the document was read.
+            progress: called if a question makes the document be prefilled again (``Document.prefill``).
+
+        Raises:
+            InputError: if the file is not a whole saved document, or was read by another model, in another dtype, in
+                chunks of another size or under another rule of prefill.
+        """
+        with SavedDocument(Path(path)) as saved:
+            saved.check(self, self.plan if plan is None else parse_plan(plan))
+            document = self._document(saved.text, plan, progress, saved.ids)
+            document.restore(saved)
+        return document
+
+    def _document(
+        self, text: DocumentText, plan: PlanSpec, progress: ProgressCallback | None, ids: list[int] | None = None
+    ) -> Document:
+        plan = self.plan if plan is None else parse_plan(plan)
+        form = PromptFormat(self.tokenizer, text.template, text.system)
+        prompts = DocumentPrompts(form, text.context, ids)
+        return Document(self, prompts.ids, prompts, plan, progress, text.stop or form.stop, text)
 
     def chat(
         self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: str | None = None
@@ -249,8 +275,3 @@ def _cpu(device: str) -> str:
             "or use placement=split or placement=offload."
         )
     return "cpu"
-
-
-def _common_prefix(a: list[int], b: list[int]) -> list[int]:
-    length = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:length]

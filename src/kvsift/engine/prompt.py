@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvsift.errors import InputError
 
@@ -90,6 +90,44 @@ class PromptFormat:
         special = not (chat or (bos and text.startswith(bos)))
         ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return ids
+
+
+class DocumentText(NamedTuple):
+    """A document and the prompt of its questions: arguments of ``LLM.read``."""
+
+    context: str
+    template: str | None = None
+    system: str | None = None
+    stop: str | None = None
+
+
+class DocumentPrompts:
+    """The prompts of questions about a document, which all begin with the same tokens.
+
+    Args:
+        form: of the prompts.
+        context: the document.
+        ids: what the prompts begin with; None: what all prompts have in common now.
+    """
+
+    def __init__(self, form: PromptFormat, context: str, ids: list[int] | None = None) -> None:
+        self._form, self._context = form, context
+        self.ids = self._common() if ids is None else ids
+
+    def __call__(self, question: str) -> list[int]:
+        """Return the prompt of a question."""
+        prompt = self._form.encode(self._context, question)
+        if prompt[: len(self.ids)] == self.ids:
+            return prompt
+        common = self._common()  # some chat templates write the date, which is that of the day of reading
+        return self.ids + prompt[len(common) :] if prompt[: len(common)] == common else prompt
+
+    def _common(self) -> list[int]:
+        one, other = (self._form.encode(self._context, question) for question in ("a", "Which?"))
+        length = next(
+            (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
+        )
+        return one[:length]
 
 
 def require_text(text: str, what: str) -> None:

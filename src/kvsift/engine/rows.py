@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
-from kvsift.batching.sharing import can_restore
+from kvsift.batching.sharing import can_undo
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
@@ -41,8 +41,8 @@ class RunnerRows:
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
         return cache
 
-    def adopt(self, cache: SparseCache, length: int, grid: int, stale: bool) -> None:
-        cache.adopt(self._shapes, self._like, length, grid, stale)
+    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
+        cache.adopt(self._shapes, self._like, length, stale, grid)
 
     def root(self, row: Row) -> bytes:
         return repr((row.salt, prefill_key(row.plan), self._runner.rotation(row.length))).encode()
@@ -63,7 +63,7 @@ class RunnerRows:
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         if self._runner.device.type != "cpu" or self._fused() is None:
             return [[row] for row in rows]
-        joined = [row for row in rows if can_restore(row.plan) and not row.plan.wants_hidden]
+        joined = [row for row in rows if can_undo(row.plan) and not row.plan.wants_hidden]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([row] for row in rows if row not in joined)]
 

@@ -6,8 +6,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from kvsift.engine.atomic_files import settle
 from kvsift.errors import InputError
-from kvsift.eval.atomic_files import settle
 from kvsift.eval.packed import pack_large, packed_path, unpacked
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvsift.engine.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
-from kvsift.eval.atomic_files import reason, write_atomically
 from kvsift.eval.tasks import TASKS
 
 COLUMNS = "task", "question", "answer", "predicted_answer", "length", "depth", "compression_ratio"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvsift.engine.atomic_files import settle, write_atomically
 from kvsift.errors import InputError
-from kvsift.eval.atomic_files import settle, write_atomically
 
 LARGE = 50_000  # bytes of text; smaller files stay plain, for ``git diff`` and editors
 

@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvsift.engine.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
 from kvsift.eval.append_only_file import AppendOnlyFile
-from kvsift.eval.atomic_files import reason, write_atomically
 from kvsift.eval.fingerprint import difference, document_of, fingerprint, is_extended
 from kvsift.eval.packed import pack_large, packed_path, read_stored, stored
 from kvsift.eval.recipe import EvalRecipe, Job

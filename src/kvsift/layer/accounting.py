@@ -183,10 +183,10 @@ class RunStats(Counters):
         return self._tallies.setdefault((layer, phase), Tally())
 
     def snapshot(self) -> tuple[Tallies, list[Widening], float]:
-        """All counters, for ``restore``."""
+        """All counters, for ``set_back``."""
         return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
 
-    def restore(self, counters: tuple[Tallies, list[Widening], float]) -> None:
+    def set_back(self, counters: tuple[Tallies, list[Widening], float]) -> None:
         """Forget what was counted since a snapshot, which is used up."""
         self._tallies, self._widenings, self.probe_s = counters
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -97,15 +97,30 @@ class LayerCache:
         """An empty tensor with the device and dtype of the keys."""
         return self._like
 
-    def adopt(self, length: int, chunk: int, stale: bool) -> None:
-        """Begin row 0 with ``length`` tokens of pages that the table has adopted. Methods observe them in the chunks in
-        which they were read; ``stale``: some pages lack summaries."""
+    def adopt(self, length: int, stale: bool, chunk_size: int) -> None:
+        """Begin the only row with ``length`` tokens of pages that the table has adopted, some without summaries if
+        ``stale``. Methods observe them in chunks, as if they were read."""
         assert isinstance(self.store, PagedStore), "rows that share pages keep them in a pool"
         self.store.adopt(0, length, stale)
+        self._observe_stored(chunk_size)
+
+    def summaries(self, row: int) -> dict[str, Tensor]:
+        """Summaries of all pages of a row that are maintained: kind -> [num_kv_heads, num_pages, width]."""
+        self._preparation.wait()
+        reader, num_pages = self.store.reader(row), -(-self.store.lengths[row] // self.store.page_size)
+        return {kind: reader.summary(kind, slice(0, num_pages)) for kind in self.store.kinds}
+
+    def restore(self, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor], chunk_size: int) -> None:
+        """Begin the only row with tokens that were ``stored`` elsewhere and the summaries of its pages; methods observe
+        them in chunks, as if they were read."""
+        self.store.restore(0, keys, values, summaries)
+        self._observe_stored(chunk_size)
+
+    def _observe_stored(self, chunk_size: int) -> None:
         reader = self.store.reader(0)
-        for start in range(0, length, chunk):
-            stop = min(start + chunk, length)
-            self._states.observe(0, None, reader.keys(start, stop), reader.values(start, stop), start)
+        for start in range(0, reader.length, chunk_size):
+            tokens = start, min(start + chunk_size, reader.length)
+            self._states.observe(0, None, reader.keys(*tokens), reader.values(*tokens), start)
 
     def take(self, chunk: Chunk) -> None:
         """Store the tokens of a prompt, observed by the methods, without attending them."""

@@ -175,28 +175,28 @@ class SparseCache(DynamicCache):
             layer.attention.store.clear()
         self.reserve_rows(rows)
 
-    def adopt(self, shapes: Sequence[LayerShape], like: Tensor, length: int, chunk: int, stale: bool) -> None:
+    def adopt(self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int) -> None:
         """Begin an empty cache of one row with ``length`` tokens that others have read; its table has their pages.
 
         Args:
             shapes: of the layers.
             like: a tensor with the device and dtype of the keys.
             length: full pages.
-            chunk: tokens that were read in one pass.
             stale: some of the pages lack summaries that the plan needs.
+            chunk_size: tokens that were read in one pass.
         """
         for layer, shape in zip(self.layers, shapes, strict=True):
-            layer.adopt(shape, like, length, chunk, stale)
+            layer.adopt(shape, like, length, stale, chunk_size)
 
     @property
-    def can_restore(self) -> bool:
-        """Whether ``restore`` can be called: sliding and linear layers drop tokens."""
+    def can_undo(self) -> bool:
+        """Whether ``undo`` can be called: sliding and linear layers drop tokens."""
         return all(isinstance(layer, SparseLayer) for layer in self.layers)
 
-    def restore(self, length: int) -> None:
+    def undo(self, length: int) -> None:
         """Keep the first ``length`` tokens, after a pass that was interrupted in some layer."""
         for layer in self.layers:
-            layer.restore(length)
+            layer.undo(length)
 
     def mark(self) -> None:
         """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""

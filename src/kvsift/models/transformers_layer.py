@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -112,17 +113,39 @@ class SparseLayer(AttendingLayer):
             return attention.attend(chunk, decode_tokens, sink_logit, self.run.row)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
 
-    def adopt(self, shape: LayerShape, like: Tensor, length: int, chunk: int, stale: bool) -> None:
+    def adopt(self, shape: LayerShape, like: Tensor, length: int, stale: bool, chunk_size: int) -> None:
         """As ``SparseCache.adopt``, in a layer of this shape, keys of which are like ``like``."""
         self.lazy_initialization(like, like)
         self.attention = self._new_attention(shape, like.new_empty(1, 0))
-        self.attention.adopt(length, chunk, stale)
+        self.attention.adopt(length, stale, chunk_size)
         self.columns = length
 
-    def restore(self, length: int) -> None:
-        """As ``SparseCache.restore``."""
+    def undo(self, length: int) -> None:
+        """As ``SparseCache.undo``."""
         self._pending = self.foreseen = None
         self.crop(length - self.columns)
+
+    def restore(
+        self, shape: LayerShape, keys: Tensor, values: Tensor, summaries: Mapping[int, Mapping[str, Tensor]],
+        device: torch.device, chunk_size: int,
+    ) -> None:  # fmt: skip
+        """Begin an empty layer of one row with tokens that were cached elsewhere (``LayerCache.restore``).
+
+        Args:
+            shape: of the layer, without what belongs to the model.
+            keys, values: [num_kv_heads, num_tokens, head_dim], on any device.
+            summaries: page size -> kind -> [num_kv_heads, num_pages, width]; those that are missing are computed.
+            device: of the model.
+            chunk_size: tokens that methods observe at once.
+        """
+        like = keys.new_empty(1, 0, device=device)
+        self.lazy_initialization(like, like)
+        shape = shape._replace(layer=self.layer, rope=self.rope, peers=self.peers, origin=self.origin)
+        self.attention = attention = self._new_attention(shape, like)
+        if not attention.store.is_remote:
+            keys, values = keys.to(device), values.to(device)
+        attention.restore(keys, values, summaries.get(attention.store.page_size, {}), chunk_size)
+        self.columns = keys.shape[1]
 
     def _new_attention(self, shape: LayerShape, keys: Tensor) -> SparseAttention:
         run, num_rows = self.run, len(self.run.rows) or len(keys)

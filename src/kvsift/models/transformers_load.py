@@ -64,7 +64,7 @@ class ModelDirectory:
         directory = _directory_of(path)
         if not (directory / "config.json").is_file():
             raise InputError(f"{directory} holds no config.json, so it is not a Hugging Face model directory.")
-        weights = _weight_files(directory)
+        weights = weight_files(directory)
         if not any((directory / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(f"{directory} holds no tokenizer (one of {', '.join(TOKENIZER_FILES)}).")
         try:
@@ -227,7 +227,7 @@ def _download(name: str) -> str:
     raise InputError(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """Return the files of the weights, each complete."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():

@@ -6,7 +6,7 @@ A placement is a store class with its knobs, listed in ``stores.catalogue``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -88,6 +88,7 @@ class Store(ABC):
         page_size: tokens per page.
         lengths: tokens cached per row, evicted ones included.
         table: pages of the rows; None where every row has pages of its own.
+        kinds: of page summaries that are maintained and can be read.
     """
 
     in_host_memory: ClassVar[bool] = False  # whatever the device of the model
@@ -98,6 +99,7 @@ class Store(ABC):
     page_size: int
     lengths: list[int]
     table: PageTable | None = None
+    kinds: tuple[str, ...] = ()
 
     @classmethod  # noqa: B027 (no knobs by default)
     def check_knobs(cls, **knobs: Any) -> None:
@@ -141,6 +143,11 @@ class Store(ABC):
     @abstractmethod
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         """Store new tokens of a row, [num_kv_heads, num_new, head_dim], and summarise the pages they touch."""
+
+    def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
+        """As ``append`` to an empty row, with summaries of its pages, [num_kv_heads, num_pages, width], which need not
+        be computed again."""
+        self.append(row, keys, values)
 
     @abstractmethod
     def reader(self, row: int) -> RowReader:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -85,11 +85,9 @@ class PagedStore(Store):
         start, stop = self.lengths[row], self.lengths[row] + keys.shape[1]
         if start == stop:
             return
-        self.table.grow(row, -(-stop // self.page_size), -(-self.reserve // self.page_size))
+        self._grow(row, stop)
         with self.pool.lock:
-            self._fit()
-            self.lengths[row] = stop
-            self._write(self._reader(row).slots(start, stop), keys, values)
+            self._store(row, stop, keys, values)
             self._summarise(row, start // self.page_size, self.kinds)
 
     @torch.inference_mode()
@@ -101,6 +99,28 @@ class PagedStore(Store):
             self._fit()
             if stale:
                 self._summarise(row, 0, self.kinds)
+
+    @torch.inference_mode()
+    def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
+        self._grow(row, keys.shape[1])
+        with self.pool.lock:
+            self._store(row, keys.shape[1], keys, values)
+            pages = self._reader(row).pages(0, self.table.num_pages(row))
+            given = [kind for kind in self.kinds if kind in summaries]
+            for kind in given:
+                self.pool.summaries[kind][:, pages] = summaries[kind].to(self.pool.summaries[kind].device)
+            if len(given) < len(self.kinds):
+                self._summarise(row, 0, [kind for kind in self.kinds if kind not in given])
+
+    def _grow(self, row: int, length: int) -> None:
+        self.table.grow(row, -(-length // self.page_size), -(-self.reserve // self.page_size))
+
+    def _store(self, row: int, stop: int, keys: Tensor, values: Tensor) -> None:
+        """Write the tokens up to position ``stop``, without summaries."""
+        start = self.lengths[row]
+        self._fit()
+        self.lengths[row] = stop
+        self._write(self._reader(row).slots(start, stop), keys, values)
 
     @torch.inference_mode()
     def reserve_rows(self, lengths: Sequence[int]) -> None:
@@ -217,7 +237,7 @@ class PagedStore(Store):
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
         # rollback the row is the same, bit for bit. At most one page is read twice.
-        stop_page = -(-self.lengths[row] // self.page_size)  # the table may be ahead of this layer
+        stop_page = -(-self.lengths[row] // self.page_size)  # other layers may have made the table longer
         if first_page >= stop_page or not kinds:
             return
         whole, step = self.lengths[row] // self.page_size, max(1, SUMMARISED_TOKENS // self.page_size)

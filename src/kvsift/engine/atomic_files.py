@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import get_ident
+from typing import BinaryIO
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace a file as a whole and flush it to the disk; an error leaves the old file."""
-    partial = path.with_name(path.name + ".partial")
+    with replacement(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file that replaces ``path`` when the block ends, and is removed if the block fails."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.partial")  # several may write at once
     try:
         with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

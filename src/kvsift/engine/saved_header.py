@@ -1,0 +1,108 @@
+"""The header of a saved document: what the document is, and where its tensors are in the file.
+
+The file is one of safetensors: the length of the header, the header as JSON, the tensors. Checksums are the last
+tensor: CRC-32 of length and header, then of each tensor before it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvsift.errors import InputError
+
+FORMAT = 1
+KEY = "kvsift document"
+START = b'{"__metadata__": {"' + KEY.encode()
+CHECKSUMS = "checksums"
+CHECKSUM_BYTES = 4
+MOST_HEADER = 100_000_000  # bytes that safetensors reads
+
+
+class TensorEntry(NamedTuple):
+    """A tensor of the file; ``dtype`` is spelled as safetensors does."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.itemsize
+
+
+def header_bytes(document: dict[str, Any], entries: Sequence[TensorEntry]) -> bytes:
+    """Return length and header of a file with these tensors, whose checksums follow them."""
+    header: dict[str, Any] = {"__metadata__": {KEY: json.dumps(document, sort_keys=True)}}
+    checksums = TensorEntry(CHECKSUMS, "U8", (CHECKSUM_BYTES * (len(entries) + 1),), 1)
+    stop = 0
+    for entry in (*entries, checksums):
+        start, stop = stop, stop + entry.num_bytes
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def is_saved_document(path: Path) -> bool:
+    """Whether a file begins as one that ``Document.save`` has written."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(8 + len(START))[8:] == START
+    except OSError:
+        return False
+
+
+def read_header(path: Path) -> bytes:
+    """Return length and header of a saved document.
+
+    Raises:
+        InputError: if it cannot be read, or is none.
+    """
+    try:
+        if not path.is_file():  # a pipe would never end
+            what = "does not exist" if not path.exists() else "is a directory" if path.is_dir() else "is no file"
+            raise InputError(f"{path} {what}. Give the file that Document.save has written.")
+        if not is_saved_document(path):
+            path.open("rb").close()  # or it cannot be read
+            raise InputError(
+                f"{path} is not a saved document, or its first bytes are damaged. To read a text: llm.read."
+            )
+        with path.open("rb") as file:
+            length = file.read(8)
+            return length + file.read(min(int.from_bytes(length, "little"), MOST_HEADER))
+    except OSError as error:
+        raise InputError(f"the saved document {path} cannot be read: {error.strerror}.") from None
+
+
+def document_of(path: Path, header: bytes) -> dict[str, Any]:
+    """Return the document of a header.
+
+    Raises:
+        InputError: if the header is damaged, or of a format that is not known here.
+    """
+    try:
+        document: dict[str, Any] = json.loads(json.loads(header[8:])["__metadata__"][KEY])
+        written, by = int(document["format"]), document["kvsift"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise damaged(path, "its header cannot be read") from None
+    if written > FORMAT:
+        raise InputError(
+            f"{path} was saved by kvsift {by} in format {written}, and this kvsift reads format {FORMAT}. Update "
+            "kvsift, or read the document again with llm.read."
+        )
+    return document
+
+
+def damaged(path: Path, reason: str) -> InputError:
+    """Return the error for a file that is not as it was written."""
+    return InputError(
+        f"the saved document {path} is damaged: {reason}. Copy it again from where it was saved, or read the document "
+        "again with llm.read and save it."
+    )
