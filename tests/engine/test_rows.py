@@ -17,6 +17,7 @@ from torch import Tensor
 from kvsift import LLM, InputError, Sampling
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import reason_against
+from kvsift.engine.transcript import Request, Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.plan.plan import Plan
@@ -365,9 +366,16 @@ def test_log_probabilities_are_those_of_the_model(llama: Path) -> None:
 
 
 def test_a_timeout_ends_an_answer_as_it_is(llama: Path) -> None:
-    answer = new_llm(llama).generate(text_of(100), max_new_tokens=1000, timeout_s=0.2)
-    assert answer.finish_reason == "deadline"
-    assert len(answer.token_ids) < 1000
+    llm = new_llm(llama)
+    llm.load()
+    answer = llm.generate(text_of(3500), timeout_s=0.01)  # while it is read
+    assert (answer.finish_reason, answer.text, answer.token_ids) == ("deadline", "", [])
+    assert answer.ttft_s > 0
+    transcript = Transcript(Request([1], 9, stops=("z",), deadline=5.0), llm.tokenizer)
+    for time, done in ((4.9, False), (5.0, True)):
+        transcript.take(30, time)
+        assert transcript.done == done
+    assert (transcript.finish_reason, len(transcript.new_ids)) == ("deadline", 2)
     for wrong in (0, -1):
         with pytest.raises(InputError, match=rf"timeout_s={wrong} must be a number of seconds above 0"):
             new_llm(llama).generate("a", timeout_s=wrong)
