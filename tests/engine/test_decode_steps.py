@@ -226,9 +226,9 @@ def test_a_stream_gives_the_text_and_then_the_answer(path: str, llama: Path) -> 
 def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> None:
     questions = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
     fast, slow = (LLM(llama, path=path).read(TEXTS[0] * 2) for path in ("eager", "auto"))
-    for each in (plan, PLANS[2], plan):
+    for each, phases in ((plan, ("prefill", "decode")), (PLANS[2], ("decode",)), (plan, ("prefill",))):
         for question in questions:
-            for phase in ("prefill", "decode"):
+            for phase in phases:
                 one, other = (
                     document.ask(question, plan=each, max_new_tokens=10, question_phase=phase)  # type: ignore[arg-type]
                     for document in (fast, slow)

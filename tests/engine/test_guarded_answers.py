@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine.mixed_rows import decode
 from engine.tiny_directory import text_of
+from turns import in_turns
 
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine.result import Answer
@@ -88,19 +89,18 @@ def test_every_nth_step_is_probed_and_the_one_after_a_low_probe(llama: Path) -> 
     assert calm.decode("recovery") == plain.decode("recovery")
 
 
-@pytest.mark.parametrize("probe_every", [1, 4, 16])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        QUEST,
-        f"sketch:budget=64:{REST}:page_size=8:min_recovery=0.9",  # pages of 16: the compiled core rounds queries
-        f"quest:budget=128:{REST}:min_recovery=0.5",
-        f"quest:budget=128:{REST}:heads=query:score_by=mean_std:min_recovery=0.7",
-        "quest:ratio=0.2:window=16:dense_layers=none:min_recovery=0.8",
-        f"prefill=streaming_llm:budget=128,decode={QUEST}",
-        f"{QUEST}:min_context=310",
-    ],
+GUARDED = (
+    QUEST,
+    f"sketch:budget=64:{REST}:page_size=8:min_recovery=0.9",  # pages of 16: the compiled core rounds queries
+    f"quest:budget=128:{REST}:min_recovery=0.5",
+    f"quest:budget=128:{REST}:heads=query:score_by=mean_std:min_recovery=0.7",
+    "quest:ratio=0.2:window=16:dense_layers=none:min_recovery=0.8",
+    f"prefill=streaming_llm:budget=128,decode={QUEST}",
+    f"{QUEST}:min_context=310",
 )
+
+
+@pytest.mark.parametrize(("plan", "probe_every"), in_turns(GUARDED, [1, 4, 16]))
 def test_rows_of_a_captured_batch_widen_as_they_do_alone_and_composed(plan: str, probe_every: int, llama: Path) -> None:
     eager, composed = (LLM(llama, plan, path=path, probe_every=probe_every) for path in ("eager", "composed"))
     together = eager.generate(TEXTS, max_new_tokens=30)

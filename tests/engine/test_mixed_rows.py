@@ -44,7 +44,7 @@ def no_answer_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_around_the_threshold_answer_as_each_does_alone(plan: str, llama: Path) -> None:
     rng = random.Random(plan)
     eager, composed = (LLM(llama, plan, path=path, dense_below=BELOW) for path in ("eager", "composed"))  # type: ignore[arg-type]
-    for _ in range(2):
+    for _ in range(2 if plan == QUEST else 1):  # the second time in slots that are there, whatever the plan
         texts = [text_of(BELOW + rng.randint(-60, 60)) for _ in range(3)] + [text_of(rng.choice([40, 700]))]
         sampling = [Sampling(rng.choice([0, 0, 0.8, 1.3]), rng.choice([1.0, 0.8]), rng.randint(0, 99)) for _ in texts]
         together = eager.generate(texts, max_new_tokens=40, sampling=sampling)

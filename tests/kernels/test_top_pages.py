@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.conftest import DEVICE, far_memory, needs_triton
 from torch import Tensor
+from turns import in_turns
 
 from kvsift.kernels import top_pages
 from kvsift.kernels.top_pages import visible_pages, visible_pages_reference, visible_pages_triton
@@ -79,21 +80,20 @@ def test_lists_are_those_of_a_stable_sort(rows: list[tuple[list[float], tuple[in
         check(scores.to(DEVICE), spans_of(*(spans for _, spans in rows)))
 
 
-@pytest.mark.parametrize(
-    "spans",
-    [
-        (0, 0, 0, 1),  # a row of one token
-        (1, 1, 0, 4),  # no candidates
-        (1, 30, 0, 33),  # nothing may be chosen
-        (1, 30, 29, 33),  # all may
-        (0, 40, 1, 41),  # the best alone, without sinks
-        (2, 500, 7, 503),  # many candidates: groups are compared first
-        (0, 224, 7, 225),  # as many groups as pages to choose: just not
-        (0, 225, 7, 226),  # one more, of a single page
-    ],
-    ids=str,
+SPANS = (
+    (2, 500, 7, 503),  # many candidates: groups are compared first
+    (0, 0, 0, 1),  # a row of one token
+    (1, 1, 0, 4),  # no candidates
+    (1, 30, 0, 33),  # nothing may be chosen
+    (1, 30, 29, 33),  # all may
+    (0, 40, 1, 41),  # the best alone, without sinks
+    (0, 224, 7, 225),  # as many groups as pages to choose: just not
+    (0, 225, 7, 226),  # one more, of a single page
 )
-@pytest.mark.parametrize("scores", ["random", "equal", "rising", "falling", "nothing"])
+SCORES = ("random", "equal", "rising", "falling", "nothing")
+
+
+@pytest.mark.parametrize(("spans", "scores"), in_turns(SPANS, SCORES), ids=str)
 def test_lists_of_rows_of_every_length(spans: tuple[int, int, int, int], scores: str) -> None:
     rising = torch.arange(512.0, device=DEVICE).expand(2, 3, -1).contiguous()
     kinds = {

@@ -8,6 +8,7 @@ from contracts.harness import Runner, Tokens, assert_same_answer, draw_tokens, r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from turns import in_turns
 
 from kvsift.methods.dropped_tokens import NEVER, DroppedTokens
 from kvsift.methods.recent_queries import KEPT_BACK, RecentQueries
@@ -65,8 +66,7 @@ def test_a_checkpoint_is_restored_from_any_later_length(spec: str) -> None:
     assert "queries_unknown_before" not in runner.attention.describe()[0]
 
 
-@pytest.mark.parametrize("spec", [*SPECS, *SHARING])
-@pytest.mark.parametrize("back", [1, 63, KEPT_BACK])
+@pytest.mark.parametrize(("spec", "back"), in_turns([*SPECS, *SHARING], [KEPT_BACK, 63, 1]))
 def test_some_tokens_can_be_taken_back_without_a_mark(spec: str, back: int) -> None:
     tokens, runner = draw_tokens(900, 0), Runner(plan_of(spec))
     runner.feed(tokens.part(0, 870))

@@ -19,6 +19,7 @@ from models.tiny import (
     ragged,
     tiny,
 )
+from turns import in_turns
 
 import kvsift
 
@@ -68,8 +69,8 @@ def test_the_order_of_a_batch_changes_no_row(family: str) -> None:
     assert torch.equal(shuffled, straight[order])
 
 
-@pytest.mark.parametrize("size", [7, 64, 149, 150])  # 149 leaves one token for the last chunk
-@families
+# 149 leaves one token for the last chunk
+@pytest.mark.parametrize(("family", "size"), in_turns(FAMILIES, [7, 64, 149, 150]))
 def test_chunked_prefill_changes_no_token(family: str, size: int) -> None:
     model = tiny(family)
     with kvsift.sparse(model, SPARSE) as run:

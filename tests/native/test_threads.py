@@ -12,7 +12,6 @@ import pytest
 
 PRELUDE = """
 import os, sys, threading, time
-from statistics import median
 import torch
 from kvsift import native
 from kvsift.indexes.graph import GraphIndex
@@ -41,22 +40,27 @@ def check(name):
     assert torch.equal(tools[name](), expected[name]), name
 """
 
+# Threads of one library that spin make every call of another 7 to 100 times slower, in each round. Other processes make
+# some calls slow, alone and in turns: the fastest call of several attempts counts.
 ALTERNATING = """
-def seconds(names, rounds=25):
-    of = {name: [] for name in names}
+def fastest(names, before, rounds=20):
+    least = {name: before.get(name, float("inf")) for name in names}
     for _ in range(rounds):
         for name in names:
             started = time.perf_counter()
             check(name)
-            of[name].append(time.perf_counter() - started)
-    return {name: median(each) for name, each in of.items()}
+            least[name] = min(least[name], time.perf_counter() - started)
+    return least
 
-for attempt in range(4):  # others use this machine, too
-    alone = {name: seconds([name])[name] for name in tools}
-    together = seconds(list(tools))
+alone, together = {}, {}
+for attempt in range(16):
+    for name in tools:
+        alone |= fastest([name], alone)
+    together = fastest(list(tools), together)
     ratios = {name: together[name] / (alone[name] + 2e-4) for name in tools}  # caches are cold, threads wake up
-    if max(ratios.values()) < 3:
+    if attempt >= 2 and max(ratios.values()) < 3:
         break
+    time.sleep(0.3)
 else:
     raise AssertionError(f"slower in turns than alone: {ratios}")
 """

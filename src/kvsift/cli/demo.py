@@ -21,7 +21,7 @@ FACTS = (
     ("The price of the silver compass is 340 crowns.", 0.76, "What is the price of the silver compass?"),
     ("The serial number of the blue turbine is 905164.", 0.93, "What is the serial number of the blue turbine?"),
 )
-# not the default plan: on a CPU a decode step of Quest takes a fifth less time
+# not the default plan: on a CPU, decode steps of Quest take less time
 PLAN = "quest:budget=1024:dense_layers=none"
 
 

@@ -13,9 +13,8 @@ logger = init_logger("vllm.kvsift")  # under vLLM's own logger, whose handlers s
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
-except (
-    ImportError
-):  # 0.28: model runner V2 takes no logits processors, and vLLM goes back to V1 where some are installed
+except ImportError:
+    # 0.28: model runner V2 takes no logits processors, and vLLM falls back to V1 where some are installed
     LogitsProcessor: Any = LogitsProcessorV1
 else:
     LogitsProcessor = type("LogitsProcessor", (LogitsProcessorV1, LogitsProcessorV2), {})

@@ -53,7 +53,7 @@ class Settings:
         return cls(
             read_plan(given["plan"]),
             tuple(read_plan(plan) for plan in more),
-            int(_number(given, "dense_below", 0)),
+            _tokens(given, "dense_below"),
             float(_number(given, "log_every_s", cls.log_every_s)),
         )
 
@@ -109,6 +109,13 @@ def summaries_of(plan: Plan) -> tuple[tuple[str, int], ...]:
 
 def _page_size(rule: Any) -> int:
     return int(rule.method.summary_page_size)
+
+
+def _tokens(given: Mapping[str, Any], key: str) -> int:
+    value = given.get(key, 0)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputError(f"{key}={value!r} must be a whole number of tokens, 0 or more.")
+    return value
 
 
 def _number(given: Mapping[str, Any], key: str, default: float) -> float:
