@@ -11,14 +11,17 @@ TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8
 VLLM := .venv-vllm
 
-.PHONY: demo test test-gpu test-vllm lint docs tables clean
+.PHONY: demo test test-slow test-gpu test-vllm lint docs tables clean
 
 demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
 	$(BIN)/kvsift demo
 
 test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the adapter on the oldest transformers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(OLDEST_TESTS)
+
+test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/ and every Triton kernel compiled for Hopper: two minutes
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m slow
 
 test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; PYTHON must hold torch and the tools of the extra dev
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
@@ -47,15 +50,14 @@ $(BIN)/python:
 	  echo "kvsift needs Python 3.11 or newer; name one with make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/installed: $(BIN)/python pyproject.toml scripts/install-torch CMakeLists.txt $(shell find csrc -type f)
+PACKAGE := $(BIN)/python pyproject.toml scripts/install-torch CMakeLists.txt $(shell find csrc -type f)
+$(VENV)/installed: EXTRAS :=
+$(VENV)/installed-dev: EXTRAS := [dev]
+$(VENV)/installed $(VENV)/installed-dev: $(PACKAGE)
 	@echo "Installing torch, transformers and kvsift into $(VENV): a few minutes, most of them quiet."
 	scripts/install-torch $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable .
-	@touch $@
-
-$(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install --quiet --editable '.$(EXTRAS)'
+	@touch $(VENV)/installed $@
 
 # torchvision and its kin come linked to CUDA, and break imports
 $(VLLM)/installed: pyproject.toml CMakeLists.txt

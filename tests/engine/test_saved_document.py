@@ -304,7 +304,7 @@ def test_a_document_made_of_tokens_has_no_text_to_save(llama: Path, path: Path) 
             {"dtype": "bfloat16"},
             r"in float32, and this LLM computes in bfloat16\. Give dtype=float32, or",
         ),
-        ({"chunk_size": 100}, r"in chunks of 2048 tokens, and this LLM has chunk_size=100\. Give chunk_size=2048, or"),
+        ({"chunk_size": 100}, r"in chunks of 512 tokens, and this LLM has chunk_size=100\. Give chunk_size=512, or"),
         ({"plan": f"{QUOKA},decode={QUEST}"}, "was read under dense prefill, and the plan prefill=quoka"),
     ],
 )

@@ -14,6 +14,7 @@ from kernels.conftest import needs_triton
 SMALLEST, HOPPER = 99 << 10, 227 << 10  # bytes of shared memory of a block: the least since Ampere, and Hopper's
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile every twin on this machine's GPU")
 @pytest.mark.parametrize(("of", "number", "most"), [("decode", 46, SMALLEST), ("prefill", 18, HOPPER)])

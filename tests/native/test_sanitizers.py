@@ -25,6 +25,7 @@ def run(*command: str | Path) -> None:
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not installed")
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_the_core_is_clean_under(sanitizer: str, tmp_path: Path) -> None:

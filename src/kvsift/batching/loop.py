@@ -344,14 +344,18 @@ class Loop:
         if row.key not in self._rows:  # it has ended, or was never in the line
             return
         del self._rows[row.key]
-        row.state, row.finish_reason, row.error = "ended", reason, error
         self._schedule.remove(row.key)
         cache, row.cache = row.cache, None
         if cache is not None:
-            row.report = CacheReport.of(cache) if error is None else None
+            try:
+                row.report = CacheReport.of(cache)
+            except Exception as failure:  # of a method that describes itself
+                reason, error = "error", error or failure
             if cache.run.table is not None:
                 cache.run.table.close(0)
         self._trim()
+        row.finish_reason, row.error = reason, error
+        row.state = "ended"  # last, since whoever waits for it goes on now
 
     def _trim(self) -> None:
         """Drop prompts beyond those that are kept; an idle loop without any gives its memory back."""

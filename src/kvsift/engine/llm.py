@@ -34,7 +34,7 @@ from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_plan
 
 DEFAULT_PLAN = "sketch:budget=1024"
-CHUNK_SIZES = 2048, 8192  # prompt tokens per forward pass: on a CPU, on a GPU
+CHUNK_SIZES = 512, 8192  # prompt tokens per forward pass: on a CPU, on a GPU
 MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
 
 
@@ -49,7 +49,7 @@ class LLM(ModelRunner):
         plan: how to sift the KV cache; see ``kvsift.parse_plan``.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
-        chunk_size: prompt tokens per forward pass, at most 65,536; 8192 on a GPU and 2048 elsewhere by default.
+        chunk_size: prompt tokens per forward pass, at most 65,536; 8192 on a GPU and 512 elsewhere by default.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,
             on a GPU whose decode steps are captured.

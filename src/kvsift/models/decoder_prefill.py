@@ -63,8 +63,8 @@ class DecoderPrefill:
     @torch.inference_mode()
     def _run(self, tokens: Tensor, caches: Sequence[SparseCache], phase: Phase) -> Tensor:
         """Attend equal parts of the tokens with each cache; logits of the last token of each part."""
-        plan = caches[0].run.plan
-        assert not (phase == "decode" and plan.wants_hidden), "queries are foreseen by transformers' modules"
+        foreseen = phase == "decode" and any(cache.run.plan.wants_hidden for cache in caches)
+        assert not foreseen, "queries are foreseen by transformers' modules"
         if not tokens.is_cuda:
             yield_to_others(len(tokens))
         step, num_new = self._step, len(tokens) // len(caches)
