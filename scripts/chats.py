@@ -29,7 +29,7 @@ from kvsift.threads import report
 RECIPE: dict[str, Any] = {
     "tokens": 32768,
     "chats": 4,
-    "plans": ["dense", "sketch:budget=1024", "quest:budget=1024"],
+    "plans": ["dense", "sketch:budget=1024:dense_layers=none", "quest:budget=1024:dense_layers=none"],
     "steps": 32,
     "rounds": 5,
     "max_new_tokens": 2000,

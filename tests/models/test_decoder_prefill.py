@@ -61,3 +61,30 @@ def test_tokens_fed_as_generated_ones_are_answered_so() -> None:
     torch.testing.assert_close(found[-1], expected[-1], rtol=1e-4, atol=2e-5)
     for cache in (slow, fast):
         assert cache.run.report()["phases"]["decode"]["queries"] == sum(CHUNKS) * len(cache.layers)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alone(
+    family: str, dtype: torch.dtype
+) -> None:
+    model = tiny(family).to(dtype)
+    prefill, plans = (
+        DecoderPrefill(DecoderStep(model)),
+        ["dense", "quest:budget=48:window=8:page_size=8", "dense", "sketch:budget=64:window=8"],
+    )
+
+    def after_prompts() -> list[SparseCache]:
+        caches = [make_cache(model, plan, probe_every=0) for plan in plans]
+        for number, cache in enumerate(caches):
+            prefill(torch.arange(3, 100 + 31 * number) % 200, cache, "prefill")
+        return caches
+
+    alone, together = after_prompts(), after_prompts()
+    tokens = torch.tensor([5, 6, 7, 8])
+    for _ in range(3):
+        found = prefill.decode(tokens, together)
+        for number, cache in enumerate(alone):
+            assert torch.equal(prefill(tokens[number : number + 1], cache, "decode")[0], found[number])
+        tokens = found[:, 0].argmax(1)
+    assert [cache.get_seq_length() for cache in together] == [cache.get_seq_length() for cache in alone]

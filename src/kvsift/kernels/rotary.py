@@ -9,6 +9,7 @@ from kvsift import native
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.rotary_append import rotate
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+from kvsift.native.product import MAX_ROWS
 from kvsift.native.product import rotate as rotate_native
 from kvsift.native.shapes import ROW_DTYPES
 
@@ -50,17 +51,18 @@ def _rotate_reference(
 
 
 def _core_supports(heads: Tensor) -> bool:
-    return len(heads) == 1 and heads.device.type == "cpu" and heads.dtype in ROW_DTYPES and native.available()
+    return len(heads) <= MAX_ROWS and heads.device.type == "cpu" and heads.dtype in ROW_DTYPES and native.available()
 
 
 def _rotate_native(
     heads: Tensor, cos: Tensor, sin: Tensor, num_query_heads: int, num_kv_heads: int, q_norm: Tensor | None,
     k_norm: Tensor | None, eps: float,
 ) -> None:  # fmt: skip
-    cos, sin = (angle[0].to(heads.dtype).contiguous() for angle in (cos, sin))
-    queries, keys = heads[0, :num_query_heads], heads[0, num_query_heads : num_query_heads + num_kv_heads]
-    for part, norm in ((queries, q_norm), (keys, k_norm)):
-        rotate_native(part, cos, sin, norm, eps)
+    cos, sin = (angle.to(heads.dtype).contiguous() for angle in (cos, sin))
+    for token, angles in zip(heads, zip(cos, sin)):
+        queries, keys = token[:num_query_heads], token[num_query_heads : num_query_heads + num_kv_heads]
+        for part, norm in ((queries, q_norm), (keys, k_norm)):
+            rotate_native(part, *angles, norm, eps)
 
 
 def _rotate_triton(
