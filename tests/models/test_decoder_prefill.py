@@ -77,7 +77,7 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
     def after_prompts() -> list[SparseCache]:
         caches = [make_cache(model, plan, probe_every=0) for plan in plans]
         for number, cache in enumerate(caches):
-            prefill(torch.arange(3, 100 + 31 * number) % 200, cache, "prefill")
+            prefill(torch.arange(3, 100 + 31 * number) % 60, cache, "prefill")
         return caches
 
     alone, together = after_prompts(), after_prompts()
