@@ -16,7 +16,7 @@ QUESTIONS = ("Which mill?", "How many sacks?", "By which river?")
 
 
 def new_llm(directory: Path) -> LLM:
-    return LLM(directory, PLAN, path="composed", chunk_size=GRID, dtype="float32")
+    return LLM(directory, PLAN, device="cpu", chunk_size=GRID, dtype="float32")
 
 
 @pytest.mark.parametrize("kind", ["llama", "chatty"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny_directory import text_of
+from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
@@ -22,6 +22,7 @@ from kvsift.methods import catalogue, method_class
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
+from kvsift.stores.kv_pool import LayerPool
 
 GRID = 64
 SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
@@ -58,7 +59,7 @@ class Recorded:
 
 
 def new_llm(directory: Path, **options: Any) -> LLM:
-    return LLM(directory, "dense", path="composed", chunk_size=GRID, dtype="float32", probe_every=3, **options)
+    return LLM(directory, "dense", device="cpu", chunk_size=GRID, dtype="float32", probe_every=3, **options)
 
 
 def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **options: Any) -> Row:
@@ -168,7 +169,7 @@ def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
     for row in (again, once_more, salted):
         assert_equal(row, alone)
     assert (other.num_reused, salted.num_reused) == (0, 0)
-    reason = reason_against(parse_plan(plan), 16)
+    reason = reason_against(parse_plan(plan))
     assert (again.num_reused, once_more.num_reused) == ((0, 0) if reason else (2 * GRID, 4 * GRID))
     assert again.no_reuse == (reason or "")
 
@@ -196,6 +197,28 @@ def test_plans_that_share_nothing_say_why(llama: Path) -> None:
     ]:
         assert reason in llm.generate(text_of(100), plan=plan, max_new_tokens=2).no_reuse
     assert llm.generate(text_of(100), plan=f"sketch:{SMALL}", max_new_tokens=2).no_reuse == ""
+
+
+def test_layers_that_drop_tokens_share_nothing(gemma: Path) -> None:
+    llm, plan = new_llm(gemma, keep_tokens=10_000), f"sketch:{SMALL}"
+    first, again, other = (run(llm, new_row(llm, text, plan)) for text in (text_of(300), text_of(300), text_of(280)))
+    assert_equal(again, first)
+    assert (again.num_reused, again.no_reuse) == (0, "the model has layers that drop tokens")
+    side_by_side = [new_row(llm, text, plan) for text in (text_of(300), text_of(280))]
+    run(llm, *side_by_side)
+    for row, alone in zip(side_by_side, (first, other)):
+        assert_equal(row, alone)
+
+
+@pytest.mark.parametrize("placement", ["split", "offload", "host"])
+def test_rows_wherever_their_keys_are(placement: str, llama: Path) -> None:
+    llm, plan = new_llm(llama, placement=placement, keep_tokens=10_000), f"sketch:{SMALL}"
+    alone = [run(other := new_llm(llama, placement=placement), new_row(other, text_of(n), plan)) for n in (300, 170)]
+    rows = [new_row(llm, text_of(n), plan) for n in (300, 170)]
+    run(llm, *rows)
+    for row, expected in zip([*rows, run(llm, new_row(llm, text_of(300), plan))], [*alone, alone[0]]):
+        assert_equal(row, expected)
+        assert ("host memory" in row.no_reuse) == (placement != "host")
 
 
 def _failing(victim: Row, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
@@ -382,7 +405,7 @@ def test_a_timeout_ends_an_answer_as_it_is(llama: Path) -> None:
 
 
 def test_a_plan_object_is_a_plan(llama: Path) -> None:
-    assert reason_against(Plan(), 16) is None
+    assert reason_against(Plan()) is None
 
 
 def test_samples_of_one_prompt_have_seeds_of_their_own(llama: Path) -> None:
@@ -409,3 +432,96 @@ def test_prompts_stay_for_later_calls_where_they_are_to_be_kept(llama: Path) -> 
     assert len(llm.loop.tree) == 4, "no more than that"
     with pytest.raises(InputError, match=r"keep_tokens=-1 must be a whole number, 0 or more"):
         new_llm(llama, keep_tokens=-1)
+
+
+@pytest.mark.parametrize("path", ["auto", "composed"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_rows_decode_together_where_that_changes_no_bit(path: str, family: str, tmp_path: Path) -> None:
+    directory = write_model(tmp_path, family)
+    llm, texts = LLM(directory, "dense", path=path, device="cpu", chunk_size=GRID), [text_of(n) for n in (90, 170, 130)]
+    alone = [run(llm, new_row(llm, text, PLANS[1], 24)) for text in texts]
+    rows, groups = [new_row(llm, text, PLANS[1], 24) for text in texts], []
+    decode = llm.loop._model.decode
+    llm.loop._model.decode = lambda caches, tokens: groups.append(len(caches)) or decode(caches, tokens)
+    run(llm, *rows)
+    for row, expected in zip(rows, alone):
+        assert_equal(row, expected)
+    assert max(groups) == (3 if path == "auto" and family == "Llama" else 1)
+
+
+@pytest.mark.parametrize("where", ["read", "take"])
+def test_an_interrupt_in_the_output_of_a_row_ends_that_row(where: str, llama: Path) -> None:
+    texts = [text_of(150), text_of(170), text_of(130)]
+    alone = [run(llm := new_llm(llama), new_row(llm, text, PLANS[1])) for text in texts]
+    llm = new_llm(llama)
+    rows = [new_row(llm, text, PLANS[1]) for text in texts]
+    tell, calls = getattr(rows[1].output, where), []
+
+    def interrupt(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return tell(*args)
+
+    setattr(rows[1].output, where, interrupt)
+    for row in rows:
+        llm.loop.submit(row)
+    with pytest.raises(KeyboardInterrupt):
+        finish(llm, rows)
+    finish(llm, rows)
+    assert (rows[1].finish_reason, type(rows[1].error)) == ("error", RuntimeError)
+    for index in (0, 2):
+        assert_equal(rows[index], alone[index])
+
+
+def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = new_llm(llama)
+    expected = run(other := new_llm(llama), new_row(other, text_of(200), PLANS[1], 40))
+    running, large = new_row(llm, text_of(200), PLANS[1], 40), new_row(llm, text_of(900), "dense")
+    llm.loop.submit(running)
+    while running.state != "decoding":
+        llm.loop.step(unless=lambda: False)
+    fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
+
+    def short_of_memory(pool: LayerPool, exactly: bool = False) -> None:
+        if pool.pages.num_pages > present:
+            raise torch.OutOfMemoryError("no memory")
+        fit(pool, exactly)
+
+    monkeypatch.setattr(LayerPool, "fit", short_of_memory)
+    llm.loop.submit(large)
+    finish(llm, [running, large])
+    assert str(large.error) == "no memory"
+    assert_equal(running, expected)
+
+
+def test_text_that_was_held_back_is_streamed_at_a_deadline(llama: Path) -> None:
+    transcript = Transcript(Request([1], 9, stops=("zzz",), streamed=True), new_llm(llama).tokenizer)
+    text = "".join(transcript.take(token, 0.0) for token in transcript._tokenizer("abz")["input_ids"][1:])
+    assert (text, transcript.end("deadline")) == ("ab", "z")
+    assert (transcript.end("stop"), transcript.finish_reason) == ("", "deadline")
+
+
+def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = new_llm(llama)
+    pages = 50  # for one of these prompts, not for two
+    monkeypatch.setattr(llm.loop._model, "room", lambda: pages - llm.loop.kv.pages.num_pages)
+    texts = [text_of(600), text_of(610)[::-1], text_of(620)]
+    assert [len(answer.token_ids) for answer in llm.generate(texts, max_new_tokens=4)] == [4, 4, 4]
+    chat = llm.chat(text_of(560))
+    for question in ("Which mill?", "How many sacks?", "Why?"):
+        chat.ask(question, max_new_tokens=4)
+    with pytest.raises(InputError, match="there is memory"):
+        llm.generate(text_of(600)[::-1], max_new_tokens=4)
+    del chat
+    assert llm.generate(text_of(600)[::-1], max_new_tokens=4).token_ids
+    assert llm.loop.kv.pages.num_pages <= pages
+
+
+def test_so_few_tokens_cannot_be_kept(llama: Path) -> None:
+    with pytest.raises(InputError, match=rf"keep_tokens=30 keeps nothing: chunk_size={GRID}"):
+        new_llm(llama, keep_tokens=30)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models.tiny import tiny
 
+from kvsift import native
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
@@ -87,4 +88,11 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
         for number, cache in enumerate(alone):
             assert torch.equal(prefill(tokens[number : number + 1], cache, "decode")[0], found[number])
         tokens = found[:, 0].argmax(1)
+    assert prefill.joins
     assert [cache.get_seq_length() for cache in together] == [cache.get_seq_length() for cache in alone]
+
+
+def test_products_that_the_core_does_not_take_join_no_sequences() -> None:
+    assert DecoderPrefill(DecoderStep(tiny("Llama"))).joins == native.available()
+    assert not DecoderPrefill(DecoderStep(tiny("Qwen2"))).joins, "its projections have biases"
+    assert not DecoderPrefill(DecoderStep(tiny("Llama").half())).joins

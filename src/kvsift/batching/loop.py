@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from kvsift.batching.row import CacheReport, FinishReason, Row
 from kvsift.batching.schedule import Decision, Schedule
 from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
+from kvsift.layer.accounting import Snapshot
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
@@ -41,6 +42,9 @@ class RowModel(Protocol):
 
     page_size: int
 
+    def reason_apart(self, row: Row) -> str | None:
+        """Why a row has a pool of its own; None if its pages are in that of all rows."""
+
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         """An empty cache of one row, over the pages of ``table`` if there is one."""
 
@@ -56,6 +60,9 @@ class RowModel(Protocol):
 
     def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
         """Store and attend one generated token of each cache; logits [vocabulary] of each."""
+
+    def pages_of(self, row: Row) -> int:
+        """The most pages' worth of memory that a row needs."""
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         """Rows that one pass decodes together."""
@@ -89,6 +96,7 @@ class Loop:
         self._keys = itertools.count(1)
         self._lock = Lock()
         self._leaving: deque[tuple[Row, bool]] = deque()  # rows to end, and whether they let go of their prompts
+        self._entering = 0  # threads that wait to submit
         self._begin()
 
     def _begin(self) -> None:
@@ -106,16 +114,18 @@ class Loop:
         Raises:
             InputError: if the line is full.
         """
+        self._entering += 1
         with self._lock:
-            row.key, row.arrived = next(self._keys), self.clock()
-            row.no_reuse = reason_against(row.plan, self._model.page_size) or ""
+            self._entering -= 1
+            row.key, apart = next(self._keys), self._model.reason_apart(row)
+            row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
             row.root = b"" if row.no_reuse else self._model.root(row)
-            found = self._found(row)
-            missing = len(row.ids) - self.grid * len(found)
-            if not self._schedule.add(row.key, row.client, missing, self._pages_of(row)):
+            self._hold(row, self._found(row))
+            if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+                self._hold(row, [])
                 raise InputError("too many requests are waiting. Try again when some of them have ended.")
             self._rows[row.key] = row
-            self._hold(row, found)
+        self._leave()
 
     def cancel(self, row: Row) -> None:
         """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
@@ -141,16 +151,18 @@ class Loop:
 
     def step(self, unless: Callable[[], bool]) -> None:
         """Take a step, unless a condition holds by the time that the step can begin."""
-        while not self._lock.acquire(timeout=PATIENCE_S):
-            if unless():
-                return
-        try:
-            if not unless():
-                with self._turn:
+        if self._entering:  # a lock is not fair: who takes it again at once gets it
+            sleep(PATIENCE_S)
+        with self._turn:
+            while not self._lock.acquire(timeout=PATIENCE_S):
+                if unless():
+                    return
+            try:
+                if not unless():
                     self._step()
-        finally:
-            self._lock.release()
-            self._leave()
+            finally:
+                self._lock.release()
+                self._leave()
 
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""
@@ -158,7 +170,8 @@ class Loop:
             tables = [row.cache.run.table for row in self._rows.values() if row.cache is not None]
             owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
             wrong = audit(self.kv.pages, [*owned, *self.tree.runs])
-            assert not wrong, wrong[:5]
+        self._leave()
+        assert not wrong, wrong[:5]
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -183,22 +196,25 @@ class Loop:
         if any(row.nodes for row in waiting):
             for row in waiting:
                 self._hold(row, [])
+                self._schedule.revise(row.key, *self._cost_of(row))
             return
-        row = max(waiting, key=self._pages_of)
+        row = max(waiting, key=self._model.pages_of)
         error = InputError(
             f"the prompt has {len(row.ids)} tokens and up to {row.max_new_tokens} will be generated; there is memory "
             f"for {self._room() * self._model.page_size} in all. Shorten the prompt, or generate fewer."
         )
         self._end(row, "error", error)
 
-    def _pages_of(self, row: Row) -> int:
-        return -(-(row.length + 1) // self._model.page_size)
+    def _cost_of(self, row: Row) -> tuple[int, int]:
+        """Tokens of a prompt that are to be read, and pages to be reserved, beside the chunks that the row holds."""
+        shared = sum(node.num_pages for node in row.nodes)
+        return len(row.ids) - self.grid * len(row.nodes), self._model.pages_of(row) - shared
 
     def _room(self) -> int:
         """Pages that could be reserved now."""
         beside = self._model.room()
         if beside is None:
-            beside = max(map(self._pages_of, self._rows.values()), default=0)
+            beside = max(map(self._model.pages_of, self._rows.values()), default=0)
         return self.kv.pages.num_free + self.tree.droppable() + beside
 
     def _found(self, row: Row) -> list[Node]:
@@ -215,14 +231,11 @@ class Loop:
         row.state = "reading"
         self._hold(row, self._found(row))
         nodes, length = row.nodes, self.grid * len(row.nodes)
+        table = PageTable(1, self.kv) if row.in_pool else None
         try:
-            table = None
-            if row.plan.page_size in (None, self._model.page_size):
-                table, pages = PageTable(1, self.kv), self._pages_of(row)
+            if table is not None:
                 table.adopt(0, [run for node in nodes for run in node.runs])
-                missing = pages - table.num_pages(0) - self.kv.pages.num_free - (self._model.room() or pages)
-                self.tree.drop(missing, self.clock())
-                table.reserve(0, pages)
+                self._reserve(table, self._model.pages_of(row))
             row.cache = self._model.open(row, table)
             if nodes:
                 kinds = frozenset(row.plan.summaries)
@@ -234,8 +247,28 @@ class Loop:
                 self._maintain(row.cache)
             row.num_cached = row.num_reused = length
             row.output.read(length)
-        except Exception as error:  # of this row alone
-            self._end(row, "error", error)
+        except BaseException as error:  # of this row alone
+            if row.cache is None and table is not None:
+                table.close(0)
+            self._end(row, "error", _told(error))
+            if not isinstance(error, Exception):
+                raise
+
+    def _reserve(self, table: PageTable, num_pages: int) -> None:
+        """Reserve the pages of a row, and the memory for them, for which old prompts may have to go."""
+        room = self._model.room()
+        missing = num_pages - table.num_pages(0)
+        self.tree.drop(missing - self.kv.pages.num_free - (missing if room is None else room), self.clock())
+        pools = list(self.kv.layers.values())
+        try:
+            table.reserve(0, num_pages)
+            for pool in pools:
+                with pool.lock:
+                    pool.fit(exactly=True)
+        except BaseException:  # or the rows that run would be the next to fail
+            table.close(0)
+            self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
+            raise
 
     def _read(self, row: Row) -> None:
         """Read the next chunk of a prompt, and with the last one choose the first token."""
@@ -243,42 +276,51 @@ class Loop:
         assert cache is not None
         before = row.num_cached
         stop = min(before - before % self.grid + self.grid, last)
-        done = stop == last
+        counters, done, logits = cache.stats.snapshot(), False, None
         try:
             if stop > before:
-                if done:
+                if stop == last:
                     cache.prepare_after_next()
                 self._model.read(cache, row.ids[before:stop])
-                row.num_cached = stop
+                row.num_cached, counters = stop, cache.stats.snapshot()
                 if stop % self.grid == 0 and not row.no_reuse:
                     self._seal(row)
-            if done:
+            if stop == last:
                 cache.prepare()
                 logits = self._model.read(cache, row.ids[last:])
-                row.num_cached = last + 1
                 cache.prepare()
-            row.output.read(row.num_cached)
-            if done:
-                row.state = "decoding"
-                self._take(row, logits)
+                row.num_cached, row.state, done = last + 1, "decoding", True
         except OUT_OF_MEMORY as error:
-            if not self._undo(row) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
-                self._end(row, "error", error)
-            done = False  # once more, in the next step
+            if not self._undo(row, counters) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
+                self._end(row, "error", error)  # else it is read again, in the next step
         except Exception as error:
             self._end(row, "error", error)
         except BaseException as error:  # the thread that takes the step is interrupted, and the row may be another's
-            done = False
-            if not self._undo(row):
-                self._end(row, "error", error)
+            if not self._undo(row, counters):
+                self._end(row, "error", _told(error))
             raise
         finally:
             self._schedule.has_read(row.key, row.num_cached - before, self.clock() - started, done)
+        if done:
+            self._look_again()
+        if not row.is_ended:
+            self._tell(row, logits)
+
+    def _look_again(self) -> None:
+        """Let the line hold what it has in common with a prompt that was read."""
+        for row in [self._rows[key] for key in self._schedule.waiting]:
+            found = self._found(row)
+            if len(found) > len(row.nodes):
+                self._hold(row, found)
+                self._schedule.revise(row.key, *self._cost_of(row))
 
     def _seal(self, row: Row) -> None:
         """Share the chunk that was just read."""
         cache, pages = row.cache, self.grid // self._model.page_size
         assert cache is not None
+        if not cache.can_undo:
+            row.no_reuse = "the model has layers that drop tokens"
+            return
         first = row.num_cached // self._model.page_size - pages
         before = row.nodes[-1] if row.nodes else None
         ids = row.ids[row.num_cached - self.grid : row.num_cached]
@@ -307,36 +349,46 @@ class Loop:
             if len(group) == 1:
                 self._end(group[0], "error", error)
                 return
-            for row, cache, counters in zip(group, caches, counted):
-                cache.stats.set_back(counters)
-                assert self._undo(row), "rows that cannot be undone decode alone"
+            undone = [self._undo(row, counters) for row, counters in zip(group, counted)]
+            assert all(undone), "rows that cannot be undone decode alone"
             for row in group:  # the one that fails again ends
                 self._decode_together([row])
             return
         except BaseException as error:
-            for row, cache, counters in zip(group, caches, counted):
-                cache.stats.set_back(counters)
-                if not self._undo(row):
-                    self._end(row, "error", error)
+            for row, counters in zip(group, counted):
+                if not self._undo(row, counters):
+                    self._end(row, "error", _told(error))
             raise
-        for row, logits in zip(group, every):
+        for row in group:
             row.num_cached += 1
-            self._take(row, logits)
+        interrupted: BaseException | None = None
+        for row, logits in zip(group, every):
+            try:
+                self._tell(row, logits)
+            except BaseException as error:  # the others have a token to take, too
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
 
-    def _take(self, row: Row, logits: Tensor) -> None:
+    def _tell(self, row: Row, logits: Tensor | None) -> None:
+        """Tell the client what is cached, and let it choose a token from the logits, if there are any."""
         assert row.cache is not None
         try:
-            row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
-        except Exception as error:
-            self._end(row, "error", error)
-        else:
-            if reason:
-                self._end(row, reason)
+            row.output.read(row.num_cached)
+            if logits is not None:
+                row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
+                if reason:
+                    self._end(row, reason)
+        except BaseException as error:
+            self._end(row, "error", _told(error))
+            if not isinstance(error, Exception):
+                raise
 
-    def _undo(self, row: Row) -> bool:
-        """Forget what a failed pass has stored; False if the row cannot."""
+    def _undo(self, row: Row, counters: Snapshot) -> bool:
+        """Forget what a failed pass has stored and counted; False if the row cannot."""
         if row.cache is None or not can_undo(row.plan) or not row.cache.can_undo:
             return False
+        row.cache.stats.set_back(counters)
         row.cache.undo(row.num_cached)
         return True
 
@@ -364,3 +416,12 @@ class Loop:
             self.tree.drop(excess, self.clock())
         if not self._rows and not len(self.tree):
             self._begin()
+
+
+def _told(error: BaseException) -> Exception:
+    """The error of a row; an interrupt is that of whichever thread took the step."""
+    if isinstance(error, Exception):
+        return error
+    told = RuntimeError(f"the step of this row was interrupted ({type(error).__name__}), and it cannot be repeated")
+    told.__cause__ = error
+    return told

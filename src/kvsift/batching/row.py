@@ -61,11 +61,11 @@ class Row:
         client: whom it belongs to: clients get equal shares.
         deadline: time of the loop's clock at which it ends, finished or not.
         salt: rows of other salts share nothing with it.
-        arrived: time of its submission.
         state, finish_reason, error: how far it is, and how it ended.
         num_cached: tokens that are cached; those of a step that failed are not.
         num_reused: of the prompt, those that were read before.
         no_reuse: why none could be; empty if that was possible.
+        in_pool: its pages are in the pool that rows share.
         report: of the cache, once the row has ended.
     """
 
@@ -77,7 +77,6 @@ class Row:
     deadline: float | None = None
     salt: str = ""
     key: int = 0
-    arrived: float = 0.0
     state: State = "waiting"
     finish_reason: FinishReason = ""
     error: BaseException | None = None
@@ -88,6 +87,7 @@ class Row:
     num_cached: int = 0
     num_reused: int = 0
     no_reuse: str = ""
+    in_pool: bool = True
     report: CacheReport | None = None
 
     @property

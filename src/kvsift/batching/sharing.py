@@ -5,10 +5,8 @@ from __future__ import annotations
 from kvsift.plan.plan import Plan, Rule
 
 
-def reason_against(plan: Plan, page_size: int) -> str | None:
+def reason_against(plan: Plan) -> str | None:
     """Return why rows of a plan share no pages; None if they do."""
-    if plan.page_size not in (None, page_size):
-        return f"its pages have {plan.page_size} tokens, and those that are shared {page_size}"
     return next(filter(None, map(_reason_of_rule, plan.rules)), None)
 
 
@@ -19,8 +17,6 @@ def can_undo(plan: Plan) -> bool:
 
 def _reason_of_rule(rule: Rule) -> str | None:
     traits, name = rule.method.traits, str(rule).partition(":")[0]
-    if rule.evicts:
-        return f"{name} drops tokens for good"
     if not traits.keeps_all or traits.follows:
         return f"what {name} remembers depends on how earlier tokens were answered"
     if traits.wants_queries:

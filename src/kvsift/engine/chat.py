@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Chat:
     """Turns of a conversation, about a document or about nothing.
 
-    What the turns have in common is kept while the chat exists, in chunks of the model's grid, so a turn reads its
-    question, the answer before it and less than a chunk. Every turn selects anew: what an early turn was about is as
-    near as what was said last.
+    Where steps are composed, what the turns have in common is kept in whole chunks (``chunk_size``) while the chat
+    exists, so a turn reads its question, the answer before it and less than a chunk. Captured steps read every turn
+    whole. Every turn selects anew: what an early one was about is as near as what was said last.
 
     Args:
         start: begins to generate after the tokens of a prompt.
@@ -44,7 +44,7 @@ class Chat:
         self, question: str, *, progress: ProgressCallback | None = None, on_text: Callable[[str], None] | None = None,
         **options: Unpack[Options],
     ) -> Answer:  # fmt: skip
-        """Answer the next turn. A turn that fails or is interrupted leaves the conversation as it was.
+        """Answer the next turn. A turn that fails, or ends before its first token, leaves the conversation as it was.
 
         Args:
             question: in plain words.
@@ -70,7 +70,8 @@ class Chat:
             answer = generation.answers[0]
             answer.text = answer.text.strip()
             self._held = generation  # the last one lets go only now
-            self.turns.append((question.strip(), answer.text))
+            if answer.token_ids or answer.finish_reason == "stop":
+                self.turns.append((question.strip(), answer.text))
             return answer
         finally:
             self._lock.release()

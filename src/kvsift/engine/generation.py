@@ -41,12 +41,14 @@ class Generation:
         requests: decoded together.
         started: time of submission.
         progress: called while prompts are prefilled.
+        holds: what was read of composed prompts is kept as long as this object, for prompts that begin alike.
     """
 
     def __init__(
         self, runner: ModelRunner, loop: Loop, plan: Plan, requests: Sequence[Request], started: float,
-        progress: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None, holds: bool = False,
     ) -> None:  # fmt: skip
+        self._holds = holds
         self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
         self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
         self._answers: dict[int, Answer] = {}
@@ -80,16 +82,17 @@ class Generation:
             Row(request.ids, plan, request.max_new_tokens, output, deadline=request.deadline)
             for request, output in zip(self._requests, outputs)
         ]
-        for row in rows:  # their prompts are held for as long as somebody has this object
+        for row in rows if self._holds else ():  # their prompts are held for as long as somebody has this object
             weakref.finalize(self, self._loop.close, row).atexit = False
-        for index, piece in follow(self._loop, rows, outputs):
+        for index, piece in follow(self._loop, rows, outputs, self._holds):
             if piece:
                 yield index, piece
             elif self._progress is not None:
                 done = (min(output.num_read, len(row.ids) - 1) for output, row in zip(outputs, rows))
                 self._progress(sum(done), self._total)
-        for index, (row, output) in enumerate(zip(rows, outputs)):
-            self._answers[index] = answer_of_row(runner, row, output.transcript, self._started, reason)
+        with runner.fast_path.turn:  # counters may be on the device
+            for index, (row, output) in enumerate(zip(rows, outputs)):
+                self._answers[index] = answer_of_row(runner, row, output.transcript, self._started, reason)
 
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
@@ -166,7 +169,6 @@ def check_captured(requests: Sequence[Request]) -> None:
 def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
     """Return the answer of a row that has ended."""
     report = row.report or CacheReport(str(row.plan), RunStats(), 0, {})
-    transcript.finish_reason = row.finish_reason
     return answer_of(
         runner, report, transcript, started, num_cached=row.num_reused, path=path, no_reuse=row.no_reuse
     )  # fmt: skip

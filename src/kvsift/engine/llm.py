@@ -56,7 +56,8 @@ class LLM(ModelRunner):
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
         keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike, where steps
-            are composed. Prompts of one call, and the turns of a chat, share in any case.
+            are composed; weights must not change meanwhile. Prompts of one call, and the turns of a chat, share in any
+            case.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
@@ -97,6 +98,10 @@ class LLM(ModelRunner):
         check_placement(self.plan, place, on_gpu)
         check_probes(self.plan, probe_every)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
+        if 0 < keep_tokens < chunk_size:
+            raise InputError(
+                f"keep_tokens={keep_tokens} keeps nothing: chunk_size={chunk_size}, and whole chunks are kept."
+            )
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path)
         self.loop = new_loop(self, keep_tokens)
 
@@ -168,7 +173,7 @@ class LLM(ModelRunner):
 
         def start(ids: list[int], options: Options, progress: ProgressCallback | None, streamed: bool) -> Generation:
             chosen: Options = {"plan": plan, **options}
-            return self._continuing([ids], GenerateOptions(**chosen), progress, streamed, perf_counter())
+            return self._continuing([ids], GenerateOptions(**chosen), progress, streamed, perf_counter(), holds=True)
 
         return Chat(start, form, context, stop)
 
@@ -209,6 +214,8 @@ class LLM(ModelRunner):
             sampling: how to choose tokens, for all prompts or one for each; greedy by default. A prompt's draws come
                 from its own seed, so its answer does not depend on its neighbours.
             stop: text, or several texts, that end the answer and are not part of it.
+            logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
+            timeout_s: end each answer after so many seconds, as it is then; captured prompts are read to their end.
 
         Returns:
             An ``Answer``, or a list of them for a list of prompts or for ``n``.
@@ -255,7 +262,7 @@ class LLM(ModelRunner):
 
     def _continuing(
         self, prompts: Sequence[Sequence[int]], options: GenerateOptions, progress: ProgressCallback | None,
-        streamed: bool, started: float,
+        streamed: bool, started: float, holds: bool = False,
     ) -> Generation:  # fmt: skip
         prompt_options = options.split(len(prompts))
         plan = self.plan if options.plan is None else parse_plan(options.plan)
@@ -265,7 +272,7 @@ class LLM(ModelRunner):
         self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
         started += perf_counter() - before
         requests = [self.request(ids, choice, streamed) for ids, choice in zip(prompts, prompt_options)]
-        return Generation(self, self.loop, plan, requests, started, progress)
+        return Generation(self, self.loop, plan, requests, started, progress, holds)
 
 
 def _cpu(device: str) -> str:

@@ -42,7 +42,7 @@ class ModelRunner:
     Attributes:
         tokenizer: of the model.
         fast_path: captured decode steps and fused prefill.
-        kv: pages that all caches draw from; None: each cache has its own.
+        kv: pages that documents and captured prompts draw from; None: each cache has its own.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ ProgressCallback = Callable[[int, int], None]  # tokens prefilled so far, tokens
 
 
 class Options(TypedDict, total=False):
-    """Keywords of ``LLM.generate``, ``LLM.stream`` and ``Document.ask``, for type checkers."""
+    """Keywords of ``LLM.generate``, ``LLM.stream``, ``Document.ask`` and ``Chat.ask``, for type checkers."""
 
     plan: PlanSpec
     max_new_tokens: int
@@ -53,7 +53,8 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.logprobs is not None:
             checks.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        if self.timeout_s is not None and not self.timeout_s > 0:
+        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
+        if self.timeout_s is not None and not (is_number and self.timeout_s > 0):
             raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, or None.")
 
     @property

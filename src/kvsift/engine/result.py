@@ -21,7 +21,7 @@ class Answer:
         itl_s: seconds between output tokens after the first, probes excluded.
         stats: counters by phase and layer (``RunStats.report``).
         plan: the plan as it was resolved.
-        kv_bytes: size of keys, values and summaries at the end, of all prompts that were decoded together.
+        kv_bytes: size of keys, values and summaries at the end, of all prompts that shared a cache or a pool of pages.
         peak_memory_bytes: peak memory so far.
         path: the decode path: "captured", or "composed: " and the reason.
         dense_below: captured steps were dense in contexts shorter than this.

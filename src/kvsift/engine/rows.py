@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import can_undo
-from kvsift.engine.memory import SUMMARY_SHARE, available_bytes
+from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.transcript import Request, Transcript
@@ -23,7 +23,7 @@ from kvsift.models.transformers_cache import SparseCache
 from kvsift.stores.page_table import PageTable
 from kvsift.types import LayerShape
 
-FREE_SHARE = 0.45  # of the free memory that rows may take: a pool that grows is copied
+FREE_SHARE = 0.8  # of the free memory that rows may take: a pool that grows is copied layer by layer
 
 
 class RunnerRows:
@@ -35,6 +35,15 @@ class RunnerRows:
         self._runner = runner
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
+
+    def reason_apart(self, row: Row) -> str | None:
+        if self._runner.placement in ("split", "offload"):
+            return "keys and values are in host memory, in a pool of its own"
+        if evicting := [str(rule).partition(":")[0] for rule in row.plan.rules if rule.evicts]:
+            return f"{evicting[0]} drops tokens for good"
+        if row.plan.page_size not in (None, self.page_size):
+            return f"its pages have {row.plan.page_size} tokens, and those that are shared {self.page_size}"
+        return None
 
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         cache = self._runner.new_cache(row.plan, len(row.ids) + row.max_new_tokens, length=row.length)
@@ -61,16 +70,27 @@ class RunnerRows:
         return list(fused.decode(torch.tensor(tokens), caches)[:, 0])
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-        if self._runner.device.type != "cpu" or self._fused() is None:
+        fused = self._fused()
+        if fused is None or not fused.joins:
             return [[row] for row in rows]
         joined = [row for row in rows if can_undo(row.plan) and not row.plan.wants_hidden]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([row] for row in rows if row not in joined)]
 
+    def pages_of(self, row: Row) -> int:
+        layers = self._runner.directory.config.num_hidden_layers
+        return -(-stored_tokens(row.plan, layers, row.length + 1, self._runner.chunk_size) // self.page_size)
+
     def room(self) -> int | None:
-        runner, free = self._runner, available_bytes(self._runner.device)
+        runner = self._runner
+        device = torch.device("cpu") if runner.place.in_host_memory else runner.device
+        free = available_bytes(device)
+        if free is None:
+            return None
+        if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)
-        return None if free is None else int(FREE_SHARE * free / page_bytes)
+        return int(FREE_SHARE * free / page_bytes)
 
     def _fused(self) -> DecoderPrefill | None:
         return self._runner.fast_path.fused(self._runner.model)
@@ -109,10 +129,10 @@ class TextOutput:
         return token, self.transcript.finish_reason if self.transcript.done else ""
 
 
-def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput]) -> Iterator[tuple[int, str]]:
+def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
     """Take steps until rows have ended; yields (index of the row, piece of its text), and "" when more was read.
 
-    Leaving the iterator ends the rows, which hold their prompts until they are closed.
+    Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed.
 
     Raises:
         The error of a row that failed.
@@ -127,17 +147,22 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput]) -> It
         for row in rows:
             loop.submit(row)
         while True:
+            all_ended = all(row.is_ended for row in rows)  # before what they have said is fetched
             for index, (row, output) in enumerate(zip(rows, outputs)):
                 if output.num_read != told[index]:
                     told[index] = output.num_read
                     yield index, ""
                 while output.pieces:
                     yield index, output.pieces.popleft()
+                if row.is_ended and not holds:
+                    loop.close(row)
                 if row.error is not None:
                     raise row.error
-            if all(row.is_ended for row in rows):
+                if row.is_ended and (piece := output.transcript.end(row.finish_reason)):
+                    yield index, piece
+            if all_ended:
                 return
             loop.step(unless=has_news)
     finally:
         for row in rows:
-            loop.cancel(row)
+            (loop.cancel if holds else loop.close)(row)

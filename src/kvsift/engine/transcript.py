@@ -113,6 +113,13 @@ class Transcript:
             self._text = text
         return self._piece(text if self.done else text[: len(text) - undecided(text, request.stops)])
 
+    def end(self, reason: FinishReason) -> str:
+        """End the text as it is, unless it has ended by itself. Returns the text that was not certain before."""
+        if self.done:
+            return ""
+        self.done, self.finish_reason = True, reason
+        return self._piece(self.text) if self.request.streamed else ""
+
     def _piece(self, ready: str) -> str:
         piece, self._num_returned = ready[self._num_returned :], max(self._num_returned, len(ready))
         return piece

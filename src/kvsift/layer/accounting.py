@@ -113,6 +113,7 @@ class Tally:
 
 
 Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase
+Snapshot = tuple[Tallies, list[Widening], float]  # counters of a cache at some time
 
 
 class Counters(ABC):
@@ -182,11 +183,11 @@ class RunStats(Counters):
         """The counters of one layer in one phase."""
         return self._tallies.setdefault((layer, phase), Tally())
 
-    def snapshot(self) -> tuple[Tallies, list[Widening], float]:
+    def snapshot(self) -> Snapshot:
         """All counters, for ``set_back``."""
         return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
 
-    def set_back(self, counters: tuple[Tallies, list[Widening], float]) -> None:
+    def set_back(self, counters: Snapshot) -> None:
         """Forget what was counted since a snapshot, which is used up."""
         self._tallies, self._widenings, self.probe_s = counters
 

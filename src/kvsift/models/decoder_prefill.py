@@ -7,6 +7,8 @@ its matrix products (H200, 8K tokens: 75 of 226 ms). Weights and roundings here 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_cache import SparseCache
-from kvsift.native.product import MAX_ROWS
+from kvsift.native.product import MAX_ROWS, takes_product
 from kvsift.threads import yield_to_others
 from kvsift.types import LayerShape
 
@@ -31,6 +33,16 @@ class DecoderPrefill:
 
     def __init__(self, step: DecoderStep) -> None:
         self._step = step
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether ``decode`` gives each sequence the bits that it has alone: the compiled core multiplies few rows."""
+        layers = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._step.layers]
+        weights = [None if each.bias is not None else each.weight for each in (self._step.head, *chain(*layers))]
+        return all(
+            weight is not None and takes_product(weight.new_empty(MAX_SEQUENCES, weight.shape[1]), weight)
+            for weight in weights
+        )
 
     def __call__(self, tokens: Tensor, cache: SparseCache, phase: Phase) -> Tensor:
         """Store and attend the next tokens of the row that ``SparseCache.turn_to`` chose.
@@ -48,8 +60,7 @@ class DecoderPrefill:
     def decode(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor:
         """Store and attend one generated token of each of several sequences, each as if it had come alone.
 
-        On a CPU each row of the result is the same, bit for bit, as that of its sequence alone, for up to
-        ``MAX_SEQUENCES`` of them.
+        Where ``joins``, up to ``MAX_SEQUENCES`` get the bits that each has alone.
 
         Args:
             tokens: int64 [sequences].

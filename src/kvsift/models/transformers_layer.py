@@ -122,8 +122,9 @@ class SparseLayer(AttendingLayer):
 
     def undo(self, length: int) -> None:
         """As ``SparseCache.undo``."""
-        self._pending = self.foreseen = None
+        rotation, self._pending, self.foreseen = self.rotation, None, None
         self.crop(length - self.columns)
+        self.rotation = rotation
 
     def restore(
         self, shape: LayerShape, keys: Tensor, values: Tensor, summaries: Mapping[int, Mapping[str, Tensor]],

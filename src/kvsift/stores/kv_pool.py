@@ -75,8 +75,9 @@ class LayerPool:
         if needed <= present:
             return
         target = needed if exactly or self.pages.size is not None else max(needed, 2 * present)
-        self.keys, self.values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
-        self.summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
+        keys, values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
+        summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
+        self.keys, self.values, self.summaries = keys, values, summaries  # all or none, should memory be short
 
     def maintain(self, user: object, kinds: Iterable[str], device: torch.device | None = None) -> None:
         """Note the kinds of page summary that a store maintains, each stored from now on; drop those that none does."""

@@ -158,6 +158,20 @@ class PagePool:
         vars(other).update(others)  # who holds this pool does not hold the copy
         return other
 
+    def trim(self, num_pages: int) -> None:
+        """Forget free pages at the end, until there are so many in all."""
+        with self.lock:
+            start = self._start_of.get(self.num_pages)
+            if self.size is not None or start is None or self.num_pages <= num_pages:
+                return
+            end = max(start, num_pages)
+            self._remove(start)
+            if end > start:
+                self._insert(start, end)
+            self._num_free -= self.num_pages - end
+            del self._references[end:]
+            self.num_pages = end
+
     def references(self, page: int) -> int:
         """References to a page."""
         return self._references[page]
