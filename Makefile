@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OLDEST := 5.17.0
 # what reads transformers' modules, caches, configs and loaders; the rest of the engine builds on these
 OLDEST_TESTS := tests/models $(addprefix tests/engine/test_,$(addsuffix .py,\
-  decode_steps engine_generate hub quantised rope_lengths))
+  engine_generate hub quantised rope_lengths))
 COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8
@@ -20,7 +20,7 @@ test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the ad
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(OLDEST_TESTS)
 
-test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/ and every Triton kernel compiled for Hopper: two minutes
+test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compiled for Hopper, tests of the contracts: three minutes
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m slow
 
 test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; PYTHON must hold torch and the tools of the extra dev

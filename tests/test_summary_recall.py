@@ -13,6 +13,8 @@ import pytest
 from kvsift.eval.result_files import upgraded
 from kvsift.eval.tables import recall_table
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 RECIPE = """
 tasks = ["passkey"]

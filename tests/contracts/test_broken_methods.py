@@ -23,6 +23,8 @@ from kvsift.methods.quest import Quest
 from kvsift.methods.scoring import top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
+pytestmark = pytest.mark.slow  # it tests the contracts, not the methods
+
 SelectArguments = tuple[Any, LayerShape, Tensor, int, Candidates, Limit, KVReader]
 
 
