@@ -525,3 +525,22 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
 def test_so_few_tokens_cannot_be_kept(llama: Path) -> None:
     with pytest.raises(InputError, match=rf"keep_tokens=30 keeps nothing: chunk_size={GRID}"):
         new_llm(llama, keep_tokens=30)
+
+
+def test_many_threads_that_enter_leave_no_trace(llama: Path) -> None:
+    llm = new_llm(llama)
+    llm.load()
+    expected = llm.generate("Which?", max_new_tokens=2).token_ids
+    found: list[list[int]] = []
+
+    def ask() -> None:
+        for _ in range(10):
+            found.append(llm.generate("Which?", max_new_tokens=2).token_ids)
+
+    threads = [Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert found == [expected] * 60
+    assert (llm.loop.rows, len(llm.loop._entering), len(llm.loop._leaving)) == ([], 0, 0)

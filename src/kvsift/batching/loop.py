@@ -96,7 +96,7 @@ class Loop:
         self._keys = itertools.count(1)
         self._lock = Lock()
         self._leaving: deque[tuple[Row, bool]] = deque()  # rows to end, and whether they let go of their prompts
-        self._entering = 0  # threads that wait to submit
+        self._entering: deque[Row] = deque()  # one for each thread that submits, in no order
         self._begin()
 
     def _begin(self) -> None:
@@ -114,18 +114,23 @@ class Loop:
         Raises:
             InputError: if the line is full.
         """
-        self._entering += 1
-        with self._lock:
-            self._entering -= 1
-            row.key, apart = next(self._keys), self._model.reason_apart(row)
-            row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
-            row.root = b"" if row.no_reuse else self._model.root(row)
-            self._hold(row, self._found(row))
-            if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
-                self._hold(row, [])
-                raise InputError("too many requests are waiting. Try again when some of them have ended.")
-            self._rows[row.key] = row
+        self._entering.append(row)
+        try:
+            with self._lock:
+                self._enter(row)
+        finally:
+            self._entering.pop()
         self._leave()
+
+    def _enter(self, row: Row) -> None:
+        row.key, apart = next(self._keys), self._model.reason_apart(row)
+        row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
+        row.root = b"" if row.no_reuse else self._model.root(row)
+        self._hold(row, self._found(row))
+        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+            self._hold(row, [])
+            raise InputError("too many requests are waiting. Try again when some of them have ended.")
+        self._rows[row.key] = row
 
     def cancel(self, row: Row) -> None:
         """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""

@@ -152,13 +152,14 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
                 if output.num_read != told[index]:
                     told[index] = output.num_read
                     yield index, ""
+                ended = row.is_ended  # before its text is fetched: another thread may end it meanwhile
                 while output.pieces:
                     yield index, output.pieces.popleft()
-                if row.is_ended and not holds:
+                if ended and not holds:
                     loop.close(row)
                 if row.error is not None:
                     raise row.error
-                if row.is_ended and (piece := output.transcript.end(row.finish_reason)):
+                if ended and (piece := output.transcript.end(row.finish_reason)):
                     yield index, piece
             if all_ended:
                 return
