@@ -215,7 +215,7 @@ def test_a_document_keeps_its_steps_from_question_to_question(directory: Path) -
     document = llm(directory).read(TEXTS[0])
     questions = ("How many sacks?", "Which mill?", "Which river?", "How much corn?")
     first, *others = (document.ask(question, max_new_tokens=20).setup_s for question in questions)
-    assert min(others) < first / 5  # each would capture anew; another process may delay one
+    assert min(others) < first / 2  # each would capture anew; another process may delay one
 
 
 @pytest.mark.parametrize("plan", PLANS[:1])

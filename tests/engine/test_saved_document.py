@@ -521,7 +521,8 @@ def test_saved_summaries_are_not_computed_again(llama: Path, saved: Path, monkey
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("placement", ["device", "split", "offload"])
 def test_a_gpu_opens_what_it_saved(placement: str, llama: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # in spite of on_the_cpu
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     llm = LLM(llama, QUEST, device="cuda", dtype="bfloat16", placement=placement, dense_below=0)
     document = llm.read(TEXT)
     document.save(path)

@@ -160,6 +160,7 @@ def test_offload_keeps_summaries_and_its_cache_on_the_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("seed", range(4))
+@torch.inference_mode()
 def test_a_gpu_sees_through_the_bus_what_is_beside_it_elsewhere(seed: int) -> None:
     like, shape, kinds = torch.empty(0, device="cuda"), SHAPE._replace(head_dim=32), ["sketch1", "minmax"]
     stores = [kind(shape, 2, 4, like, kinds) for kind in (OffloadStore, PagedStore)]

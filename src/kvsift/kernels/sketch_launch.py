@@ -33,7 +33,7 @@ class SketchSpace(NamedTuple):
     shares: Tensor  # float32 [rows, members, 2 * group]
     bins: Tensor  # int32 [rows, members, BINS]
     coarse: Tensor  # int32 [rows, members, COARSE]
-    spill: Tensor  # uint8 [rows, members, bytes of the weights of a member], 0 of them if they fit into shared memory
+    spill: Tensor  # uint8 [rows, members, bytes of a member's weights and bases that find no shared memory]
     parts: Tensor  # float32 [rows, members, record]
     flags: Tensor  # int32 [rows, 4], zero
 
@@ -43,7 +43,7 @@ class SketchSpace(NamedTuple):
         members = _members(kv)
         record = -(-(group * (kv.head_dim + 2) + 1 + group) // 4) * 4
         subs = _own_subs(kv, members)
-        spill = subs * group * SUB * 2 if _shared_bytes(kv, group, capacity, members, spills=False) > MOST_SHARED else 0
+        spill = (0, subs * group * SUB * 2, subs * group * (SUB * 2 + 4))[_spilled(kv, group, capacity, members)]
         return cls(
             torch.empty(rows, members, 2 * group, device=device),
             torch.empty(rows, members, BINS, dtype=torch.int32, device=device),
@@ -70,11 +70,16 @@ def _list_length(capacity: int) -> int:
     return -(-capacity // 4) * 4
 
 
-def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spills: bool) -> int:
+def _spilled(kv: PagedKV, group: int, capacity: int, members: int) -> int:
+    """What finds no shared memory: nothing (0), weights (1), or bases, too (2)."""
+    return next((n for n in (0, 1) if _shared_bytes(kv, group, capacity, members, spilled=n) <= MOST_SHARED), 2)
+
+
+def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spilled: int) -> int:
     """Bytes of dynamic shared memory: ``Arrays`` of the source, whose last part holds weights and then parts."""
     subs = _own_subs(kv, members)
-    arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (12 + 8 * group)
-    weights = 0 if spills else subs * 2 * SUB * group
+    arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (12 + 4 * group + (0 if spilled == 2 else 4 * group))
+    weights = 0 if spilled else subs * 2 * SUB * group
     part = -(-(group * (kv.head_dim + 2)) // 4) * 4
     return arrays + max(weights, 4 * (2 * WARPS * part + group * max(2 * WARPS, members)))
 
@@ -93,7 +98,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
     if not shapes or not have_nvrtc():
         return False
     members = _members(kv)
-    fits = _shared_bytes(kv, group, capacity, members, spills=True) <= MOST_SHARED
+    fits = _shared_bytes(kv, group, capacity, members, spilled=2) <= MOST_SHARED
     return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
 
 
@@ -135,19 +140,19 @@ def sketch_attention_cuda(
     numbers = (kv.table.shape[1], kv.num_kv_heads, members, _own_subs(kv, members))
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     arguments = _SketchArguments(*pointers, *sizes, spill, *numbers, scale, softcap or 0.0)
-    layout = SketchLayout(bits, kv.head_dim, kv.page_size)
+    layout, spilled = SketchLayout(bits, kv.head_dim, kv.page_size), _spilled(kv, group, capacity, members)
     switches = {
-        "HALF": queries.dtype == torch.float16, "REST": rest, "SPILL": spill > 0, "CAPPED": softcap is not None,
+        "HALF": queries.dtype == torch.float16, "REST": rest, "SPILL": spilled, "CAPPED": softcap is not None,
         "SINK": sink_logit is not None,
     }  # fmt: skip
-    shared = _shared_bytes(kv, group, capacity, members, spills=spill > 0)
+    shared = _shared_bytes(kv, group, capacity, members, spilled=spilled)
     kernel = _kernel(layout, group, capacity, switches, shared, queries.device)
     kernel.launch(space.parts.shape[0] * members, arguments, early=early)
     return out
 
 
 def _kernel(
-    layout: SketchLayout, group: int, capacity: int, switches: dict[str, bool], shared: int, device: torch.device
+    layout: SketchLayout, group: int, capacity: int, switches: dict[str, int], shared: int, device: torch.device
 ) -> Kernel:
     defines: dict[str, int | str] = {
         "G": group, "D": layout.head_dim, "PAGE": layout.page_size, "BITS": layout.bits, "FACTORS": layout.factors,

@@ -21,7 +21,7 @@ struct Arguments {
     u16 *out;
     float *shares;             // [rows, members, 2 G], largest weight and sum of weights of each query head
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
-    u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL
+    u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL, behind bases, if SPILL is 2
     float *parts;
     u32 *flags;                // [rows, 4], zero
     u64 *visible, *estimated;  // [sequences]
@@ -47,7 +47,7 @@ struct __align__(16) Shared {
     u32 word[8];
 };
 
-// What lies in dynamic shared memory, one array behind the other; weights come last and may lie in global memory.
+// What lies in dynamic shared memory, one array behind the other; bases and weights may lie in global memory.
 struct Arrays {
     u32 *bins;      // [BINS]
     int *listed, *physical;  // [LIST], tokens that this member attends, and the physical pages they are in
@@ -62,12 +62,13 @@ struct Arrays {
         bins = (u32 *)shared;
         listed = (int *)(bins + BINS), physical = listed + LIST;
         pages = physical + LIST;
-        bases = (float *)(pages + a.own_subs);
-        unseen = bases + a.own_subs * G;
+        unseen = (float *)(pages + a.own_subs);
         scales = unseen + a.own_subs * G;
         marks = (u8 *)(scales + a.own_subs);
-        parts = (float *)(marks + a.own_subs * 4);
-        weights = SPILL ? (u16 *)(a.spill + blockIdx.x * a.spill_bytes) : (u16 *)parts;
+        float *rest = (float *)(marks + a.own_subs * 4), *spill = (float *)(a.spill + blockIdx.x * a.spill_bytes);
+        bases = SPILL > 1 ? spill : rest;
+        parts = SPILL > 1 ? rest : rest + a.own_subs * G;
+        weights = (u16 *)(SPILL > 1 ? spill + a.own_subs * G : SPILL ? spill : parts);
     }
 };
 
