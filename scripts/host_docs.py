@@ -15,7 +15,13 @@ from kvsift.benchmarks import host_report, index_report
 from kvsift.eval.tables import quality_table
 
 HOST = "host-cpu.json"
-SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
+SPLIT = (
+    "split-sketch-h200.json",
+    "split-sketch-1m-h200.json",
+    "split-h200.json",
+    "split-512k-h200.json",
+    "split-1m-h200.json",
+)
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
 WRITTEN = "generation-recall-cpu.json"
 BUSY = "busy-machine*.json"

@@ -13,6 +13,7 @@ from kvsift.eval.packed import read_stored, stored
 
 ROOT = Path(__file__).parent.parent
 ATTENTION, DECODE = "attention-h200.json", "decode-h200.json"
+SKETCH_ATTENTION, SKETCH_DECODE = "attention-sketch-h200.json", "decode-sketch-h200.json"
 PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
@@ -174,6 +175,7 @@ BLOCKS = {
         "break-even": shown(ATTENTION, attention_report.break_even_table),
         "losses": shown(ATTENTION, attention_report.losses_table),
         "decode": shown(DECODE, end_to_end, made(DECODE)),
+        "sketch-decode": shown(SKETCH_DECODE, end_to_end, made(SKETCH_DECODE)),
         "engine": shown(DECODE, decode_report.engine_table),
         "kernels": shown(DECODE, decode_report.kernel_tables),
         "prefill": first_tokens,
@@ -184,6 +186,7 @@ BLOCKS = {
     "results/attention-h200.md": {
         "dense": shown(ATTENTION, baselines, attention_report.dense_tables),
         "breakdown": shown(ATTENTION, attention_report.breakdown_table),
+        "sketches": shown(SKETCH_ATTENTION, attention_report.attention_tables, made(SKETCH_ATTENTION)),
     },
 }
 

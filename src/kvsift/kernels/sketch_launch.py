@@ -23,7 +23,7 @@ SOURCES = tuple(
 WARPS = 16  # one block takes a whole multiprocessor
 SUB, TILE = 16, 8  # tokens weighed together; of them, weighed by a warp
 BINS, COARSE = 4096, 64
-MOST_TOKENS = 1 << 18  # of a member, whose marks and sums take shared memory
+MOST_TOKENS = 1 << 19  # of a member, whose marks and sums take shared memory
 MOST_SHARED = 212 << 10  # bytes a block asks for besides the static ones
 
 
@@ -33,7 +33,7 @@ class SketchSpace(NamedTuple):
     shares: Tensor  # float32 [rows, members, 2 * group]
     bins: Tensor  # int32 [rows, members, BINS]
     coarse: Tensor  # int32 [rows, members, COARSE]
-    spill: Tensor  # uint8 [rows, members, bytes of a member's weights and bases that find no shared memory]
+    spill: Tensor  # uint8 [rows, members, bytes of a member's numbers that find no shared memory]
     parts: Tensor  # float32 [rows, members, record]
     flags: Tensor  # int32 [rows, 4], zero
 
@@ -43,7 +43,7 @@ class SketchSpace(NamedTuple):
         members = _members(kv)
         record = -(-(group * (kv.head_dim + 2) + 1 + group) // 4) * 4
         subs = _own_subs(kv, members)
-        spill = (0, subs * group * SUB * 2, subs * group * (SUB * 2 + 4))[_spilled(kv, group, capacity, members)]
+        spill = subs * sum(_numbers(group)[: _spilled(kv, group, capacity, members)])
         return cls(
             torch.empty(rows, members, 2 * group, device=device),
             torch.empty(rows, members, BINS, dtype=torch.int32, device=device),
@@ -70,16 +70,23 @@ def _list_length(capacity: int) -> int:
     return -(-capacity // 4) * 4
 
 
+def _numbers(group: int) -> tuple[int, int, int]:
+    """Bytes per sub of what may lie in global memory, in the order in which it goes there: weights; bases; unseen
+    shares and scales."""
+    return 2 * SUB * group, 4 * group, 4 * group + 4
+
+
 def _spilled(kv: PagedKV, group: int, capacity: int, members: int) -> int:
-    """What finds no shared memory: nothing (0), weights (1), or bases, too (2)."""
-    return next((n for n in (0, 1) if _shared_bytes(kv, group, capacity, members, spilled=n) <= MOST_SHARED), 2)
+    """How many of ``_numbers`` find no shared memory."""
+    return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= MOST_SHARED), 3)
 
 
 def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spilled: int) -> int:
     """Bytes of dynamic shared memory: ``Arrays`` of the source, whose last part holds weights and then parts."""
     subs = _own_subs(kv, members)
-    arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (12 + 4 * group + (0 if spilled == 2 else 4 * group))
-    weights = 0 if spilled else subs * 2 * SUB * group
+    weights, *others = _numbers(group)
+    arrays = 4 * BINS + 8 * _list_length(capacity) + subs * (8 + sum(others[max(spilled - 1, 0) :]))
+    weights = 0 if spilled else subs * weights
     part = -(-(group * (kv.head_dim + 2)) // 4) * 4
     return arrays + max(weights, 4 * (2 * WARPS * part + group * max(2 * WARPS, members)))
 
@@ -98,7 +105,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
     if not shapes or not have_nvrtc():
         return False
     members = _members(kv)
-    fits = _shared_bytes(kv, group, capacity, members, spilled=2) <= MOST_SHARED
+    fits = _shared_bytes(kv, group, capacity, members, spilled=3) <= MOST_SHARED
     return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
 
 

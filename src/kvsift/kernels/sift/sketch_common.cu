@@ -21,7 +21,7 @@ struct Arguments {
     u16 *out;
     float *shares;             // [rows, members, 2 G], largest weight and sum of weights of each query head
     u32 *bins, *coarse;        // [rows, members, BINS], votes in this bin and above; the same of every FINE-th bin
-    u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL, behind bases, if SPILL is 2
+    u8 *spill;                 // [rows, members, spill_bytes], weights, if SPILL, behind what else does
     float *parts;
     u32 *flags;                // [rows, 4], zero
     u64 *visible, *estimated;  // [sequences]
@@ -47,7 +47,7 @@ struct __align__(16) Shared {
     u32 word[8];
 };
 
-// What lies in dynamic shared memory, one array behind the other; bases and weights may lie in global memory.
+// What lies in dynamic shared memory, one array behind the other; all but the first may lie in global memory.
 struct Arrays {
     u32 *bins;      // [BINS]
     int *listed, *physical;  // [LIST], tokens that this member attends, and the physical pages they are in
@@ -58,17 +58,18 @@ struct Arrays {
     u8 *marks;      // [own_subs, 4], of four tokens: chosen in bits 0 to 3, as good as the worst in bits 4 to 7
     u16 *weights;   // [own_subs, G, SUB] bfloat16, a token's weight over that of its base, 0 where there is none
     float *parts;   // of warps, once weights have done their work: first of estimates, then of what is visible
+    static __device__ __forceinline__ float *take(float *&from, int count) { return from += count, from - count; }
     __device__ __forceinline__ Arrays(const Arguments &a, char *shared) {
         bins = (u32 *)shared;
         listed = (int *)(bins + BINS), physical = listed + LIST;
         pages = physical + LIST;
-        unseen = (float *)(pages + a.own_subs);
-        scales = unseen + a.own_subs * G;
-        marks = (u8 *)(scales + a.own_subs);
-        float *rest = (float *)(marks + a.own_subs * 4), *spill = (float *)(a.spill + blockIdx.x * a.spill_bytes);
-        bases = SPILL > 1 ? spill : rest;
-        parts = SPILL > 1 ? rest : rest + a.own_subs * G;
-        weights = (u16 *)(SPILL > 1 ? spill + a.own_subs * G : SPILL ? spill : parts);
+        marks = (u8 *)(pages + a.own_subs);
+        float *near = (float *)(marks + a.own_subs * 4), *far = (float *)(a.spill + blockIdx.x * a.spill_bytes);
+        scales = take(SPILL > 2 ? far : near, a.own_subs);
+        unseen = take(SPILL > 2 ? far : near, a.own_subs * G);
+        bases = take(SPILL > 1 ? far : near, a.own_subs * G);
+        parts = near;
+        weights = (u16 *)(SPILL ? far : near);
     }
 };
 

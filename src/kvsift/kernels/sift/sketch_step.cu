@@ -8,7 +8,8 @@
 //      window, and the means of the pages for what is not visible; the last to finish merges the parts.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
-// HALF (float16, else bfloat16), REST (estimate what is not visible), SPILL (1: weights lie in global memory, 2: bases too), WARPS,
+// HALF (float16, else bfloat16), REST (estimate what is not visible), SPILL (1: weights lie in global memory, 2: bases too, 3: unseen
+// and scales too), WARPS,
 // CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
 
 // This member's share of the tokens that are visible anyway: sinks and window, behind `listed` others.
