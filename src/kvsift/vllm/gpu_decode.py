@@ -75,7 +75,8 @@ class DecodeBuffers:
     def begin(self, blocks: Tensor, lengths: Tensor, pages: BlockPages) -> None:
         """Take over a step: block table int32 [batch, ..] and tokens cached int32 [batch], 0 for padding."""
         rows, batch = len(lengths), self._batch
-        place_pages(blocks, lengths, pages, (batch.table[:rows], batch.lengths[:rows]), self.totals, self._sparse_from)
+        own = batch.table[:rows], batch.lengths[:rows]
+        place_pages(blocks, lengths, pages, own, self.totals[:rows], self._sparse_from)
         page_spans(batch.lengths[:rows], batch.unit_size, batch.budgets[:rows], batch.spans[:rows])
 
     def attend(
