@@ -110,9 +110,9 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         if buffers is None or common.causal is not True:
             return super().build(common_prefix_len, common, fast_build)
         decodes, others, tokens, _ = split_decodes_and_prefills(common, 1)
-        assert tokens == decodes, "vLLM orders rows that decode first"
         rest = None
         if decodes and others:
+            assert tokens == decodes, "each of the first rows has one token"
             rest = super().build(0, _without_first(common, decodes), fast_build)
             if rest.scheduler_metadata is not None:  # in a buffer that the next call fills again
                 rest.scheduler_metadata = rest.scheduler_metadata.clone()
