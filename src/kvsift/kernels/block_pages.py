@@ -95,7 +95,7 @@ def place_pages_reference(
 ) -> None:
     table, own_lengths = out
     page = torch.arange(table.shape[1], device=table.device)
-    numbers = blocks[:, page // pages.per_block] * pages.step + page % pages.per_block
+    numbers = blocks.clamp_min(0)[:, page // pages.per_block] * pages.step + page % pages.per_block
     held = page < -(-lengths.unsqueeze(1) // pages.page_size)
     table.copy_(torch.where(held, numbers, table))
     own_lengths.copy_(lengths)
@@ -131,4 +131,5 @@ def _place_kernel(
     page = first + tl.arange(0, CHUNK)
     held = page < (length + PAGE - 1) // PAGE
     block = tl.load(blocks_ptr + row.to(tl.int64) * blocks_row + page // PER_BLOCK, mask=held, other=0)
-    tl.store(table_ptr + row.to(tl.int64) * table_row + page, block * STEP + page % PER_BLOCK, mask=held)
+    number = tl.maximum(block, 0) * STEP + page % PER_BLOCK  # vLLM's own trial steps have no blocks
+    tl.store(table_ptr + row.to(tl.int64) * table_row + page, number, mask=held)

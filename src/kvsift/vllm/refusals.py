@@ -45,6 +45,8 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
     backend = config.attention_config.backend
     if getattr(backend, "name", backend) != "CUSTOM":
         yield "On a GPU plans are carried out by kvsift's own attention backend. Add --attention-backend CUSTOM."
+    if getattr(config.parallel_config, "use_ubatching", False):
+        yield "Two micro-batches at once could wait for each other for ever. Leave out --enable-dbo."
     if settings.plans:
         names = ", ".join(map(str, settings.plans))
         yield f"On a GPU all requests have the server's plan, so there are no further ones: leave out {names}."
