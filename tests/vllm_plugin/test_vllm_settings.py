@@ -64,12 +64,15 @@ def test_a_plan_that_skipped_nothing_says_so():
 
 def test_the_command_passes_other_options_on(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "_on_gpu", lambda: False)
     settings = {"plan": "quest", "plans": [], "dense_below": 0}
     given = ["--port", "80", "--additional-config", '{"a": 1}', "--enforce-eager"]
     command = serve.server_command("there", settings, given)
     assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", "there"]
     assert json.loads(command[6]) == {"a": 1, "kvsift": settings}
     assert command[7:] == ["--port", "80", "--enforce-eager"]
+    monkeypatch.setattr(serve, "_on_gpu", lambda: True)
+    assert serve.server_command("there", settings, given)[7:9] == ["--attention-backend", "CUSTOM"]
     with pytest.raises(InputError, match="give them as options"):
         serve.server_command("there", settings, ['--additional-config={"kvsift": {}}'])
 

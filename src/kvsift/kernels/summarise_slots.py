@@ -1,7 +1,7 @@
-"""Summaries of the pages that tokens have just been written to, from the cache, for a whole step in one launch.
+"""Summaries of the pages that tokens have just filled, from the cache, for a whole step in one launch.
 
-A page's row is computed at the last of its tokens in the step, from the keys (a sketch: and values) up to that one.
-Nothing is kept between steps, so that a page may be filled in chunks, or again.
+A page's row is computed when its last token is written: until then the page is in the window of every query that sees
+it, so nobody reads its row. Nothing is kept between steps, so that a page may be filled in chunks, or again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ FEW = 1024  # tokens; of so many each has a program of its own
 
 
 def summarise_slots(kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages) -> None:
-    """Write the rows of the pages that hold ``slots``.
+    """Write the rows of the pages whose last slot is among ``slots``.
 
     Args:
         kind: of summary; one with a Triton twin, or a sketch.
-        slots: int64 [num_tokens], where tokens have been written, a sequence after the other and each in order;
-            negative ones are padding.
+        slots: int64 [num_tokens], where tokens have been written; negative ones are padding.
         keys, values: [num_kv_heads, num_pages, page_size, head_dim] by page number (``BlockPages.split``).
         rows: [num_kv_heads, num_pages, width], the last stride 1.
         pages: of the cache.
@@ -38,18 +37,15 @@ def summarise_slots(kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows
 def summarise_slots_reference(
     kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages
 ) -> None:
-    after = torch.cat([slots[1:], slots.new_full((1,), -1)])
-    last = (slots >= 0) & ((after != slots + 1) | (slots % pages.page_size == pages.page_size - 1))
-    numbers = pages.of_slots(slots[last])
-    valid = torch.arange(pages.page_size, device=slots.device) <= (slots[last] % pages.page_size).unsqueeze(1)
-    rows[:, numbers] = summarise(kind, keys[:, numbers], valid, values[:, numbers])
+    numbers = pages.of_slots(slots[(slots >= 0) & (slots % pages.page_size == pages.page_size - 1)])
+    rows[:, numbers] = summarise(kind, keys[:, numbers], None, values[:, numbers])
 
 
 def summarise_slots_triton(
     kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages
 ) -> None:
     count, heads = len(slots), keys.shape[0]
-    tokens = 1 if count <= FEW else pages.page_size  # of a program: about one row in a long prompt
+    tokens = 1 if count <= FEW else pages.page_size  # of a program: one row in most of a long prompt
     grid = (-(-count // tokens), heads)
     layout = (pages.block_size, pages.step, pages.page_size)
     slots_of_page = max(16, power_of_two(pages.page_size))
@@ -74,13 +70,11 @@ def summarise_slots_triton(
 
 
 @jit
-def place_of(slots_ptr, token, count, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr):
-    """The page of a token, its place in it, and whether it is the last there."""
+def filled_page(slots_ptr, token, count, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr):
+    """The page of a token, its place there, and whether that is the last."""
     slot = tl.load(slots_ptr + token, mask=token < count, other=-1).to(tl.int64)
-    after = tl.load(slots_ptr + token + 1, mask=token + 1 < count, other=-1).to(tl.int64)
     place = slot % PAGE
-    last = (slot >= 0) & ((after != slot + 1) | (place == PAGE - 1))
-    return slot // BLOCK * STEP + slot % BLOCK // PAGE, place, last
+    return slot // BLOCK * STEP + slot % BLOCK // PAGE, place, (slot >= 0) & (place == PAGE - 1)
 
 
 @jit
@@ -91,8 +85,8 @@ def _rows_kernel(
 ):  # fmt: skip
     head, slots, d = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS), tl.arange(0, DP)
     for i in range(TOKENS):
-        page, place, last = place_of(slots_ptr, tl.program_id(0) * TOKENS + i, count, BLOCK, STEP, PAGE)
-        if last:
+        page, place, filled = filled_page(slots_ptr, tl.program_id(0) * TOKENS + i, count, BLOCK, STEP, PAGE)
+        if filled:
             valid = slots <= place
             at = keys_ptr + head * k_head + page * k_page + (slots * k_slot)[:, None] + d[None, :]
             keys = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -109,8 +103,8 @@ def _sketches_kernel(
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     for i in range(TOKENS):
-        page, place, last = place_of(slots_ptr, tl.program_id(0) * TOKENS + i, count, BLOCK, STEP, PAGE)
-        if last:
+        page, place, filled = filled_page(slots_ptr, tl.program_id(0) * TOKENS + i, count, BLOCK, STEP, PAGE)
+        if filled:
             write_sketch(
                 keys_ptr + head * k_head + page * k_page, values_ptr + head * v_head + page * v_page, rotation_ptr,
                 words_ptr, halves_ptr, octets_ptr, head * head_bytes + page * page_bytes, place, k_slot, v_slot, D, DP,
