@@ -47,6 +47,10 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
         yield "On a GPU plans are carried out by kvsift's own attention backend. Add --attention-backend CUSTOM."
     if getattr(config.parallel_config, "use_ubatching", False):
         yield "Two micro-batches at once could wait for each other for ever. Leave out --enable-dbo."
+    rule = settings.plan.decode
+    if rule is not None and rule.budget.window < rule.method.summary_page_size > rule.method.unit_size:
+        size = rule.method.summary_page_size
+        yield f"On a GPU pages of {size} tokens are summarised when they are full. Take window={size} or more."
     if settings.plans:
         names = ", ".join(map(str, settings.plans))
         yield f"On a GPU all requests have the server's plan, so there are no further ones: leave out {names}."
