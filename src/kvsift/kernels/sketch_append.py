@@ -85,27 +85,16 @@ def code_index(residual, D: tl.constexpr, BITS: tl.constexpr):
 
 
 @jit
-def _sketch_kernel(
-    addresses_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr,
-    k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
+def write_sketch(
+    keys_ptr, values_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr, start, place, k_slot, v_slot,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
-    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr,
+    SCALES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    if LAYERED:
-        addresses_ptr += tl.program_id(2) * 3
-        keys_ptr = tl.load(addresses_ptr).to(keys_ptr.dtype)
-        values_ptr = tl.load(addresses_ptr + 1).to(values_ptr.dtype)
-        words_ptr = tl.load(addresses_ptr + 2).to(words_ptr.dtype)
-        halves_ptr = tl.load(addresses_ptr + 2).to(halves_ptr.dtype)
-        octets_ptr = tl.load(addresses_ptr + 2).to(octets_ptr.dtype)
-    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """The row at byte ``start`` from a page's keys and values up to the token at ``place``."""
     slot, d = tl.arange(0, SLOTS), tl.arange(0, DP)
-    position = tl.load(lengths_ptr + row) - 1
-    page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
-    valid, count = slot <= position % PAGE, (position % PAGE + 1).to(tl.float32)
-    start = head * head_bytes + page * page_bytes
-    keys = rotated_keys(keys_ptr + head * k_head + page * k_page, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
+    valid, count = slot <= place, (place + 1).to(tl.float32)
+    keys = rotated_keys(keys_ptr, rotation_ptr, slot * k_slot, valid, D, DP, SLOTS)
     mean, scale = int8_codes(tl.sum(keys, 0) / count)
     # the bytes that fill up each part are written too: they are zero
     tl.store(octets_ptr + start + KEY_MEAN + d, mean.to(tl.int8), mask=d < VALUE_MEAN - KEY_MEAN)
@@ -121,7 +110,6 @@ def _sketch_kernel(
         channels = tl.reshape((index >> bit) & 1, (SLOTS, DP // 32, 32)) << tl.arange(0, 32)[None, None, :]
         at = words_ptr + start // 4 + ((bit * WORDS + word) * PAGE)[None, :] + slot[:, None]
         tl.store(at, tl.sum(channels, 2), mask=(slot < PAGE)[:, None] & (word < WORDS)[None, :])
-    values_ptr += head * v_head + page * v_page
     inside = valid[:, None] & (d < D)[None, :]
     values = tl.load(values_ptr + (slot * v_slot)[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     mean, scale = int8_codes(tl.sum(values, 0) / count)
@@ -129,3 +117,28 @@ def _sketch_kernel(
     tl.store(halves_ptr + start // 2 + SCALES // 2 + 1, scale)
     end = SCALES + 4 + tl.arange(0, 16)
     tl.store(octets_ptr + start + end, tl.zeros((16,), tl.int8), mask=end < WIDTH)
+
+
+@jit
+def _sketch_kernel(
+    addresses_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr,
+    k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
+    WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
+    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr,
+):  # fmt: skip
+    if LAYERED:
+        addresses_ptr += tl.program_id(2) * 3
+        keys_ptr = tl.load(addresses_ptr).to(keys_ptr.dtype)
+        values_ptr = tl.load(addresses_ptr + 1).to(values_ptr.dtype)
+        words_ptr = tl.load(addresses_ptr + 2).to(words_ptr.dtype)
+        halves_ptr = tl.load(addresses_ptr + 2).to(halves_ptr.dtype)
+        octets_ptr = tl.load(addresses_ptr + 2).to(octets_ptr.dtype)
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    position = tl.load(lengths_ptr + row) - 1
+    page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
+    write_sketch(
+        keys_ptr + head * k_head + page * k_page, values_ptr + head * v_head + page * v_page, rotation_ptr, words_ptr,
+        halves_ptr, octets_ptr, head * head_bytes + page * page_bytes, position % PAGE, k_slot, v_slot, D, DP, PAGE,
+        SLOTS, BITS, WORDS, FACTORS, KEY_MEAN, VALUE_MEAN, SCALES, WIDTH,
+    )  # fmt: skip

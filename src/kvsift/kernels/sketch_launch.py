@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import ERROR
+from kvsift.kernels.space_shapes import SpaceShape, new_space
 from kvsift.native.sketch_format import SketchLayout
 
 SOURCES = tuple(
@@ -39,18 +40,21 @@ class SketchSpace(NamedTuple):
 
     @classmethod
     def make(cls, kv: PagedKV, group: int, capacity: int) -> SketchSpace:
-        rows, device = kv.batch * kv.num_kv_heads, kv.table.device
-        members = _members(kv)
+        return cls(*new_space(cls.shapes(kv, group, capacity), kv.table.device))
+
+    @classmethod
+    def shapes(cls, kv: PagedKV, group: int, capacity: int) -> tuple[SpaceShape, ...]:
+        rows, members = kv.batch * kv.num_kv_heads, _members(kv)
         record = -(-(group * (kv.head_dim + 2) + 1 + group) // 4) * 4
         subs = _own_subs(kv, members)
         spill = subs * sum(_numbers(group)[: _spilled(kv, group, capacity, members)])
-        return cls(
-            torch.empty(rows, members, 2 * group, device=device),
-            torch.empty(rows, members, BINS, dtype=torch.int32, device=device),
-            torch.empty(rows, members, COARSE, dtype=torch.int32, device=device),
-            torch.empty(rows, members, spill, dtype=torch.uint8, device=device),
-            torch.empty(rows, members, record, device=device),
-            torch.zeros(rows, 4, dtype=torch.int32, device=device),
+        return (
+            ((rows, members, 2 * group), torch.float32),
+            ((rows, members, BINS), torch.int32),
+            ((rows, members, COARSE), torch.int32),
+            ((rows, members, spill), torch.uint8),
+            ((rows, members, record), torch.float32),
+            ((rows, 4), torch.int32),
         )
 
 

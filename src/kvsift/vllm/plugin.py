@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 CPU_BACKEND = "kvsift.vllm.cpu_backend.SparseCPUBackend"
+GPU_BACKEND = "kvsift.vllm.gpu_backend.SparseFlashBackend"
 
 
 def register() -> None:
@@ -16,3 +17,5 @@ def register() -> None:
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU_BACKEND)
+    elif current_platform.is_cuda():
+        register_backend(AttentionBackendEnum.CUSTOM, GPU_BACKEND)

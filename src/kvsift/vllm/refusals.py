@@ -11,19 +11,14 @@ from kvsift.vllm.settings import Settings
 TAKE_DENSE = "Or start vLLM without the kvsift settings."
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, settings: Settings) -> None:
     """Refuse a ``VllmConfig`` that plans cannot run under (``InputError``, with every reason)."""
-    if reasons := list(_reasons(config)):
+    if reasons := [*_reasons(config), *_reasons_of_device(config, settings)]:
         raise InputError(" ".join([*reasons, TAKE_DENSE]))
 
 
 def _reasons(config: Any) -> Iterator[str]:
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
-    if config.device_config.device_type != "cpu":
-        yield (
-            f"Under vLLM plans run on a CPU so far, and this engine is on {config.device_config.device_type}. On a GPU "
-            "take kvsift.LLM."
-        )
     if model.use_mla:
         yield "This model has multi-head latent attention (MLA), whose cache holds no keys; kvsift needs GQA or MHA."
     if model.runner_type == "pooling":
@@ -39,6 +34,26 @@ def _reasons(config: Any) -> Iterator[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"{name} divides a sequence among ranks, and kvsift selects within one. Take tensor parallelism."
+
+
+def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
+    device = config.device_config.device_type
+    if device not in ("cpu", "cuda"):
+        yield f"Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {device}."
+    if device != "cuda":
+        return
+    backend = config.attention_config.backend
+    if getattr(backend, "name", backend) != "CUSTOM":
+        yield "On a GPU plans are carried out by kvsift's own attention backend. Add --attention-backend CUSTOM."
+    if getattr(config.parallel_config, "use_ubatching", False):
+        yield "Two micro-batches at once could wait for each other for ever. Leave out --enable-dbo."
+    rule = settings.plan.decode
+    if rule is not None and rule.budget.window < rule.method.summary_page_size > rule.method.unit_size:
+        size = rule.method.summary_page_size
+        yield f"On a GPU pages of {size} tokens are summarised when they are full. Take window={size} or more."
+    if settings.plans:
+        names = ", ".join(map(str, settings.plans))
+        yield f"On a GPU all requests have the server's plan, so there are no further ones: leave out {names}."
 
 
 def check_block_size(block_size: int, settings: Settings) -> None:

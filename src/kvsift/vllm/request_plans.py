@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.vllm import compat
-from kvsift.vllm.engine_state import EngineState, known_settings, state_of
+from kvsift.vllm.engine_state import EngineState, known_state, state_of
 from kvsift.vllm.settings import KEY, read_plan
 
 
@@ -30,11 +30,11 @@ class RequestPlans(compat.LogitsProcessor):  # type: ignore[misc]
         spec = _spec_of(params)
         if spec is None:
             return
-        settings = known_settings()
-        if settings is None:  # an offline LLM, which tells this process nothing
+        state = known_state()
+        if state is None:  # an offline LLM, which tells this process nothing
             read_plan(spec)
         else:
-            settings.plan_for(spec)
+            state.plan_for(spec)
 
     def update_state(self, update: Any) -> None:
         """Follow the batch of model runner V1."""
@@ -67,8 +67,11 @@ class RequestPlans(compat.LogitsProcessor):  # type: ignore[misc]
 
     def _plan(self, state: EngineState, spec: Any) -> Plan:
         try:
-            return state.settings.plan_for(spec)
+            return state.plan_for(spec)
         except InputError as error:  # an offline LLM did not know; an exception here would end the engine
+            if not state.per_request:
+                compat.logger.error("kvsift: %s This request follows it too.", error)
+                return state.settings.plan
             compat.logger.error("kvsift: %s This request is decoded densely.", error)
             return Plan()
 

@@ -1,0 +1,55 @@
+"""Counters of decode that live on a GPU: read every few seconds, without waiting for them."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from kvsift.vllm.counters import DecodeCounters
+from kvsift.vllm.gpu_decode import DecodeBuffers
+
+EVERY_S = 5.0
+
+
+class GpuCounters:
+    """Copies what ``DecodeBuffers`` count to ``DecodeCounters``.
+
+    Args:
+        buffers: of a group of layers.
+        token_bytes: of keys and values of a token, all KV heads.
+        index_bytes: of summaries per token, all KV heads.
+    """
+
+    def __init__(self, buffers: DecodeBuffers, token_bytes: int, index_bytes: float) -> None:
+        self._buffers, self._token_bytes, self._index_bytes = buffers, token_bytes, index_bytes
+        self._host = torch.zeros(5, dtype=torch.int64).pin_memory()
+        self._before = [0] * 5
+        self._copied: torch.cuda.Event | None = None
+        self._next_s = monotonic() + EVERY_S
+
+    def poll(self, counters: DecodeCounters) -> None:
+        """Add what was counted up to the last copy, and start the next copy when it is time. Not while capturing."""
+        if self._copied is not None and self._copied.query():
+            self._copied = None
+            self._add(counters, self._host.tolist())
+        elif self._copied is None and monotonic() >= self._next_s:
+            self._host.copy_(self._sums(), non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+            self._next_s = monotonic() + EVERY_S
+
+    def _sums(self) -> Tensor:
+        return torch.cat([self._buffers.totals.sum(0), self._buffers.visible.sum(0, keepdim=True)])
+
+    def _add(self, counters: DecodeCounters, sums: list[int]) -> None:
+        queries, context, sparse, sparse_context, visible = (now - then for now, then in zip(sums, self._before))
+        self._before, layers = sums, len(self._buffers.layers)
+        visible_tokens = visible / self._buffers.shape.num_kv_heads
+        counters.queries += queries * layers
+        counters.sparse_queries += sparse * layers
+        counters.visible_tokens += visible_tokens
+        counters.context_tokens += context * layers
+        counters.kv_bytes_read += visible_tokens * self._token_bytes + sparse_context * layers * self._index_bytes
+        counters.kv_bytes_dense += context * layers * self._token_bytes

@@ -1,0 +1,188 @@
+"""Decode over vLLM's packed blocks against float32: by reference kernels here, by the single launches on a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from kvsift.kernels.block_pages import BlockPages
+from kvsift.kernels.page_summary import row_format
+from kvsift.kernels.summarise_slots import summarise_slots
+from kvsift.plan.syntax import parse_plan
+from kvsift.types import LayerShape
+from kvsift.vllm.gpu_counters import GpuCounters
+from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages
+from kvsift.vllm.settings import summaries_of
+
+HEADS, GROUP = 2, 4
+GPU = pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+])  # fmt: skip
+
+
+class Server:
+    """A cache of vLLM's shape, filled with prompts in chunks, and our buffers over it."""
+
+    def __init__(self, spec: str, lengths: list[int], layout: str, block_size: int, device: str, **more: Any) -> None:
+        torch.manual_seed(0)
+        dtype, self.dim = (torch.bfloat16, 128) if device == "cuda" else (torch.float32, 32)
+        plan = parse_plan(spec)
+        assert plan.decode is not None
+        self.kind, page_size = summaries_of(plan)[0]
+        self.lengths, self.block_size = lengths, block_size
+        held = [-(-length // block_size) for length in lengths]
+        num_blocks = sum(held) + 3
+        shape = (HEADS, block_size) if layout == "HND" else (block_size, HEADS)
+        cache = torch.randn(num_blocks, *shape, 2 * self.dim, device=device).to(dtype)
+        self.cache = cache if layout == "HND" else cache.transpose(1, 2)
+        order = torch.randperm(num_blocks - 1) + 1
+        self.blocks = torch.zeros(len(lengths), max(held) + 1, dtype=torch.int32)
+        for row, blocks in enumerate(order[: sum(held)].split(held)):
+            self.blocks[row, : len(blocks)] = blocks
+        pages = BlockPages.of(self.cache, page_size)
+        width, own = row_format(self.kind, self.dim, page_size)
+        rows = pages.new_rows(num_blocks, HEADS, width, own or dtype, self.cache.device)
+        self.layer = LayerPages(pages, *pages.split(self.cache), rows)
+        self.shape = LayerShape(2, HEADS * GROUP, HEADS, self.dim, self.dim**-0.5)
+        self.buffers = DecodeBuffers(
+            plan.decode, self.shape, len(lengths) + 1, max(held) * block_size, more.get("dense_below", 0), cache.device
+        )
+        slots = torch.cat([self.slots(row, torch.arange(length - 1)) for row, length in enumerate(lengths)])
+        last = [self.slots(row, torch.tensor([length - 1])) for row, length in enumerate(lengths)]
+        for chunk in (*slots.split(1000), torch.cat([*last, torch.tensor([-1])])):
+            layer = self.layer
+            summarise_slots(self.kind, chunk.to(device), layer.keys, layer.values, layer.rows, layer.pages)
+
+    def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
+        return self.blocks[row].long()[positions // self.block_size] * self.block_size + positions % self.block_size
+
+    def decode(self, queries: torch.Tensor) -> torch.Tensor:
+        """One step, in which a row of padding follows the others."""
+        device = self.cache.device
+        lengths = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
+        blocks = torch.cat([self.blocks, torch.zeros_like(self.blocks[:1])]).to(device)
+        out = torch.full((len(lengths), *queries.shape[1:]), 7.0, dtype=queries.dtype, device=device)
+        padded = torch.cat([queries, torch.zeros_like(queries[:1])])
+        self.buffers.begin(blocks, lengths, self.layer.pages)
+        self.buffers.layers.add("a layer")
+        self.buffers.attend(padded, self.layer, self.shape.scale, None, None, out)
+        return out[:-1]
+
+    def dense(self, queries: torch.Tensor, row: int) -> torch.Tensor:
+        slots = self.slots(row, torch.arange(self.lengths[row])).to(self.cache.device)
+        packed = self.cache.transpose(1, 2)[slots // self.block_size, slots % self.block_size].float()
+        keys, values = packed.transpose(0, 1).repeat_interleave(GROUP, 0).chunk(2, -1)
+        weights = torch.einsum("hd,hnd->hn", queries[row].float(), keys) * self.shape.scale
+        return torch.einsum("hn,hnd->hd", weights.softmax(-1), values)
+
+    def queries(self) -> torch.Tensor:
+        return torch.randn(len(self.lengths), HEADS * GROUP, self.dim).to(self.cache)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize(("layout", "block_size"), [("NHD", 16), ("HND", 16), ("NHD", 64), ("HND", 128)])
+@pytest.mark.parametrize("plan", ["quest:budget=256", "quest:budget=256:score_by=minmax_fp8", "sketch:budget=256"])
+def test_rows_within_the_budget_see_everything(plan: str, layout: str, block_size: int, device: str) -> None:
+    server = Server(plan, [1, 16, 17, 250], layout, block_size, device)
+    queries = server.queries()
+    found = server.decode(queries)
+    for row in range(len(server.lengths)):
+        expected = server.dense(queries, row)
+        assert (found[row].float() - expected).norm() < 0.02 * expected.norm(), row
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("plan", ["quest:budget=256", "sketch:budget=256"])
+def test_each_row_is_dense_or_sparse_by_its_own_length(plan: str, device: str) -> None:
+    server = Server(plan, [500, 1500, 999], "HND", 32, device, dense_below=1000)
+    queries = server.queries()
+    found = server.decode(queries)
+    errors = [float((found[i].float() - server.dense(queries, i)).norm() / found[i].float().norm()) for i in range(3)]
+    assert errors[0] < 0.02
+    assert errors[2] < 0.02
+    assert errors[1] > 0.05
+    assert server.buffers.totals.sum(0).tolist() == [3, 2999, 1, 1500]
+    visible = (server.buffers.visible[:3] / HEADS).tolist()
+    assert visible[0] == 500
+    assert visible[2] == 999
+    assert 200 < visible[1] <= 256
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("plan", ["quest:budget=256", "sketch:budget=256"])
+def test_the_layout_of_the_cache_changes_nothing(plan: str, device: str) -> None:
+    first, second = (Server(plan, [700, 1300], layout, 16, device) for layout in ("NHD", "HND"))
+    second.cache.copy_(first.cache)
+    second.blocks.copy_(first.blocks)
+    slots = torch.cat([second.slots(row, torch.arange(length)) for row, length in enumerate(second.lengths)])
+    layer = second.layer
+    summarise_slots(second.kind, slots.to(device), layer.keys, layer.values, layer.rows, layer.pages)
+    queries = first.queries()
+    assert torch.allclose(first.decode(queries).float(), second.decode(queries).float(), atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("plan", ["quest:budget=1024", "sketch:budget=1024"])
+def test_a_captured_step_follows_tables_and_lengths(plan: str) -> None:
+    server = Server(plan, [3000, 9000], "NHD", 16, "cuda")
+    queries = server.queries()
+    blocks, lengths = server.blocks.cuda(), torch.tensor(server.lengths, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(queries)
+
+    def step() -> None:
+        server.buffers.begin(blocks, lengths, server.layer.pages)
+        server.buffers.attend(queries, server.layer, server.shape.scale, None, None, out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for changed in ([3000, 9000], [2999, 500], [1, 8000]):
+        lengths.copy_(torch.tensor(changed))
+        graph.replay()
+        replayed = out.clone()
+        step()
+        assert torch.equal(replayed, out)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsift.vllm import gpu_counters
+    from kvsift.vllm.counters import DecodeCounters
+
+    monkeypatch.setattr(gpu_counters, "EVERY_S", 0.0)
+    server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), DecodeCounters()
+    polls = GpuCounters(server.buffers, 1024, 32.0)
+    server.decode(server.queries())
+    polls.poll(counters)
+    torch.cuda.synchronize()
+    polls.poll(counters)
+    assert (counters.queries, counters.sparse_queries, counters.context_tokens) == (1, 1, 2000)
+    assert 200 < counters.visible_tokens <= 256
+
+
+@pytest.mark.vllm
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available() or "KVSIFT_VLLM_MODEL" not in os.environ, reason=(
+    "needs an NVIDIA GPU, vLLM for it, and KVSIFT_VLLM_MODEL, a model to serve"
+))  # fmt: skip
+def test_a_budget_that_covers_the_context_gives_the_tokens_of_the_stock_backend() -> None:
+    from vllm import LLM, SamplingParams
+
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (900, 40, 300)]
+    answers = []
+    for backend, more in (("FLASH_ATTN", {}), ("CUSTOM", {"kvsift": {"plan": "quest:budget=4096"}})):
+        llm = LLM(
+            os.environ["KVSIFT_VLLM_MODEL"], dtype="float16", max_model_len=2048, attention_backend=backend,
+            additional_config=more, gpu_memory_utilization=0.3, max_num_seqs=4,
+        )  # fmt: skip
+        sampling = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+        answers.append([list(each.outputs[0].token_ids) for each in llm.generate(prompts, sampling)])
+        del llm
+    assert answers[0] == answers[1]
