@@ -13,6 +13,7 @@ from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_twin, summarise
 from kvsift.kernels.sketch import SKETCHES, SketchLayout, rotation
 from kvsift.kernels.sketch_append import write_sketch
+from kvsift.kernels.summary_twins import write_row
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 
 FEW = 1024  # tokens; of so many each has a program of its own
@@ -32,6 +33,12 @@ def summarise_slots(kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows
         return
     run = summarise_slots_triton if runs_on_triton(slots) else summarise_slots_reference
     run(kind, slots, keys, values, rows, pages)
+
+
+def compile_ahead(kind: str, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages) -> None:
+    """Compile what ``summarise_slots`` runs, for any number of tokens: Triton tells 1 and multiples of 16 apart."""
+    for count in (1, 2, 16, FEW + 1, FEW + 16):
+        summarise_slots(kind, torch.full((count,), -1, device=keys.device), keys, values, rows, pages)
 
 
 def summarise_slots_reference(
@@ -60,11 +67,10 @@ def summarise_slots_triton(
             num_warps=4 if slots_of_page <= 32 else 8,
         )  # fmt: skip
         return
-    writer = row_twin(kind)
-    assert writer is not None, f"{kind} has no twin"
+    assert row_twin(kind) is not None, f"{kind} has no twin"
     _rows_kernel[grid](
         slots, count, keys, rows.view(torch.uint8) if rows.element_size() == 1 else rows, *keys.stride()[:3],
-        *rows.stride()[:2], (writer,), *layout, TOKENS=tokens, SLOTS=slots_of_page, D=keys.shape[3],
+        *rows.stride()[:2], *layout, TOKENS=tokens, SLOTS=slots_of_page, KIND=kind, D=keys.shape[3],
         DP=power_of_two(keys.shape[3]), num_warps=1,
     )  # fmt: skip
 
@@ -79,9 +85,9 @@ def filled_page(slots_ptr, token, count, BLOCK: tl.constexpr, STEP: tl.constexpr
 
 @jit
 def _rows_kernel(
-    slots_ptr, count, keys_ptr, rows_ptr, k_head, k_page, k_slot, r_head, r_page, writers, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr,
+    slots_ptr, count, keys_ptr, rows_ptr, k_head, k_page, k_slot, r_head, r_page, BLOCK: tl.constexpr,
+    STEP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr,
 ):  # fmt: skip
     head, slots, d = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS), tl.arange(0, DP)
     for i in range(TOKENS):
@@ -90,7 +96,7 @@ def _rows_kernel(
             valid = slots <= place
             at = keys_ptr + head * k_head + page * k_page + (slots * k_slot)[:, None] + d[None, :]
             keys = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-            writers[0](rows_ptr + head * r_head + page * r_page, keys, valid, D, DP)
+            write_row(rows_ptr + head * r_head + page * r_page, keys, valid, KIND, D, DP)
 
 
 @jit

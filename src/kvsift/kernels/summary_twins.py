@@ -49,6 +49,22 @@ def centroid_radius_row(row, keys, valid, D: tl.constexpr, DP: tl.constexpr):
 
 
 @jit
+def write_row(row, keys, valid, KIND: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """The row of a kind by its name. (Functions as arguments upset hooks of Triton that write arguments as JSON.)"""
+    if KIND == "minmax":
+        minmax_row(row, keys, valid, D, DP)
+    elif KIND == "minmax_fp8":
+        minmax_fp8_row(row, keys, valid, D, DP)
+    elif KIND == "mean_std":
+        mean_std_row(row, keys, valid, D, DP)
+    elif KIND == "log_mass":
+        log_mass_row(row, keys, valid, D, DP)
+    else:
+        tl.static_assert(KIND == "centroid_radius")
+        centroid_radius_row(row, keys, valid, D, DP)
+
+
+@jit
 def minmax_features(q):
     return tl.maximum(q, 0.0), tl.minimum(q, 0.0)
 

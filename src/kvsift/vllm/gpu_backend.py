@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from kvsift.errors import InputError
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format
-from kvsift.kernels.summarise_slots import summarise_slots
+from kvsift.kernels.summarise_slots import compile_ahead, summarise_slots
 from kvsift.layer.paged_decode import rule_of
 from kvsift.plan.plan import Rule
 from kvsift.types import LayerShape
@@ -252,6 +252,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or kv_cache.dtype, kv_cache.device)
         self._layer, self._cache = LayerPages(pages, keys, values, rows), cache
         size = rows.untyped_storage().nbytes()
+        if not state.summary_bytes:  # else the first prompt waits for it
+            compile_ahead(kind, keys, values, rows, pages)
         state.summary_bytes += size - old
         compat.logger.info(
             "kvsift: layer %s keeps %.3f GiB of page summaries for %d blocks, %.3f GiB in all layers so far.",
