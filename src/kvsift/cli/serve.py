@@ -74,9 +74,9 @@ def serve(
     if engine == "vllm":
         values = {name: str(ctx.params[name]) for name in PASSED_ON if name in given}
         _replace_by_vllm(model, plan, allow or [], options.dense_below, given, [*_as_options(values), *ctx.args])
-    if ctx.args:
+    if others := [*([model] if model is not None and model.startswith("-") else []), *ctx.args]:
         known = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
-        raise unknown("option", ctx.args[0].partition("=")[0], known)
+        raise unknown("option", others[0].partition("=")[0], known)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise InputError(NO_SERVER.format(", ".join(missing)))
     from kvsift.server.run import serve as run
@@ -111,8 +111,8 @@ def _replace_by_vllm(
     Raises:
         InputError: for settings that the plugin or the engine does not have.
     """
-    if model is None:
-        raise InputError("--engine vllm needs a MODEL; the embedded model runs on kvsift's own engine.")
+    if model is None or model.startswith("-"):  # an option of vLLM
+        raise InputError("--engine vllm needs a MODEL, before options of vLLM. The embedded model has --engine kvsift.")
     if others := sorted(given - {*SHARED, *PASSED_ON}):
         names = ", ".join(f"--{'open' if name == 'is_open' else name.replace('_', '-')}" for name in others)
         raise InputError(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")

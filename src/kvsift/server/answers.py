@@ -46,8 +46,8 @@ class AnswerForm:
         return (self._event([], usage(job, self._asked)) if self._asked.wants_usage else b"") + DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
-        body = {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        text = body if self._is_chat else {"text": piece.text}
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        text: dict[str, Any] = {"message": message} if self._is_chat else {"text": piece.text}
         return {"index": piece.index, **text, "logprobs": self._logprobs(piece), "finish_reason": piece.finish}
 
     def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -56,10 +56,10 @@ class AnswerForm:
         if piece.text or piece.logprobs or first:
             self._begun.add(index)
             role = {"role": "assistant"} if first else {}
-            text = {"delta": {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
-            yield {"index": index, **text, "logprobs": self._logprobs(piece), "finish_reason": None}
+            delta = {"delta": {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
+            yield {"index": index, **delta, "logprobs": self._logprobs(piece), "finish_reason": None}
         if piece.finish is not None:
-            text = {"delta": {}} if self._is_chat else {"text": ""}
+            text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             yield {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
 
     def _event(self, choices: list[dict[str, Any]], numbers: dict[str, Any] | None = None) -> bytes:

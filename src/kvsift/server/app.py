@@ -57,7 +57,12 @@ class App:
         for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
             endpoint = partial(self._answer, schema)
             routes.append(Route(path, endpoint, methods=["POST"]))
-        handlers: dict[Any, Any] = {ApiError: _refused, HTTPException: _not_found, Exception: _failed}
+        handlers: dict[Any, Any] = {
+            ApiError: _refused,
+            HTTPException: _not_found,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        }
         app = Starlette(routes=routes, exception_handlers=handlers)
         known = {route.path for route in routes}
 
@@ -195,7 +200,9 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    status = GONE if isinstance(error, ClientDisconnect) else 500
-    return JSONResponse(
-        ApiError(status, "the server failed; its log has the reason.", "server_failed").as_dict(), status
-    )
+    refusal = ApiError(500, "the server failed; its log has the reason.", "server_failed")
+    return JSONResponse(refusal.as_dict(), refusal.status)
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=GONE)

@@ -8,12 +8,13 @@ from __future__ import annotations
 from asyncio import Event
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvsift.server.api_errors import ApiError
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """What is new about one answer of a request."""
 
     index: int

@@ -43,8 +43,8 @@ class StreamOptions(Strict):
 class Sparsity(Strict):
     """How the KV cache is sifted for one request."""
 
-    plan: str | None = Field(None, max_length=400, description="One of the plans that the server was started with.")
-    min_recovery: float | None = Field(None, gt=0, le=1, description="Double the budget where less is recovered.")
+    plan: Annotated[str, Field(max_length=400)] | None = None
+    min_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
 class Generation(Strict):
@@ -59,7 +59,7 @@ class Generation(Strict):
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, description="0, greedy, by default.")
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    sparsity: str | Sparsity | None = None
+    sparsity: Annotated[str, Field(max_length=400)] | Sparsity | None = None
     user: str | None = None
     frequency_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
     presence_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]

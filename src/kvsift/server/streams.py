@@ -65,7 +65,7 @@ class EventStream(Response):
         names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
         headers = [pair for pair in names if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        job, told = self._job, None
+        job = self._job
         while True:
             is_ended = job.is_ended  # before its pieces are taken
             data = self._form.chunks(job.take())

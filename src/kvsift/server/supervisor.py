@@ -202,7 +202,7 @@ class Supervisor:
         return became_ready
 
     def _receive(self, message: dict[str, Any]) -> None:
-        op = message["op"]
+        op, job = message["op"], self._jobs.get(message.get("id", 0))
         if op == "fatal":
             raise InputError(message["message"])
         if op == "ready":
@@ -210,20 +210,19 @@ class Supervisor:
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()
-            for job in self._jobs.values():
-                self._send(job.message())
+            for kept in self._jobs.values():
+                self._send(kept.message())
         elif op == "step":
             for new in message["rows"]:
-                if (job := self._jobs.get(new["id"])) is not None:
-                    job.add(new)
-                    self._settle(job)
-        elif op in ("accepted", "refused") and (job := self._jobs.get(message["id"])) is not None:
-            if op == "accepted":
-                job.accept(message["prompt_tokens"])
-            else:
-                retry_after = 5 if message["status"] == 429 else None
-                job.fail(ApiError(message["status"], message["message"], message["code"], retry_after=retry_after))
-                self._settle(job)
+                if (answered := self._jobs.get(new["id"])) is not None:
+                    answered.add(new)
+                    self._settle(answered)
+        elif op == "accepted" and job is not None:
+            job.accept(message["prompt_tokens"])
+        elif op == "refused" and job is not None:
+            retry_after = 5 if message["status"] == 429 else None
+            job.fail(ApiError(message["status"], message["message"], message["code"], retry_after=retry_after))
+            self._settle(job)
 
     def _settle(self, job: Job) -> None:
         if job.is_ended:

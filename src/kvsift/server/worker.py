@@ -101,11 +101,10 @@ class Worker:
             prompts = self._prompts(message)
             rows = self._open(message, prompts)
         except InputError as error:
-            self._send({"op": "refused", "id": key, "status": 400, "message": str(error), "code": "invalid_value"})
+            self._refuse(key, 400, error, "invalid_value")
             return
         except TooLong as error:
-            code = "context_length_exceeded"
-            self._send({"op": "refused", "id": key, "status": 400, "message": str(error), "code": code})
+            self._refuse(key, 400, error, "context_length_exceeded")
             return
         self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
         try:
@@ -116,9 +115,10 @@ class Worker:
                 self._work.set()
         except InputError as error:  # the line of the loop is full
             self._cancel(key)
-            self._send(
-                {"op": "refused", "id": key, "status": 429, "message": str(error), "code": "rate_limit_exceeded"}
-            )
+            self._refuse(key, 429, error, "rate_limit_exceeded")
+
+    def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
+        self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
 
     def _prompts(self, message: dict[str, Any]) -> list[list[int]]:
         """Tokens of the prompts."""
