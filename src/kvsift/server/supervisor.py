@@ -23,6 +23,7 @@ from kvsift.server.jobs import Job
 from kvsift.server.plan_list import PlanList
 from kvsift.server.settings import Settings
 
+WORKER = sys.executable, "-m", "kvsift.server.worker"
 SILENCE_S = 60.0  # without a sign of life, and the engine is replaced
 LOADING_S = 3600.0  # for a model to be downloaded and loaded
 STEP_S = 600.0  # of one step: it hangs
@@ -167,7 +168,7 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         fd, environment = theirs.fileno(), {**os.environ, "PYTHONUNBUFFERED": "1"}
         self._process = await create_subprocess_exec(
-            sys.executable, "-m", "kvsift.server.worker", str(fd), pass_fds=[fd], stdin=DEVNULL, stdout=2,
+            *WORKER, str(fd), pass_fds=[fd], stdin=DEVNULL, stdout=2,
             env=environment, start_new_session=True,
         )  # fmt: skip
         theirs.close()
