@@ -1,5 +1,5 @@
-"""Imports point down: cli > eval | benchmarks | server > engine > batching > models | vllm > layer > plan > methods | stores >
-indexes > kernels > native > types.
+"""Imports point down: cli > eval | benchmarks | server > engine > batching > models | vllm > layer > plan >
+methods | stores > indexes > kernels > native > types.
 
 Folders side by side never import each other, only the transformers adapter imports transformers and only the plugin
 vllm, and what a user waits for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.

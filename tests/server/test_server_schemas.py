@@ -15,11 +15,11 @@ from kvsift.server.answers import AnswerForm
 from kvsift.server.api_errors import ApiError
 from kvsift.server.app import build
 from kvsift.server.door import host_name
-from kvsift.server.jobs import Job
+from kvsift.server.jobs import ServerJob
 from kvsift.server.openapi import description
 from kvsift.server.plan_list import PlanList, spelling
 from kvsift.server.schemas import ChatRequest, CompletionRequest, parse
-from kvsift.server.settings import Settings, check_exposure
+from kvsift.server.settings import ServerSettings, check_exposure
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -112,9 +112,9 @@ def test_plans_are_compared_as_texts() -> None:
     assert spelling("decode=quest:b=2:a=1, prefill=dense") == spelling("prefill=dense,decode=quest:a=1:b=2")
 
 
-def job_of() -> Job:
+def job_of() -> ServerJob:
     """A request that a step has begun and another has ended."""
-    job = Job(1, {}, 1)
+    job = ServerJob(1, {}, 1)
     job.accept([3])
     job.add({"index": 0, "read": 3, "tokens": [[5, "Grüß", ["Grüß", -0.5, [["Grüß", -0.5]]]]]})
     return job
@@ -178,7 +178,7 @@ def test_text_that_nobody_takes_is_one_piece() -> None:
 
 
 def test_a_job_is_submitted_again_with_what_was_sent() -> None:
-    job = Job(7, {"n": 2}, 2)
+    job = ServerJob(7, {"n": 2}, 2)
     job.add({"index": 0, "tokens": [[5, "a", None], [None, "", None]], "finish": "stop", "usage": USAGE})
     job.add({"index": 1, "tokens": [[6, "b", None]]})
     assert job.message() == {"op": "submit", "id": 7, "n": 2, "sent": {0: [5], 1: [6]}, "ended": [0]}
@@ -191,7 +191,7 @@ def test_names_of_hosts(host: str, name: str) -> None:
     assert host_name(host) == name
 
 
-def answers(settings: Settings, *requests: tuple[str, str, dict]) -> list[httpx.Response]:
+def answers(settings: ServerSettings, *requests: tuple[str, str, dict]) -> list[httpx.Response]:
     """Responses of a server whose engine is not started."""
     app, _ = build(settings)
 
@@ -205,7 +205,11 @@ def answers(settings: Settings, *requests: tuple[str, str, dict]) -> list[httpx.
 
 def test_a_server_that_loads_says_so() -> None:
     health, models, text, page = answers(
-        Settings(), ("GET", "/health", {}), ("GET", "/v1/models", {}), ("POST", "/v1/completions", {}), ("GET", "/", {})
+        ServerSettings(),
+        ("GET", "/health", {}),
+        ("GET", "/v1/models", {}),
+        ("POST", "/v1/completions", {}),
+        ("GET", "/", {}),
     )
     assert (health.status_code, health.json()) == (503, {"status": "loading"})
     for response in (models, text):
@@ -220,16 +224,18 @@ def test_a_server_that_loads_says_so() -> None:
      ("evil.example", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)],
 )  # fmt: skip
 def test_host_headers(host: str, status: int) -> None:
-    [response] = answers(Settings(hosts=["Mine.example"]), ("GET", "/metrics", {"host": host}))
+    [response] = answers(ServerSettings(hosts=["Mine.example"]), ("GET", "/metrics", {"host": host}))
     assert response.status_code == status
 
 
 def test_browsers_elsewhere_are_let_in_by_name() -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     preflight = ("OPTIONS", "/v1/completions", {**asked, "access-control-request-headers": "authorization"})
-    [closed] = answers(Settings(), preflight)
+    [closed] = answers(ServerSettings(), preflight)
     opened, other = answers(
-        Settings(origins=["https://app.example"], keys=["k"]), preflight, ("GET", "/metrics", {"origin": "https://x.y"})
+        ServerSettings(origins=["https://app.example"], keys=["k"]),
+        preflight,
+        ("GET", "/metrics", {"origin": "https://x.y"}),
     )
     assert "access-control-allow-origin" not in closed.headers
     assert opened.status_code == 200

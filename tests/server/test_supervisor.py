@@ -13,9 +13,9 @@ import uvicorn
 
 from kvsift.errors import InputError
 from kvsift.server.api_errors import ApiError
-from kvsift.server.jobs import Job
+from kvsift.server.jobs import ServerJob
 from kvsift.server.run import Ending
-from kvsift.server.settings import Settings
+from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
 
 
@@ -25,12 +25,12 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvsift.server.supervisor.WORKER", worker)
 
 
-def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object) -> list[Job]:
+def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object) -> list[ServerJob]:
     """Run a test beside a supervisor; returns the requests that have ended."""
-    ended: list[Job] = []
+    ended: list[ServerJob] = []
 
     async def run() -> None:
-        supervisor = Supervisor(Settings(**settings), ended.append)  # type: ignore[arg-type]
+        supervisor = Supervisor(ServerSettings(**settings), ended.append)  # type: ignore[arg-type]
         task = asyncio.create_task(supervisor.run())
         try:
             async with asyncio.timeout(20):
@@ -46,7 +46,7 @@ def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object
     return ended
 
 
-def ask(supervisor: Supervisor, prompt: str) -> Job:
+def ask(supervisor: Supervisor, prompt: str) -> ServerJob:
     return supervisor.submit({"prompts": [prompt]}, 1)
 
 
@@ -90,7 +90,7 @@ def test_an_engine_without_a_sign_of_life_is_replaced(monkeypatch: pytest.Monkey
 
 
 def test_an_engine_that_never_gets_ready_is_an_error() -> None:
-    supervisor = Supervisor(Settings(model={"model": "bad"}), print)
+    supervisor = Supervisor(ServerSettings(model={"model": "bad"}), print)
     with pytest.raises(InputError, match="ends before it is ready"):
         asyncio.run(supervisor.run())
 

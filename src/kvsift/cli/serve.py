@@ -80,13 +80,13 @@ def serve(
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         raise InputError(NO_SERVER.format(", ".join(missing)))
     from kvsift.server.run import serve as run
-    from kvsift.server.settings import Settings, check_exposure, read_keys
+    from kvsift.server.settings import ServerSettings, check_exposure, read_keys
 
     keys = read_keys(api_key_file, os.environ)
     check_exposure(host, keys, is_open)
     if model is None:
         print(f"kvsift: {o.EMBEDDED_NOTE.replace('--model ', 'kvsift serve ')}", file=sys.stderr)
-    settings = Settings(
+    settings = ServerSettings(
         model={"model": model, **options.keywords()},
         plan=o.read_plan(plan),
         plans=[o.read_plan(each) for each in allow or ()],

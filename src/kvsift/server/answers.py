@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from kvsift import __version__
 from kvsift.server.api_errors import ApiError
-from kvsift.server.jobs import Job, Piece
+from kvsift.server.jobs import Piece, ServerJob
 from kvsift.server.schemas import AnyRequest, ChatRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -31,7 +31,7 @@ class AnswerForm:
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}  # characters before the next token, for log-probabilities of completions
 
-    def whole(self, job: Job) -> dict[str, Any]:
+    def whole(self, job: ServerJob) -> dict[str, Any]:
         """Return the answer to a request that has ended."""
         choices = [self._choice(piece) for piece in job.take()]
         name = "chat.completion" if self._is_chat else "text_completion"
@@ -41,7 +41,7 @@ class AnswerForm:
         """Return events of a stream for what is new."""
         return b"".join(self._event([choice]) for piece in pieces for choice in self._deltas(piece))
 
-    def last(self, job: Job) -> bytes:
+    def last(self, job: ServerJob) -> bytes:
         """Return the end of a stream."""
         return (self._event([], usage(job, self._asked)) if self._asked.wants_usage else b"") + DONE
 
@@ -96,7 +96,7 @@ def failure(error: ApiError) -> bytes:
     return event(error.as_dict())
 
 
-def usage(job: Job, asked: AnyRequest) -> dict[str, Any]:
+def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
     """Return the numbers of a request: sums over its answers; a prompt counts once, however many its answers."""
     numbers, prompts = [answer.usage for answer in job.answers], job.prompt_tokens or []
     cached = sum(each["cached_tokens"] for each in numbers[:: asked.samples])

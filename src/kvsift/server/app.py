@@ -22,7 +22,7 @@ from kvsift.server.metrics import Metrics
 from kvsift.server.openapi import description
 from kvsift.server.page import CSP, page
 from kvsift.server.schemas import AnyRequest, ChatRequest, CompletionRequest, parse
-from kvsift.server.settings import Settings
+from kvsift.server.settings import ServerSettings
 from kvsift.server.streams import EventStream, unless_gone
 from kvsift.server.supervisor import Supervisor
 
@@ -39,7 +39,7 @@ class App:
         metrics: of both.
     """
 
-    def __init__(self, settings: Settings, supervisor: Supervisor, metrics: Metrics) -> None:
+    def __init__(self, settings: ServerSettings, supervisor: Supervisor, metrics: Metrics) -> None:
         self._settings, self._supervisor, self._metrics = settings, supervisor, metrics
         self._started = int(time())
         self._routes = {
@@ -158,7 +158,7 @@ class App:
         return HTMLResponse(html, headers={"content-security-policy": CSP, "x-content-type-options": "nosniff"})
 
 
-def build(settings: Settings) -> tuple[ASGIApp, Supervisor]:
+def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
     """Return the application, and the supervisor that has to run beside it."""
     metrics = Metrics()
     supervisor = Supervisor(settings, metrics.ended)

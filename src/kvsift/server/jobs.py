@@ -43,7 +43,7 @@ class AnswerState:
     is_taken: bool = False
 
 
-class Job:
+class ServerJob:
     """A request from submission to its last piece.
 
     Args:

@@ -6,7 +6,7 @@ from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kvsift.server.jobs import Job
+from kvsift.server.jobs import ServerJob
 from kvsift.server.supervisor import Supervisor
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -38,7 +38,7 @@ class Metrics:
             gauge = Gauge(name, name.replace("_", " "), registry=self._registry)
             gauge.set_function(number)
 
-    def ended(self, job: Job) -> None:
+    def ended(self, job: ServerJob) -> None:
         """Count a request that has ended, or whose client left."""
         if not job.is_ended:
             self._cancelled.inc()

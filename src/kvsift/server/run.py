@@ -14,7 +14,7 @@ import uvicorn
 
 from kvsift.errors import InputError
 from kvsift.server.app import build
-from kvsift.server.settings import Settings
+from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
 
 FLUSH_S = 5  # for clients to read the ends of their answers
@@ -29,7 +29,7 @@ class WebServer(uvicorn.Server):
         yield
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: ServerSettings) -> int:
     """Serve until a signal; returns the exit code.
 
     Raises:
@@ -60,7 +60,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def _serve(settings: Settings, listener: socket.socket) -> int:
+async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     app, supervisor = build(settings)
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,

@@ -47,7 +47,7 @@ class Sparsity(Strict):
     min_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
-class Generation(Strict):
+class TextRequest(Strict):
     """Fields that all requests for text share."""
 
     model: str | None = Field(None, max_length=400)
@@ -90,7 +90,7 @@ class Generation(Strict):
         return Sparsity(plan=self.sparsity) if isinstance(self.sparsity, str) else self.sparsity or Sparsity()
 
     @model_validator(mode="after")
-    def check(self) -> Generation:
+    def check(self) -> TextRequest:
         """Refuse combinations of no meaning."""
         if self.samples > 1 and not self.temperature:
             raise ValueError(f"n={self.n} greedy answers are the same one; give a temperature above 0")
@@ -104,7 +104,7 @@ class Generation(Strict):
 TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(TextRequest):
     """Body of POST /v1/completions."""
 
     prompt: str | list[str] | TokenIds | list[TokenIds]
@@ -146,7 +146,7 @@ class TextPart(Strict):
     text: str
 
 
-class Message(Strict):
+class ChatMessage(Strict):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -164,10 +164,10 @@ class Message(Strict):
         return {"role": "system" if self.role == "developer" else self.role, "content": parts}
 
 
-class ChatRequest(Generation):
+class ChatRequest(TextRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=256)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=256)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -210,7 +210,7 @@ class ChatRequest(Generation):
 
 
 AnyRequest = CompletionRequest | ChatRequest
-NESTED: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "sparsity": Sparsity, "messages": Message}
+NESTED: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "sparsity": Sparsity, "messages": ChatMessage}
 Schema = TypeVar("Schema", bound=BaseModel)
 
 

@@ -1,4 +1,4 @@
-"""Settings of the server, as the command line gives them."""
+"""ServerSettings of the server, as the command line gives them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY_VARIABLE = "KVSIFT_API_KEY"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     """What a server was started with.
 
     Attributes:

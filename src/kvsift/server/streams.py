@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvsift.server.answers import AnswerForm, failure
-from kvsift.server.jobs import Job
+from kvsift.server.jobs import ServerJob
 
 COMMENT_S = 1.0  # without text, until a comment says that the connection lives
 STALL_S = 60.0  # for a client to read a piece
@@ -48,7 +48,7 @@ class EventStream(Response):
         release: called at the end, whatever it is.
     """
 
-    def __init__(self, job: Job, form: AnswerForm, release: Callable[[Job], None]) -> None:
+    def __init__(self, job: ServerJob, form: AnswerForm, release: Callable[[ServerJob], None]) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         self._job, self._form, self._release = job, form, release
 
@@ -86,7 +86,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-def _comment(job: Job) -> bytes:
+def _comment(job: ServerJob) -> bytes:
     """A line that clients skip, with how far the prompt is read."""
     if job.num_read is None:
         return b": waiting\n\n"

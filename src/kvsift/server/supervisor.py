@@ -19,9 +19,9 @@ from typing import Any
 from kvsift.errors import InputError
 from kvsift.server import frames
 from kvsift.server.api_errors import ApiError, unavailable
-from kvsift.server.jobs import Job
+from kvsift.server.jobs import ServerJob
 from kvsift.server.plan_list import PlanList
-from kvsift.server.settings import Settings
+from kvsift.server.settings import ServerSettings
 
 WORKER = sys.executable, "-m", "kvsift.server.worker"
 SILENCE_S = 60.0  # without a sign of life, and the engine is replaced
@@ -47,9 +47,9 @@ class Supervisor:
         pid: of the engine process.
     """
 
-    def __init__(self, settings: Settings, on_end: Callable[[Job], None]) -> None:
+    def __init__(self, settings: ServerSettings, on_end: Callable[[ServerJob], None]) -> None:
         self._settings, self._on_end = settings, on_end
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, ServerJob] = {}
         self._keys = itertools.count(1)
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -93,26 +93,26 @@ class Supervisor:
             text = f"{waiting} requests are waiting already. Try again in {seconds} s."
             raise ApiError(429, text, "rate_limit_exceeded", retry_after=seconds)
 
-    def submit(self, message: dict[str, Any], num_answers: int) -> Job:
+    def submit(self, message: dict[str, Any], num_answers: int) -> ServerJob:
         """Send a request to the engine.
 
         Raises:
             ApiError: if none are taken at the moment.
         """
         self.check_open()
-        job = Job(next(self._keys), message, num_answers)
+        job = ServerJob(next(self._keys), message, num_answers)
         self._jobs[job.key] = job
         self._idle.clear()
         self._send(job.message())
         return job
 
-    def release(self, job: Job) -> None:
+    def release(self, job: ServerJob) -> None:
         """The client of a request is served, or gone: what is left of it is cancelled."""
         if self._jobs.get(job.key) is job and not job.is_ended:
             self._send({"op": "cancel", "id": job.key})
         self._forget(job)
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: ServerJob) -> None:
         if self._jobs.pop(job.key, None) is not None:
             self._on_end(job)
         if not self._jobs:
@@ -225,7 +225,7 @@ class Supervisor:
             job.fail(ApiError(message["status"], message["message"], message["code"], retry_after=retry_after))
             self._settle(job)
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: ServerJob) -> None:
         if job.is_ended:
             if job.error is not None:  # of one answer; the others end with it
                 self._send({"op": "cancel", "id": job.key})
