@@ -169,11 +169,13 @@ def test_a_full_line_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
         with client.stream("POST", "/v1/completions", json=body) as response, guarded.client() as other:
             stream = events(response)
             first = next(stream)
+            engine = guarded.engine()
             guarded.process.send_signal(signal.SIGTERM)
             until(lambda: other.get("/health").json() == {"status": "draining"})
             chunks = [first, *stream]
         assert texts(chunks) == [alone.generate("Hello", max_new_tokens=100).text]
     assert guarded.process.wait(12) == 0
+    assert not Path(f"/proc/{engine}").exists()
     assert b'"code":"server_draining"' in rest(connections[8])[-300:]
     log = guarded.log.read_text()
     assert "2 answers are being finished" in log
@@ -212,3 +214,21 @@ def test_a_port_that_is_taken_is_refused() -> None:
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("kvsift.cli.serve.find_spec", lambda name: None if name == "uvicorn" else name)
     test_options_that_are_refused(monkeypatch, capfd, "", "lacks (uvicorn). Install them: pip install 'kvsift[serve]'")
+
+
+def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def execute(path: str, command: list[str]) -> None:
+        started.append(command)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("kvsift.cli.serve.find_spec", lambda name: name)
+    monkeypatch.setattr("os.execv", execute)
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "here")
+    given = "m --engine vllm --plan quest:budget=128 --port 81 --dtype float32 --max-model-len 512"
+    monkeypatch.setattr(sys, "argv", ["kvsift", "serve", *given.split()])
+    with pytest.raises(SystemExit):
+        main()
+    assert started[0][-6:] == ["--port", "81", "--dtype", "float32", "--max-model-len", "512"]
+    assert "quest:budget=128" in started[0][-7]

@@ -9,6 +9,7 @@ import sys
 
 import httpx
 import pytest
+from server.fake_worker import USAGE
 
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
@@ -120,8 +121,6 @@ def job_of() -> ServerJob:
     return job
 
 
-USAGE = {"completion_tokens": 2, "cached_tokens": 0, "plan": "dense", "density": 1.0, "visible_tokens": 4.0,
-         "bytes_read": 8, "bytes_dense": 8, "recovery": None, "guard_events": 0, "no_reuse": ""}  # fmt: skip
 END = {"index": 0, "tokens": [[6, " Gott", [" Gott", -1.0, [["!", -0.9]]]]], "finish": "length", "usage": USAGE}
 
 

@@ -81,7 +81,7 @@ class AnswerForm:
         return {
             "tokens": [text for text, _, _ in piece.logprobs],
             "token_logprobs": [value for _, value, _ in piece.logprobs],
-            "top_logprobs": [dict(reversed(top)) for _, _, top in piece.logprobs],
+            "top_logprobs": [_by_text(top) for _, _, top in piece.logprobs],
             "text_offset": offsets,
         }
 
@@ -123,6 +123,14 @@ def _mean(numbers: list[dict[str, Any]], key: str) -> float | None:
     known = [(each[key], each["completion_tokens"]) for each in numbers if each[key] is not None]
     weight = sum(tokens for _, tokens in known)
     return sum(value * tokens for value, tokens in known) / weight if weight else None
+
+
+def _by_text(top: list[list[Any]]) -> dict[str, float]:
+    """The likeliest tokens by their texts; of parts of characters, which look alike, the first counts."""
+    values: dict[str, float] = {}
+    for text, value in top:
+        values.setdefault(text, value)
+    return values
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kvsift.server import frames
 from kvsift.server.api_errors import ApiError, unavailable
 from kvsift.server.jobs import ServerJob
 from kvsift.server.plan_list import PlanList
-from kvsift.server.settings import ServerSettings
+from kvsift.server.settings import KEY_VARIABLE, ServerSettings
 
 WORKER = sys.executable, "-m", "kvsift.server.worker"
 SILENCE_S = 60.0  # without a sign of life, and the engine is replaced
@@ -166,7 +166,7 @@ class Supervisor:
     async def _live(self) -> bool:
         """Run one engine process to its end; whether it became ready."""
         ours, theirs = socket.socketpair()
-        fd, environment = theirs.fileno(), {**os.environ, "PYTHONUNBUFFERED": "1"}
+        fd, environment = theirs.fileno(), {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         self._process = await create_subprocess_exec(
             *WORKER, str(fd), pass_fds=[fd], stdin=DEVNULL, stdout=2,
             env=environment, start_new_session=True,
