@@ -85,6 +85,8 @@ def test_malformed_requests_leave_the_server_well(server: Served, client: httpx.
     refused(415, "must be application/json", b"{}", **{"content-type": "text/plain"})
     refused(403, "is not 'evil.example'", b"{}", host="evil.example")
     refused(413, "larger than 16 MB", b" " * ((16 << 20) + 1))
+    chunked = client.post("/v1/completions", content=(b" " * (1 << 20) for _ in range(17)))
+    assert chunked.status_code == 413
     garbage = socket.create_connection((urlsplit(server.url).hostname, urlsplit(server.url).port))
     garbage.sendall(b"\x16\x03\x01 no http\r\n\r\n")
     assert b"400" in garbage.recv(100)
