@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -15,13 +15,8 @@ from kvsift.benchmarks import host_report, index_report
 from kvsift.eval.tables import quality_table
 
 HOST = "host-cpu.json"
-SPLIT = (
-    "split-sketch-h200.json",
-    "split-sketch-1m-h200.json",
-    "split-h200.json",
-    "split-512k-h200.json",
-    "split-1m-h200.json",
-)
+SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
+SPLIT_SKETCH = ("split-sketch-h200.json", "split-sketch-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
 WRITTEN = "generation-recall-cpu.json"
 BUSY = "busy-machine*.json"
@@ -47,6 +42,11 @@ def split_table(result: dict[str, Any]) -> str:
             milliseconds, gib = 1e3 * median(variant["samples_s"]), variant["kv_bytes_on_device"] / (1 << 30)
             lines.append(f"{start} {milliseconds:.1f} | {1e3 * variant['host_s']:.1f} | {gib:.2f} GiB |")
     return "\n".join(lines)
+
+
+def split_tables(names: Sequence[str]) -> str:
+    """Return the tables of several results."""
+    return "\n\n".join(shown(name, split_table, measured_on(name))() for name in names)
 
 
 def answers() -> str:
@@ -93,8 +93,9 @@ BLOCKS = {
             written,
             lambda result: f"{place(WRITTEN)}: {result['machine']}, commit {result['commit'][:10]}.",
         ),
-        "split": lambda: "\n\n".join(shown(name, split_table, measured_on(name))() for name in SPLIT),
+        "split": lambda: split_tables(SPLIT_SKETCH),
     },
+    "results/split-h200.md": {"split": lambda: split_tables(SPLIT)},
     "results/host-cpu.md": {"host": shown(HOST, points(host_report.point_text), measured_on(HOST))},
     **{
         f"results/{name.removesuffix('.json')}.md": {

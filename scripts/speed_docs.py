@@ -17,6 +17,7 @@ SKETCH_ATTENTION, SKETCH_DECODE = "attention-sketch-h200.json", "decode-sketch-h
 PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
+IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
 CHART = "docs/attention-h200.svg"
 README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
 
@@ -162,6 +163,19 @@ def _source(name: str, result: dict[str, Any]) -> str:
     return f"{place(name)}: {result['gpu']['name']}, commit {result['commit'][:10]}."
 
 
+def in_vllm(result: dict[str, Any]) -> str:
+    """Return milliseconds per token in vLLM, its own attention beside plans in the same run."""
+    lines = ["| plan | context | batch | vLLM's own | with the plan | |", "|---|---|---|---|---|---|"]
+    stock = {run["call"]: run["points"] for run in result["runs"] if run["plan"] == "stock"}
+    for run in result["runs"]:
+        for own, point in zip(stock[run["call"]], run["points"]) if run["plan"] != "stock" else ():
+            times, where = (own["tpot_ms"], point["tpot_ms"]), f"{tokens(point['context'])} | {point['batch']}"
+            lines.append(
+                f"| `{run['plan']}` | {where} | {times[0]:.2f} | {times[1]:.2f} | {times[0] / times[1]:.2f}x |"
+            )
+    return "\n".join(lines)
+
+
 def readme() -> str:
     """Return a line per benchmark, as far as they are measured."""
     rows = [shown(DECODE, one_token), shown(ATTENTION, one_layer), shown(PREFILL[0], first_token)]
@@ -182,6 +196,13 @@ BLOCKS = {
         "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
         "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),
         "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK)),
+    },
+    "docs/vllm.md": {
+        "vllm": shown(
+            IN_VLLM,
+            in_vllm,
+            lambda result: f"{place(IN_VLLM)}: {result['machine']}, vLLM {result['versions']['vllm']}.",
+        )
     },
     "results/attention-h200.md": {
         "dense": shown(ATTENTION, baselines, attention_report.dense_tables),

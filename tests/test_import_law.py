@@ -1,5 +1,5 @@
-"""Imports point down: cli > eval | benchmarks > engine > batching > models | vllm > layer > plan > methods | stores >
-indexes > kernels > native > types.
+"""Imports point down: cli > eval | benchmarks | server > engine > batching > models | vllm > layer > plan >
+methods | stores > indexes > kernels > native > types.
 
 Folders side by side never import each other, only the transformers adapter imports transformers and only the plugin
 vllm, and what a user waits for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
@@ -38,6 +38,7 @@ LAYERS = {
     "engine": 9,
     "eval": 10,
     "benchmarks": 10,
+    "server": 10,
     "cli": 11,
     "__init__": 12,  # re-exports; of it others may read __version__ alone
     "__main__": 12,

@@ -39,7 +39,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     options = ["--plan", PLANS[0], "--allow-plan", PLANS[1], "--served-model-name", "embedded", "--port", str(port)]
     stock = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--host", "127.0.0.1"]
     template = ["--chat-template", str(directory / "template.jinja")]
-    command = [sys.executable, "-m", "kvsift", "serve", str(model), *options, *stock, *template]
+    command = [sys.executable, "-m", "kvsift", "serve", str(model), "--engine", "vllm", *options, *stock, *template]
     with (directory / "log").open("w") as log:
         process = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
     running = Server(f"http://127.0.0.1:{port}", directory / "log")

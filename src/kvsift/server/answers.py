@@ -1,0 +1,138 @@
+"""Answers in OpenAI's form, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from time import time
+from typing import Any
+from uuid import uuid4
+
+from kvsift import __version__
+from kvsift.server.api_errors import ApiError
+from kvsift.server.jobs import Piece, ServerJob
+from kvsift.server.schemas import AnyRequest, ChatRequest
+
+DONE = b"data: [DONE]\n\n"
+
+
+class AnswerForm:
+    """The form of the answer to one request.
+
+    Args:
+        asked: the request.
+        model: name of the served model.
+    """
+
+    def __init__(self, asked: AnyRequest, model: str) -> None:
+        self._is_chat, self._asked = isinstance(asked, ChatRequest), asked
+        self._head = {"created": int(time()), "model": model, "system_fingerprint": f"kvsift-{__version__}"}
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}  # characters before the next token, for log-probabilities of completions
+
+    def whole(self, job: ServerJob) -> dict[str, Any]:
+        """Return the answer to a request that has ended."""
+        choices = [self._choice(piece) for piece in job.take()]
+        name = "chat.completion" if self._is_chat else "text_completion"
+        return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._asked)}
+
+    def chunks(self, pieces: Iterable[Piece]) -> bytes:
+        """Return events of a stream for what is new."""
+        return b"".join(self._event([choice]) for piece in pieces for choice in self._deltas(piece))
+
+    def last(self, job: ServerJob) -> bytes:
+        """Return the end of a stream."""
+        return (self._event([], usage(job, self._asked)) if self._asked.wants_usage else b"") + DONE
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        text: dict[str, Any] = {"message": message} if self._is_chat else {"text": piece.text}
+        return {"index": piece.index, **text, "logprobs": self._logprobs(piece), "finish_reason": piece.finish}
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """A choice with text, if there is any, and one with the end."""
+        index, first = piece.index, piece.index not in self._begun
+        if piece.text or piece.logprobs or first:
+            self._begun.add(index)
+            role = {"role": "assistant"} if first else {}
+            delta = {"delta": {**role, "content": piece.text}} if self._is_chat else {"text": piece.text}
+            yield {"index": index, **delta, "logprobs": self._logprobs(piece), "finish_reason": None}
+        if piece.finish is not None:
+            text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
+            yield {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
+
+    def _event(self, choices: list[dict[str, Any]], numbers: dict[str, Any] | None = None) -> bytes:
+        name = "chat.completion.chunk" if self._is_chat else "text_completion"
+        body = {"id": self._id, "object": name, **self._head, "choices": choices}
+        return event({**body, "usage": numbers} if self._asked.wants_usage else body)
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if self._asked.num_logprobs is None:
+            return None
+        if self._is_chat:
+            content = [{**_token(text, value), "top_logprobs": [_token(*each) for each in top]}
+                       for text, value, top in piece.logprobs]  # fmt: skip
+            return {"content": content, "refusal": None}
+        offsets = []
+        for text, _, _ in piece.logprobs:
+            offsets.append(self._offsets.setdefault(piece.index, 0))
+            self._offsets[piece.index] += len(text)
+        return {
+            "tokens": [text for text, _, _ in piece.logprobs],
+            "token_logprobs": [value for _, value, _ in piece.logprobs],
+            "top_logprobs": [_by_text(top) for _, _, top in piece.logprobs],
+            "text_offset": offsets,
+        }
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+def failure(error: ApiError) -> bytes:
+    """Return the event that ends a stream with an error."""
+    return event(error.as_dict())
+
+
+def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
+    """Return the numbers of a request: sums over its answers; a prompt counts once, however many its answers."""
+    numbers, prompts = [answer.usage for answer in job.answers], job.prompt_tokens or []
+    cached = sum(each["cached_tokens"] for each in numbers[:: asked.samples])
+    completion = sum(each["completion_tokens"] for each in numbers)
+    first, guards = numbers[0], sum(each["guard_events"] for each in numbers)
+    sparsity = {
+        "plan": first["plan"],
+        **{key: _mean(numbers, key) for key in ("density", "visible_tokens", "recovery")},
+        **{key: sum(each[key] for each in numbers) for key in ("bytes_read", "bytes_dense")},
+        "guard_events": guards,
+        "reuse": {"cached_tokens": cached, "why_not": first["no_reuse"] or None},
+    }
+    return {
+        "prompt_tokens": sum(prompts),
+        "completion_tokens": completion,
+        "total_tokens": sum(prompts) + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "sparsity": sparsity,
+    }
+
+
+def _mean(numbers: list[dict[str, Any]], key: str) -> float | None:
+    """Mean over tokens that were decoded after a first one; None without any."""
+    known = [(each[key], each["completion_tokens"]) for each in numbers if each[key] is not None]
+    weight = sum(tokens for _, tokens in known)
+    return sum(value * tokens for value, tokens in known) / weight if weight else None
+
+
+def _by_text(top: list[list[Any]]) -> dict[str, float]:
+    """The likeliest tokens by their texts; of parts of characters, which look alike, the first counts."""
+    values: dict[str, float] = {}
+    for text, value in top:
+        values.setdefault(text, value)
+    return values
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    whole = "\ufffd" not in text  # else it is a part of a character
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}

@@ -1,0 +1,208 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import secrets
+from functools import partial
+from time import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from kvsift.server.answers import AnswerForm
+from kvsift.server.api_errors import ApiError
+from kvsift.server.door import Door
+from kvsift.server.metrics import Metrics
+from kvsift.server.openapi import description
+from kvsift.server.page import CSP, page
+from kvsift.server.schemas import AnyRequest, ChatRequest, CompletionRequest, parse
+from kvsift.server.settings import ServerSettings
+from kvsift.server.streams import EventStream, unless_gone
+from kvsift.server.supervisor import Supervisor
+
+MOST_BYTES = 16 << 20
+GONE = 499  # nobody reads it
+
+
+class App:
+    """Requests over a supervisor.
+
+    Args:
+        settings: of the server.
+        supervisor: of the engine process.
+        metrics: of both.
+    """
+
+    def __init__(self, settings: ServerSettings, supervisor: Supervisor, metrics: Metrics) -> None:
+        self._settings, self._supervisor, self._metrics = settings, supervisor, metrics
+        self._started = int(time())
+        self._routes = {
+            "/": self._page,
+            "/health": self._health,
+            "/metrics": self._count,
+            "/openapi.json": self._describe,
+            "/v1/models": self._models,
+        }
+
+    def asgi(self) -> ASGIApp:
+        """Return the application with its checks."""
+        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in self._routes.items()]
+        routes.append(Route("/v1/models/{model:path}", self._models, methods=["GET"]))
+        for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
+            endpoint = partial(self._answer, schema)
+            routes.append(Route(path, endpoint, methods=["POST"]))
+        handlers: dict[Any, Any] = {
+            ApiError: _refused,
+            HTTPException: _not_found,
+            ClientDisconnect: _gone,
+            Exception: _failed,
+        }
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        known = {route.path for route in routes}
+
+        def count(path: str, status: int) -> None:
+            self._metrics.responses.labels(path if path in known else "other", str(status)).inc()
+
+        door = Door(app, self._settings.keys, self._settings.hosts, count)
+        if not self._settings.origins:
+            return door
+        headers = ["authorization", "content-type"]
+        return CORSMiddleware(door, list(self._settings.origins), allow_methods=["GET", "POST"], allow_headers=headers)
+
+    async def _answer(self, schema: type[AnyRequest], request: Request) -> Response:
+        supervisor = self._supervisor
+        supervisor.check_open()  # before a body of megabytes is read
+        asked = parse(schema, await _body(request))
+        job = supervisor.submit(self._message(asked, request), self._num_answers(asked))
+        is_streaming = False
+        try:
+            if not await unless_gone(request.receive, job.wait_accepted()):
+                return Response(status_code=GONE)
+            form = AnswerForm(asked, supervisor.model)
+            if asked.stream:
+                is_streaming = True
+                return EventStream(job, form, supervisor.release)
+            if not await unless_gone(request.receive, job.wait_ended()):
+                return Response(status_code=GONE)
+            return JSONResponse(form.whole(job))
+        finally:
+            if not is_streaming:
+                supervisor.release(job)
+
+    def _num_answers(self, asked: AnyRequest) -> int:
+        return asked.samples * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
+
+    def _message(self, asked: AnyRequest, request: Request) -> dict[str, Any]:
+        """What the engine is asked.
+
+        Raises:
+            ApiError: for another model or plan than those that are served.
+        """
+        self._check_model(asked.model)
+        client, salt = request.scope["client_name"]
+        return {
+            **asked.message(),
+            "n": asked.samples,
+            "plan": self._supervisor.plans.index(asked.plan.plan),
+            "min_recovery": asked.plan.min_recovery,
+            "temperature": asked.temperature or 0.0,
+            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            "seed": secrets.randbits(48) if asked.seed is None else asked.seed,
+            "stop": asked.stops,
+            "logprobs": asked.num_logprobs,
+            "client": client,
+            "salt": salt,
+        }
+
+    def _check_model(self, model: str | None) -> None:
+        served = self._supervisor.model
+        if model is not None and model != served:
+            raise ApiError(404, f"the model {model[:80]!r} is not served; {served!r} is.", "model_not_found", "model")
+
+    async def _models(self, request: Request) -> Response:
+        supervisor = self._supervisor
+        if not supervisor.ready.is_set():
+            supervisor.check_open()
+        model = {
+            "id": supervisor.model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "kvsift",
+            "max_model_len": supervisor.positions,
+            "plans": supervisor.plans.names,
+        }
+        if (name := request.path_params.get("model")) is not None:
+            self._check_model(name)
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _health(self, request: Request) -> Response:
+        state = self._supervisor.state
+        headers = {} if state == "ready" else {"retry-after": "5"}
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503, headers)
+
+    async def _count(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _describe(self, request: Request) -> Response:
+        return JSONResponse(description())
+
+    async def _page(self, request: Request) -> Response:
+        html = page(self._supervisor.model, self._supervisor.plans.names)
+        return HTMLResponse(html, headers={"content-security-policy": CSP, "x-content-type-options": "nosniff"})
+
+
+def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
+    """Return the application, and the supervisor that has to run beside it."""
+    metrics = Metrics()
+    supervisor = Supervisor(settings, metrics.ended)
+    metrics.follow(supervisor)
+    return App(settings, supervisor, metrics).asgi(), supervisor
+
+
+async def _body(request: Request) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        ApiError: if it is not declared as JSON, which web pages elsewhere cannot do without permission, or too large.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        text = f"the body must be application/json; the Content-Type is {kind[:80] or 'missing'}."
+        raise ApiError(415, text, "unsupported_media_type")
+    too_large = ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB.", "body_too_large")
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > MOST_BYTES:
+        raise too_large
+    parts = bytearray()
+    async for part in request.stream():
+        parts += part
+        if len(parts) > MOST_BYTES:
+            raise too_large
+    return bytes(parts)
+
+
+async def _refused(request: Request, error: ApiError) -> Response:
+    return JSONResponse(error.as_dict(), error.status, error.headers)
+
+
+async def _not_found(request: Request, error: HTTPException) -> Response:
+    is_method = error.status_code == 405
+    text = f"{request.url.path[:80]} does not take {request.method}." if is_method else "there is no such route."
+    refusal = ApiError(error.status_code, f"{text} /openapi.json lists the routes.", "not_found")
+    return JSONResponse(refusal.as_dict(), error.status_code, error.headers)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    refusal = ApiError(500, "the server failed; its log has the reason.", "server_failed")
+    return JSONResponse(refusal.as_dict(), refusal.status)
+
+
+async def _gone(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=GONE)

@@ -1,0 +1,98 @@
+"""What every request passes: the Host allow-list and the API key. Plain ASGI, which hides no disconnect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from hashlib import blake2b
+from hmac import compare_digest
+from ipaddress import ip_address
+from socket import gethostname
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvsift.server.api_errors import ApiError
+
+WITHOUT_KEY = {"/health"}
+
+
+class Door:
+    """Checks of a request before the application.
+
+    Args:
+        app: the application.
+        keys: API keys; none: no key is asked for.
+        hosts: names by which clients may address the server, besides addresses and this machine's names.
+        count: called with path and status of every response.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str], count: Callable[[str, int], None]
+    ) -> None:
+        self._app, self._count = app, count
+        self._keys = [_digest(key) for key in keys]
+        self._hosts = {"localhost", gethostname().lower(), *(host.lower() for host in hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on."""
+        if scope["type"] != "http":
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._count(scope["path"], message["status"])
+            await send(message)
+
+        try:
+            headers = Headers(scope=scope)
+            self._check_host(headers.get("host", ""))
+            scope["client_name"] = self._client(scope, headers)
+        except ApiError as error:
+            response = JSONResponse(error.as_dict(), error.status, error.headers)
+            await response(scope, receive, counted)
+        else:
+            await self._app(scope, receive, counted)
+
+    def _check_host(self, host: str) -> None:
+        """Refuse names that are not this server's: a web page elsewhere may have one that leads here. An address in
+        numbers is what it says."""
+        name = host_name(host)
+        if name not in self._hosts and not _is_address(name):
+            text = f"this server is not {host[:80]!r}. Use its address, or start it with --allow-host."
+            raise ApiError(403, text, "host_not_allowed")
+
+    def _client(self, scope: Scope, headers: Headers) -> tuple[str, str]:
+        """Whom rows belong to, and the salt of what they share.
+
+        Raises:
+            ApiError: without one of the API keys.
+        """
+        peer = str((scope.get("client") or ["local"])[0])
+        if not self._keys or scope["path"] in WITHOUT_KEY:
+            return peer, ""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip())
+        known = [compare_digest(digest, other) for other in self._keys]  # all of them, whichever it is
+        if scheme.lower() != "bearer" or not any(known):
+            text = "this server needs an API key, as in: Authorization: Bearer KEY."
+            raise ApiError(401, text, "invalid_api_key")
+        return digest.hex(), digest.hex()
+
+
+def host_name(host: str) -> str:
+    """Return the name in a Host header, without the port and the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        return bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()

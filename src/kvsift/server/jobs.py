@@ -1,0 +1,153 @@
+"""A request in the server process: what the engine has sent for it, until the client takes it.
+
+Text that a slow client has not taken is joined to one piece, so a job holds no more than its answer.
+"""
+
+from __future__ import annotations
+
+from asyncio import Event
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from kvsift.server.api_errors import ApiError
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is new about one answer of a request."""
+
+    index: int
+    text: str
+    logprobs: list[Any]
+    finish: str | None
+
+
+@dataclass
+class AnswerState:
+    """One answer of a request.
+
+    Attributes:
+        ids: all tokens so far.
+        text, logprobs: what the client has not taken.
+        finish: why it ended; None while it goes on.
+        usage: its numbers, once it has ended.
+        is_taken: the client knows the end.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    finish: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    is_taken: bool = False
+
+
+class ServerJob:
+    """A request from submission to its last piece.
+
+    Args:
+        key: of its messages.
+        message: for the engine.
+        num_answers: of all prompts together.
+
+    Attributes:
+        answers: in the order of prompts, then samples.
+        prompt_tokens: of each prompt; None until the engine has accepted the request.
+        num_read: prompt tokens that are cached; None while it waits.
+        crashes: times that the engine died with it.
+        error: that ended it.
+        submitted, first_token: times.
+    """
+
+    def __init__(self, key: int, message: dict[str, Any], num_answers: int) -> None:
+        self.key, self._message = key, message
+        self.answers = [AnswerState() for _ in range(num_answers)]
+        self.prompt_tokens: list[int] | None = None
+        self.num_read: int | None = None
+        self.crashes = 0
+        self.error: ApiError | None = None
+        self.submitted, self.first_token = monotonic(), 0.0
+        self._news = Event()
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the engine owes it nothing more."""
+        return self.error is not None or all(answer.finish is not None for answer in self.answers)
+
+    def message(self) -> dict[str, Any]:
+        """Return the message that starts it, or lets it go on after what was sent."""
+        return {
+            "op": "submit",
+            "id": self.key,
+            **self._message,
+            "sent": {index: answer.ids for index, answer in enumerate(self.answers) if answer.ids},
+            "ended": [index for index, answer in enumerate(self.answers) if answer.finish is not None],
+        }
+
+    def accept(self, prompt_tokens: list[int]) -> None:
+        """The engine has checked the request."""
+        self.prompt_tokens = prompt_tokens
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End the request with an error, unless it has ended."""
+        if not self.is_ended:
+            self.error = error
+        self._news.set()
+
+    def add(self, new: dict[str, Any]) -> None:
+        """Add what a step has brought for one of its answers."""
+        answer = self.answers[new["index"]]
+        if "read" in new:
+            self.num_read = max(new["read"], self.num_read or 0)
+        for token, text, logprobs in new.get("tokens", ()):
+            self.first_token = self.first_token or monotonic()
+            answer.text += text
+            if token is not None:
+                answer.ids.append(token)
+            if logprobs is not None:
+                answer.logprobs.append(logprobs)
+        if "usage" in new:
+            answer.finish, answer.usage = new["finish"], new["usage"]
+        elif "finish" in new:
+            code = "invalid_value" if new["status"] < 500 else "answer_failed"
+            self.fail(ApiError(new["status"], new["message"], code))
+        self._news.set()
+
+    async def wait(self) -> None:
+        """Wait for news."""
+        await self._news.wait()
+        self._news.clear()
+
+    async def wait_accepted(self) -> None:
+        """Wait until the engine has checked the request.
+
+        Raises:
+            ApiError: if it is refused.
+        """
+        while self.prompt_tokens is None and self.error is None:
+            await self.wait()
+        if self.error is not None:
+            raise self.error
+
+    async def wait_ended(self) -> None:
+        """Wait for the whole answers.
+
+        Raises:
+            ApiError: if the request failed.
+        """
+        while not self.is_ended:
+            await self.wait()
+        if self.error is not None:
+            raise self.error
+
+    def take(self) -> list[Piece]:
+        """Return what the client has not taken, and forget it."""
+        pieces = []
+        for index, answer in enumerate(self.answers):
+            is_end = answer.finish is not None and not answer.is_taken
+            if answer.text or answer.logprobs or is_end:
+                pieces.append(Piece(index, answer.text, answer.logprobs, answer.finish if is_end else None))
+                answer.text, answer.logprobs, answer.is_taken = "", [], answer.finish is not None
+        return pieces

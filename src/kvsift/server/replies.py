@@ -1,0 +1,82 @@
+"""A row's answer in the engine process: events for the server, and tokens that it has had before a crash."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.batching.row import FinishReason
+from kvsift.engine.result import Answer
+from kvsift.engine.transcript import Request, TokenLogprobs, Transcript
+
+
+class Reply:
+    """A ``RowOutput`` that keeps events until they are sent.
+
+    Args:
+        request: of the row.
+        tokenizer, device: of the model.
+        sent: tokens that were sent before the engine was restarted. They are decoded again, as they were, so what
+            follows is what would have followed.
+        strips: leave out white space before the text.
+
+    Attributes:
+        events: token (None for one that ends the text), text and log-probabilities of each step that was not sent.
+        num_read: tokens of the prompt that are cached; None: the row waits.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Any, device: torch.device, sent: Sequence[int] = (), strips: bool = False
+    ) -> None:
+        self.transcript = Transcript(request, tokenizer)
+        self.events: deque[list[Any]] = deque()
+        self.num_read: int | None = None
+        self._tokenizer, self._sent, self._strips = tokenizer, sent, strips
+        self._choose = request.sampling.chooser(device)
+
+    def read(self, num_tokens: int) -> None:
+        """Keep how far the prompt is read."""
+        self.num_read = num_tokens
+
+    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+        """Choose a token, or repeat the one that was sent."""
+        transcript, position = self.transcript, len(self.transcript.new_ids)
+        token = self._choose(logits)  # in any case: random draws are counted by token
+        if is_sent := position < len(self._sent):
+            token = self._sent[position]
+        piece = transcript.take(token, perf_counter() - probe_s, logits)
+        if self._strips:
+            piece = piece.lstrip()
+            self._strips = not piece
+        if not is_sent:
+            is_text = len(transcript.new_ids) > position
+            logprobs = self._described(transcript.logprobs[-1]) if is_text and transcript.logprobs else None
+            self.events.append([token if is_text else None, piece, logprobs])
+        return token, transcript.finish_reason if transcript.done else ""
+
+    def _described(self, logprobs: TokenLogprobs) -> list[Any]:
+        """Text and log-probability of a token and of the likeliest ones; -inf has no JSON."""
+        tokens = [(logprobs.token, logprobs.logprob), *logprobs.top]
+        named = [[self._tokenizer.decode([token]), max(value, -9999.0)] for token, value in tokens]
+        return [*named[0], named[1:]]
+
+
+def usage_of(answer: Answer, num_reused: int) -> dict[str, Any]:
+    """Return the numbers of an answer that its client is told."""
+    return {
+        "completion_tokens": len(answer.token_ids),
+        "cached_tokens": num_reused,
+        "plan": answer.plan,
+        "density": answer.decode("density"),
+        "visible_tokens": answer.decode("visible_tokens"),
+        "bytes_read": answer.decode("kv_bytes_read"),
+        "bytes_dense": answer.decode("kv_bytes_dense"),
+        "recovery": answer.decode("recovery"),
+        "guard_events": len(answer.guard),
+        "no_reuse": answer.no_reuse,
+    }

@@ -1,0 +1,257 @@
+"""Bodies of requests: what is supported, and what is known but has to be left at its neutral value."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic_core import from_json
+
+from kvsift.errors import unknown
+from kvsift.server.api_errors import ApiError
+
+MOST_ROWS = 64  # answers of one request
+MOST_TOKENS = 1_000_000  # of an answer; the model's positions are fewer
+COMPLETION_TOKENS = 16  # OpenAI's default
+MOST_LOGPROBS = 20
+
+
+def neutral(*values: Any) -> Any:
+    """Return the type of a known field that has no effect here: it must be null, or one of these values."""
+
+    def check(value: Any) -> None:
+        if value is not None and not any(type(value) is type(other) and value == other for other in values):
+            leave = f" unless it is {', '.join(map(repr, values))}" if values else ""
+            raise ValueError(f"is not supported by this server; leave it out{leave}")
+
+    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [None, *values]})]
+
+
+class Strict(BaseModel):
+    """A JSON object without unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+    include_obfuscation: neutral(False) = None  # type: ignore[valid-type]
+
+
+class Sparsity(Strict):
+    """How the KV cache is sifted for one request."""
+
+    plan: Annotated[str, Field(max_length=400)] | None = None
+    min_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
+
+
+class TextRequest(Strict):
+    """Fields that all requests for text share."""
+
+    model: str | None = Field(None, max_length=400)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1, le=16)
+    stop: Annotated[str, Field(max_length=256)] | list[Annotated[str, Field(max_length=256)]] | None = None
+    seed: int | None = Field(None, ge=0, lt=1 << 62)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False, description="0, greedy, by default.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    sparsity: Annotated[str, Field(max_length=400)] | Sparsity | None = None
+    user: str | None = None
+    frequency_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
+    presence_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
+    repetition_penalty: neutral(1, 1.0) = None  # type: ignore[valid-type]
+    logit_bias: neutral({}) = None  # type: ignore[valid-type]
+    top_k: neutral(-1, 0) = None  # type: ignore[valid-type]
+    min_p: neutral(0, 0.0) = None  # type: ignore[valid-type]
+    ignore_eos: neutral(False) = None  # type: ignore[valid-type]
+
+    @property
+    def samples(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end an answer."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def plan(self) -> Sparsity:
+        """The plan that the request names."""
+        return Sparsity(plan=self.sparsity) if isinstance(self.sparsity, str) else self.sparsity or Sparsity()
+
+    @model_validator(mode="after")
+    def check(self) -> TextRequest:
+        """Refuse combinations of no meaning."""
+        if self.samples > 1 and not self.temperature:
+            raise ValueError(f"n={self.n} greedy answers are the same one; give a temperature above 0")
+        if len(self.stops) > 16:
+            raise ValueError(f"stop has {len(self.stops)} texts, and may have 16")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream=true")
+        return self
+
+
+TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+
+
+class CompletionRequest(TextRequest):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    best_of: neutral(1) = None  # type: ignore[valid-type]
+    echo: neutral(False) = None  # type: ignore[valid-type]
+    suffix: neutral("") = None  # type: ignore[valid-type]
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, as text or tokens."""
+        if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The likeliest tokens to return with each token; None: no log-probabilities."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def check_prompts(self) -> CompletionRequest:
+        """Refuse empty prompts, and too many."""
+        if not all(self.prompts):
+            raise ValueError("the prompt is empty")
+        if (rows := len(self.prompts) * self.samples) > MOST_ROWS:
+            raise ValueError(f"{rows} answers are asked for, and one request may have {MOST_ROWS}")
+        return self
+
+    def message(self) -> dict[str, Any]:
+        """Return the prompts as the engine takes them."""
+        return {"prompts": self.prompts, "max_tokens": self.max_tokens or COMPLETION_TOKENS}
+
+
+class TextPart(Strict):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[TextPart]
+    name: neutral() = None  # type: ignore[valid-type]
+    refusal: neutral() = None  # type: ignore[valid-type]
+    audio: neutral() = None  # type: ignore[valid-type]
+    annotations: neutral([]) = None  # type: ignore[valid-type]
+    tool_calls: neutral([]) = None  # type: ignore[valid-type]
+    function_call: neutral() = None  # type: ignore[valid-type]
+
+    def plain(self) -> dict[str, str]:
+        """Return the message with its content as one text."""
+        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": parts}
+
+
+class ChatRequest(TextRequest):
+    """Body of POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1, max_length=256)
+    max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tools: neutral([]) = None  # type: ignore[valid-type]
+    tool_choice: neutral("none", "auto") = None  # type: ignore[valid-type]
+    parallel_tool_calls: neutral(True, False) = None  # type: ignore[valid-type]
+    functions: neutral([]) = None  # type: ignore[valid-type]
+    function_call: neutral("none", "auto") = None  # type: ignore[valid-type]
+    response_format: neutral({"type": "text"}) = None  # type: ignore[valid-type]
+    modalities: neutral(["text"]) = None  # type: ignore[valid-type]
+    audio: neutral() = None  # type: ignore[valid-type]
+    prediction: neutral() = None  # type: ignore[valid-type]
+    web_search_options: neutral() = None  # type: ignore[valid-type]
+    reasoning_effort: neutral("none") = None  # type: ignore[valid-type]
+    verbosity: neutral("medium") = None  # type: ignore[valid-type]
+    service_tier: neutral("auto", "default") = None  # type: ignore[valid-type]
+    store: neutral(False) = None  # type: ignore[valid-type]
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The likeliest tokens to return with each token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def check_fields(self) -> ChatRequest:
+        """Refuse fields that need or exclude each other."""
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs=true")
+        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        return self
+
+    def message(self) -> dict[str, Any]:
+        """Return the prompt as the engine takes it."""
+        most = self.max_completion_tokens or self.max_tokens
+        return {"messages": [message.plain() for message in self.messages], "max_tokens": most}
+
+
+AnyRequest = CompletionRequest | ChatRequest
+NESTED: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "sparsity": Sparsity, "messages": ChatMessage}
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """Return the request in a body.
+
+    Raises:
+        ApiError: 400, with what is wrong and the nearest legal choice.
+    """
+    try:
+        given = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}.", "invalid_json") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object.", "invalid_json")
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(schema, error) from None
+
+
+def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:
+    """The error of the first field that is wrong; unknown ones first."""
+    found = sorted(error.errors(include_url=False, include_input=False), key=lambda e: e["type"] != "extra_forbidden")
+    first = found[0]
+    names = [str(part) for part in first["loc"]]
+    if first["type"] == "extra_forbidden":
+        model = NESTED.get(names[0], schema) if len(names) > 1 else schema
+        text = str(unknown("field", names[-1][:80], model.model_fields))
+        return ApiError(400, text, "unknown_parameter", names[-1][:80])
+    param = names[0] if names else None
+    if param == "messages":
+        param = ".".join(names[:3])
+    if param == "prompt":
+        text = "prompt must be text, a list of texts, a list of token ids, or a list of such lists."
+        return ApiError(400, text, "invalid_value", param)
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing.", "missing_required_parameter", param)
+    if first["type"] != "value_error":
+        return ApiError(400, f"{param}: {first['msg']}.", "invalid_value", param)
+    reason = str(first["ctx"]["error"])
+    if param is None:
+        return ApiError(400, f"{reason}.", "invalid_value")
+    return ApiError(400, f"{param} {reason}.", "unsupported_parameter", param)

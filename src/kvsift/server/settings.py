@@ -1,0 +1,89 @@
+"""ServerSettings of the server, as the command line gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from kvsift.errors import InputError
+
+PlanText = str | Mapping[str, Any]
+KEY_VARIABLE = "KVSIFT_API_KEY"
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server was started with.
+
+    Attributes:
+        model: keywords of ``kvsift.LLM`` besides the plan and the decode path.
+        plan: of requests that name none.
+        plans: further plans that requests may name.
+        threads: of the engine on the processor; None: as many as torch uses.
+        keep_tokens: of answered prompts, those that stay cached for prompts that begin alike.
+        host, port: the address; port 0 is any free one.
+        keys: API keys, one of which every request must carry; none: no key is asked for.
+        hosts: further names under which clients may address the server.
+        origins: origins of web pages that may use the server from a browser.
+        max_waiting: requests that may wait for the engine; further ones are refused.
+        drain_s: seconds that answers in progress have after SIGTERM.
+    """
+
+    model: Mapping[str, Any] = field(default_factory=dict)
+    plan: PlanText = "sketch:budget=1024"
+    plans: Sequence[PlanText] = ()
+    threads: int | None = None
+    keep_tokens: int = 32_768
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    max_waiting: int = 256
+    drain_s: float = 30.0
+
+    def engine(self) -> dict[str, Any]:
+        """Return what the engine process needs, ready for JSON."""
+        return {
+            "model": dict(self.model),
+            "plans": [self.plan, *self.plans, "dense"],
+            "threads": self.threads,
+            "keep_tokens": self.keep_tokens,
+        }
+
+
+def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
+    """Return the API keys of a file, one per line, and of the environment.
+
+    Raises:
+        InputError: if the file cannot be read or holds none.
+    """
+    keys = [environment[KEY_VARIABLE].strip()] if environment.get(KEY_VARIABLE, "").strip() else []
+    if file is None:
+        return keys
+    try:
+        found = [line.strip() for line in file.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the file of API keys {file} cannot be read: {error}.") from None
+    if not found:
+        raise InputError(f"the file of API keys {file} is empty; it has one key per line.")
+    return keys + found
+
+
+def check_exposure(host: str, keys: Sequence[str], is_open: bool) -> None:
+    """Refuse an address that other machines reach without an API key (``InputError``), unless that is asked for."""
+    if not keys and not is_open and not _is_loopback(host):
+        raise InputError(
+            f"--host {host} lets other machines in, and there is no API key. Set {KEY_VARIABLE}, give --api-key-file, "
+            "or, in a network where everybody may use the model, --open."
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,93 @@
+"""Responses that end early when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvsift.server.answers import AnswerForm, failure
+from kvsift.server.jobs import ServerJob
+
+COMMENT_S = 1.0  # without text, until a comment says that the connection lives
+STALL_S = 60.0  # for a client to read a piece
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
+    """Do some work, unless the client leaves first. Returns whether it is done.
+
+    Raises:
+        The error of the work.
+    """
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            tasks[0].result()
+        return tasks[0].done()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """The pieces of an answer as server-sent events.
+
+    Args:
+        job: of the request, which the engine has accepted.
+        form: of the events.
+        release: called at the end, whatever it is.
+    """
+
+    def __init__(self, job: ServerJob, form: AnswerForm, release: Callable[[ServerJob], None]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        self._job, self._form, self._release = job, form, release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until the answer ends or the client leaves."""
+        try:
+            await unless_gone(receive, self._write(send))
+        except TimeoutError:
+            pass  # the client does not read
+        finally:
+            self._release(self._job)
+
+    async def _write(self, send: Send) -> None:
+        names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
+        headers = [pair for pair in names if pair[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        job = self._job
+        while True:
+            is_ended = job.is_ended  # before its pieces are taken
+            data = self._form.chunks(job.take())
+            if is_ended:
+                end = self._form.last(job) if job.error is None else failure(job.error)
+                await self._send(send, data + end, more=False)
+                return
+            if data:
+                await self._send(send, data)
+            try:
+                async with asyncio.timeout(COMMENT_S):
+                    await job.wait()
+            except TimeoutError:
+                await self._send(send, _comment(job))
+
+    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
+        async with asyncio.timeout(STALL_S):
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _comment(job: ServerJob) -> bytes:
+    """A line that clients skip, with how far the prompt is read."""
+    if job.num_read is None:
+        return b": waiting\n\n"
+    return f": read {job.num_read} of {max(job.prompt_tokens or [0])} tokens\n\n".encode()

@@ -1,0 +1,235 @@
+"""The engine process, from the server's side: started, watched, and started again when it dies.
+
+Requests outlive it. Those that have sent nothing are submitted again; the others go on after what was sent. A request
+that is in two crashes ends with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import sys
+from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from kvsift.errors import InputError
+from kvsift.server import frames
+from kvsift.server.api_errors import ApiError, unavailable
+from kvsift.server.jobs import ServerJob
+from kvsift.server.plan_list import PlanList
+from kvsift.server.settings import KEY_VARIABLE, ServerSettings
+
+WORKER = sys.executable, "-m", "kvsift.server.worker"
+SILENCE_S = 60.0  # without a sign of life, and the engine is replaced
+LOADING_S = 3600.0  # for a model to be downloaded and loaded
+STEP_S = 600.0  # of one step: it hangs
+TRIES = 3  # restarts in a row that never become ready
+ENGINE_LOST = "the engine process died twice with this request, which is not tried again."
+
+
+class Supervisor:
+    """Requests over an engine process.
+
+    Args:
+        settings: of the server.
+        on_end: called with every request that has ended, or was cancelled.
+
+    Attributes:
+        state: "loading", "ready", "restarting" or "draining".
+        model: name of the served model.
+        positions: of the model; None: unlimited.
+        plans: that requests may name.
+        restarts: of the engine.
+        pid: of the engine process.
+    """
+
+    def __init__(self, settings: ServerSettings, on_end: Callable[[ServerJob], None]) -> None:
+        self._settings, self._on_end = settings, on_end
+        self._jobs: dict[int, ServerJob] = {}
+        self._keys = itertools.count(1)
+        self._process: Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_ready = self._is_draining = self._is_stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._mean_s = 1.0  # of recent requests
+        self.ready = asyncio.Event()
+        self.model, self.positions, self.plans, self.restarts = "", None, PlanList([], []), 0
+
+    @property
+    def state(self) -> str:
+        """What the server does."""
+        if self._is_draining:
+            return "draining"
+        if self._is_ready:
+            return "ready"
+        return "restarting" if self.ready.is_set() else "loading"
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests of which nothing was read yet."""
+        return sum(job.num_read is None for job in self._jobs.values())
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are read or answered."""
+        return len(self._jobs) - self.num_waiting
+
+    def check_open(self) -> None:
+        """Refuse a request if none are taken (``ApiError``)."""
+        if self.state != "ready":
+            raise unavailable(self.state, 2 if self.state == "restarting" else 5)
+        if (waiting := self.num_waiting) >= self._settings.max_waiting:
+            seconds = max(1, min(60, round(self._mean_s * (waiting + self.num_running) / 8)))
+            text = f"{waiting} requests are waiting already. Try again in {seconds} s."
+            raise ApiError(429, text, "rate_limit_exceeded", retry_after=seconds)
+
+    def submit(self, message: dict[str, Any], num_answers: int) -> ServerJob:
+        """Send a request to the engine.
+
+        Raises:
+            ApiError: if none are taken at the moment.
+        """
+        self.check_open()
+        job = ServerJob(next(self._keys), message, num_answers)
+        self._jobs[job.key] = job
+        self._idle.clear()
+        self._send(job.message())
+        return job
+
+    def release(self, job: ServerJob) -> None:
+        """The client of a request is served, or gone: what is left of it is cancelled."""
+        if self._jobs.get(job.key) is job and not job.is_ended:
+            self._send({"op": "cancel", "id": job.key})
+        self._forget(job)
+
+    def _forget(self, job: ServerJob) -> None:
+        if self._jobs.pop(job.key, None) is not None:
+            self._on_end(job)
+        if not self._jobs:
+            self._idle.set()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.write(frames.pack(message))
+
+    async def drain(self, seconds: float) -> None:
+        """Take no more requests, wait so long for those in progress, and end the rest."""
+        self._is_draining = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), seconds)
+        self.abort()
+
+    def abort(self) -> None:
+        """End all requests."""
+        for job in list(self._jobs.values()):
+            self._send({"op": "cancel", "id": job.key})
+            job.fail(ApiError(503, "the server is shutting down; this answer is not complete.", "server_draining"))
+            self._forget(job)
+
+    def stop(self) -> None:
+        """End the engine process, for good."""
+        self._is_draining = self._is_stopping = True
+        self.kill()
+
+    def kill(self) -> None:
+        """End the engine process."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def run(self) -> None:
+        """Keep an engine process alive until ``stop``.
+
+        Raises:
+            InputError: if the engine refuses the settings, or dies whenever it is started.
+        """
+        tries = 0
+        while not self._is_stopping:
+            was_ready = await self._live()
+            tries = 0 if was_ready else tries + 1
+            if not self.ready.is_set() or tries == TRIES:
+                if self._is_stopping:
+                    return
+                raise InputError("the engine process ends before it is ready; the lines above have the reason.")
+            self.restarts += not self._is_stopping
+
+    async def _live(self) -> bool:
+        """Run one engine process to its end; whether it became ready."""
+        ours, theirs = socket.socketpair()
+        fd, environment = theirs.fileno(), {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+        self._process = await create_subprocess_exec(
+            *WORKER, str(fd), pass_fds=[fd], stdin=DEVNULL, stdout=2,
+            env=environment, start_new_session=True,
+        )  # fmt: skip
+        theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        became_ready = False
+        try:
+            self._send(self._settings.engine())
+            while not self._is_stopping:
+                async with asyncio.timeout(SILENCE_S if self._is_ready else LOADING_S):
+                    message = await frames.read(reader)
+                if message is None:
+                    break
+                if message["op"] == "alive" and message["step_s"] > STEP_S:
+                    break
+                self._receive(message)
+                became_ready = became_ready or self._is_ready
+        except TimeoutError:
+            print("kvsift: the engine process shows no sign of life and is replaced.", file=sys.stderr)
+        finally:
+            self._is_ready = False
+            self.kill()
+            self._writer.close()
+            self._writer = None
+            await self._process.wait()
+        if became_ready and not self._is_stopping:
+            print(f"kvsift: the engine process ended ({self._process.returncode}); starting another.", file=sys.stderr)
+            for job in list(self._jobs.values()):
+                job.crashes, job.num_read = job.crashes + 1, None
+                if job.crashes > 1:
+                    job.fail(ApiError(500, ENGINE_LOST, "engine_lost"))
+                    self._forget(job)
+        return became_ready
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        op, job = message["op"], self._jobs.get(message.get("id", 0))
+        if op == "fatal":
+            raise InputError(message["message"])
+        if op == "ready":
+            self.model, self.positions = message["model"], message["positions"]
+            self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
+            self._is_ready = True
+            self.ready.set()
+            for kept in self._jobs.values():
+                self._send(kept.message())
+        elif op == "step":
+            for new in message["rows"]:
+                if (answered := self._jobs.get(new["id"])) is not None:
+                    answered.add(new)
+                    self._settle(answered)
+        elif op == "accepted" and job is not None:
+            job.accept(message["prompt_tokens"])
+        elif op == "refused" and job is not None:
+            retry_after = 5 if message["status"] == 429 else None
+            job.fail(ApiError(message["status"], message["message"], message["code"], retry_after=retry_after))
+            self._settle(job)
+
+    def _settle(self, job: ServerJob) -> None:
+        if job.is_ended:
+            if job.error is not None:  # of one answer; the others end with it
+                self._send({"op": "cancel", "id": job.key})
+            elif job.first_token:
+                loop_s = asyncio.get_running_loop().time() - job.submitted
+                self._mean_s += 0.2 * (loop_s - self._mean_s)
+            self._forget(job)

@@ -1,0 +1,272 @@
+"""The engine process: an LLM whose loop takes rows from messages. One thread takes steps, one reads messages.
+
+    python -m kvsift.server.worker FD
+
+FD is a connected socket. The process ends when the other side closes it. Messages (``frames``):
+
+    in    settings (first), {op: submit, id, ...}, {op: cancel, id}
+    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]}, {op: alive, step_s}
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from socket import socket
+from threading import Event, Lock, Thread
+from time import perf_counter, sleep
+from typing import Any
+
+from kvsift import threads
+from kvsift.batching.row import Row
+from kvsift.engine.generation import answer_of_row
+from kvsift.engine.llm import LLM
+from kvsift.engine.options import GenerateOptions
+from kvsift.engine.prompt import PromptFormat, require_text
+from kvsift.engine.sampling import Sampling
+from kvsift.errors import InputError
+from kvsift.plan.plan import Plan
+from kvsift.plan.refusals import check_placement, check_probes
+from kvsift.plan.syntax import parse_plan
+from kvsift.server import frames
+from kvsift.server.replies import Reply, usage_of
+
+ALIVE_S = 1.0  # between two signs of life
+CHAT_TOKENS = 512  # of an answer in a chat, unless the request says so
+
+
+@dataclass
+class OpenRow:
+    """A row of a request that has not ended."""
+
+    request: int
+    index: int
+    row: Row
+    reply: Reply
+    started: float
+    num_read_sent: int | None = None
+
+
+class Worker:
+    """Rows of requests over the loop of an LLM."""
+
+    def __init__(self, connection: socket, settings: dict[str, Any]) -> None:
+        self._connection, self._sending = connection, Lock()
+        specs = settings["plans"]
+        model = {"probe_every": 16, **settings["model"]}
+        keep = settings["keep_tokens"]
+        self._llm = llm = LLM(**model, plan=specs[0], path="composed", keep_tokens=keep)
+        self._plans = [parse_plan(spec) for spec in specs]
+        for plan in self._plans:
+            check_placement(plan, llm.place, llm.device.type == "cuda")
+            check_probes(plan, llm.probe_every)
+            plan.check_layers(range(llm.directory.config.num_hidden_layers))
+        llm.load()
+        self._reason = llm.composed_reason(llm.plan) or ""
+        self._form = PromptFormat(llm.tokenizer)
+        self._rows: list[OpenRow] = []
+        self._lock, self._work = Lock(), Event()
+        self._step_started: float | None = None
+
+    def run(self) -> None:
+        """Serve until the other side closes."""
+        llm = self._llm
+        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions}
+        self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
+        for target in (self._take_steps, self._show_life):
+            Thread(target=target, daemon=True).start()
+        while (message := frames.receive(self._connection)) is not None:
+            if message["op"] == "submit":
+                self._submit(message)
+            else:
+                self._cancel(message["id"])
+
+    def _send(self, message: dict[str, Any]) -> None:
+        data = frames.pack(message)
+        with self._sending:
+            self._connection.sendall(data)
+
+    def _show_life(self) -> None:
+        while True:
+            started = self._step_started
+            self._send({"op": "alive", "step_s": 0.0 if started is None else perf_counter() - started})
+            sleep(ALIVE_S)
+
+    def _submit(self, message: dict[str, Any]) -> None:
+        key = message["id"]
+        try:
+            prompts = self._prompts(message)
+            rows = self._open(message, prompts)
+        except InputError as error:
+            self._refuse(key, 400, error, "invalid_value")
+            return
+        except TooLong as error:
+            self._refuse(key, 400, error, "context_length_exceeded")
+            return
+        self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
+        try:
+            for opened in rows:
+                with self._lock:
+                    self._rows.append(opened)
+                self._llm.loop.submit(opened.row)
+                self._work.set()
+        except InputError as error:  # the line of the loop is full
+            self._cancel(key)
+            self._refuse(key, 429, error, "rate_limit_exceeded")
+
+    def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
+        self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
+
+    def _prompts(self, message: dict[str, Any]) -> list[list[int]]:
+        """Tokens of the prompts."""
+        if "messages" in message:
+            return [self._form.encode_messages(message["messages"])]
+        return [self._encoded(prompt) for prompt in message["prompts"]]
+
+    def _encoded(self, prompt: str | list[int]) -> list[int]:
+        llm = self._llm
+        if isinstance(prompt, str):
+            require_text(prompt, "prompt")
+            ids: list[int] = llm.tokenizer(prompt, verbose=False)["input_ids"]
+            return ids
+        vocabulary = llm.directory.config.vocab_size
+        if (largest := max(prompt)) >= vocabulary:
+            raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
+        return prompt
+
+    def _open(self, message: dict[str, Any], prompts: Sequence[list[int]]) -> list[OpenRow]:
+        """The rows of a request, one for each prompt and sample; those that ended before a restart are left out."""
+        plan, started = self._plan(message), perf_counter()
+        runs_as, rows, samples = self._llm.composed_plan(plan), list[OpenRow](), message["n"]
+        is_chat = "messages" in message
+        stops = [*message["stop"], *filter(None, [self._form.stop if is_chat else None])]
+        for index in range(len(prompts) * samples):
+            if index in message["ended"]:
+                continue
+            ids = prompts[index // samples]
+            most = self._room(ids, message["max_tokens"])
+            self._llm.check_prompts([ids], most, plan)
+            sampling = Sampling(message["temperature"], message["top_p"], message["seed"] + index % samples)
+            options = GenerateOptions(None, most, sampling, stops, message["logprobs"])
+            request = self._llm.request(ids, options, streamed=True)
+            sent = message["sent"].get(str(index), ())
+            strips = is_chat and self._form.stop is not None
+            reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips)
+            row = Row(ids, runs_as, most, reply, client=message["client"], salt=message["salt"])
+            rows.append(OpenRow(message["id"], index, row, reply, started))
+        return rows
+
+    def _room(self, ids: Sequence[int], asked: int | None) -> int:
+        """Most tokens of an answer."""
+        positions = self._llm.directory.max_positions
+        if not ids:
+            raise InputError("the prompt is empty.")
+        if asked is None:
+            asked = CHAT_TOKENS if positions is None else max(min(CHAT_TOKENS, positions - len(ids)), 1)
+        if positions is not None and len(ids) + asked > positions:
+            raise TooLong(
+                f"the prompt has {len(ids)} tokens and up to {asked} will be generated: {len(ids) + asked} in all. "
+                f"This model has {positions} positions. Shorten the prompt, or generate fewer tokens."
+            )
+        return asked
+
+    def _plan(self, message: dict[str, Any]) -> Plan:
+        plan, least = self._plans[message["plan"]], message["min_recovery"]
+        if least is None:
+            return plan
+        if plan.decode is None:
+            raise InputError("min_recovery widens a budget, and this plan decodes densely. Leave it out.")
+        rule = replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=least))
+        guarded = replace(plan, decode=rule)
+        check_probes(guarded, self._llm.probe_every)
+        return guarded
+
+    def _cancel(self, request: int) -> None:
+        with self._lock:
+            gone = [opened for opened in self._rows if opened.request == request]
+            self._rows = [opened for opened in self._rows if opened.request != request]
+        for opened in gone:
+            self._llm.loop.close(opened.row)
+
+    def _take_steps(self) -> None:
+        """Take steps while there are rows; what no row explains ends the process, and the server starts another."""
+        loop = self._llm.loop
+        try:
+            while True:
+                self._work.wait()
+                self._work.clear()
+                while self._rows:
+                    self._step_started = perf_counter()
+                    loop.step(unless=lambda: not loop.rows)
+                    self._step_started = None
+                    self._report()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    def _report(self) -> None:
+        """Send what a step has brought, in one message."""
+        with self._lock:
+            rows = list(self._rows)
+        news = [self._news(opened) for opened in rows]
+        ended = {id(opened) for opened, new in zip(rows, news) if new is not None and "finish" in new}
+        if ended:
+            with self._lock:
+                self._rows = [opened for opened in self._rows if id(opened) not in ended]
+        if changed := [new for new in news if new is not None]:
+            self._send({"op": "step", "rows": changed})
+
+    def _news(self, opened: OpenRow) -> dict[str, Any] | None:
+        """What is new about a row; None: nothing."""
+        row, reply = opened.row, opened.reply
+        ended = row.is_ended  # before its events are fetched
+        new: dict[str, Any] = {}
+        if reply.num_read != opened.num_read_sent:
+            new["read"] = opened.num_read_sent = reply.num_read
+        if reply.events:
+            new["tokens"] = [reply.events.popleft() for _ in range(len(reply.events))]
+        if ended:
+            new |= {"finish": row.finish_reason, **self._ending(opened)}
+            self._llm.loop.close(row)
+        return {"id": opened.request, "index": opened.index, **new} if new else None
+
+    def _ending(self, opened: OpenRow) -> dict[str, Any]:
+        row, error = opened.row, opened.row.error
+        if isinstance(error, InputError):
+            return {"status": 400, "message": str(error)}
+        if error is not None:
+            traceback.print_exception(error)
+            return {"status": 500, "message": f"this answer failed ({type(error).__name__}); the log has the reason."}
+        with self._llm.fast_path.turn:  # counters may be on the device
+            answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
+        return {"usage": usage_of(answer, row.num_reused)}
+
+
+class TooLong(Exception):
+    """A prompt that the model has no positions for."""
+
+
+def main() -> None:
+    """Serve the socket whose number is the first argument."""
+    connection = socket(fileno=int(sys.argv[1]))
+    settings = frames.receive(connection)
+    assert settings is not None, "the server sends settings first"
+    if settings["threads"] is not None:
+        threads.use(settings["threads"])
+    try:
+        worker = Worker(connection, settings)
+    except InputError as error:
+        connection.sendall(frames.pack({"op": "fatal", "message": str(error)}))
+        return
+    try:
+        worker.run()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)  # at once, whatever step is being taken
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""One server for all tests that leave it as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from engine.tiny_directory import CHAT_TEMPLATE, write_model
+from server.serving import OPTIONS, PLAN, Served
+
+import kvsift
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a chat template and a token per byte, which never ends by itself."""
+    directory = write_model(tmp_path_factory.mktemp("served") / "tiny", chat_template=CHAT_TEMPLATE)
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Its server."""
+    served = Served(tmp_path_factory.mktemp("server"), str(model), *OPTIONS, "--allow-plan", "quest:budget=128")
+    yield served
+    served.stop()
+
+
+@pytest.fixture
+def client(server: Served) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def alone(model: Path) -> kvsift.LLM:
+    """The same model in this process."""
+    return kvsift.LLM(model, plan=PLAN, device="cpu", chunk_size=64, dense_below=0)

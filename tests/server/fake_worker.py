@@ -1,0 +1,47 @@
+"""An engine process without a model, which does what prompts tell it:
+
+die     end
+hang    show no sign of life
+begin   send one token and end
+answer  two tokens; those that were sent before are left out
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from socket import socket
+
+from kvsift.server import frames
+
+USAGE = {"completion_tokens": 2, "cached_tokens": 0, "plan": "dense", "density": 1.0, "visible_tokens": 4.0,
+         "bytes_read": 8, "bytes_dense": 8, "recovery": None, "guard_events": 0, "no_reuse": ""}  # fmt: skip
+
+
+def main() -> None:
+    connection = socket(fileno=int(sys.argv[1]))
+    settings = frames.receive(connection)
+    if settings is None or settings["model"].get("model") == "bad":
+        sys.exit(3)
+    connection.sendall(frames.pack({"op": "ready", "model": "fake", "positions": 64, "plans": settings["plans"]}))
+    while (message := frames.receive(connection)) is not None:
+        if message["op"] != "submit":
+            continue
+        [prompt], key = message["prompts"], message["id"]
+        if prompt == "hang":
+            time.sleep(60)
+        if prompt == "die":
+            os._exit(9)
+        connection.sendall(frames.pack({"op": "accepted", "id": key, "prompt_tokens": [4]}))
+        sent = len(message["sent"].get("0", ()))
+        tokens = [[1, "one ", None], [2, "two", None]][sent : 1 if prompt == "begin" and not sent else 2]
+        end = {} if len(tokens) + sent < 2 else {"finish": "stop", "usage": USAGE}
+        step = {"op": "step", "rows": [{"id": key, "index": 0, "read": 4, "tokens": tokens, **end}]}
+        connection.sendall(frames.pack(step))
+        if prompt == "begin" and not sent:
+            os._exit(9)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Answers over HTTP are those of ``kvsift.LLM`` alone, whole and in pieces, whoever else asks."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from engine.tiny_directory import text_of
+from server.serving import PLAN, Served, events, metric, texts
+
+import kvsift
+
+LONG = text_of(700)
+
+
+def complete(client: httpx.Client, **body: object) -> dict:
+    response = client.post("/v1/completions", json={"max_tokens": 24, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_an_answer_is_that_of_the_model_alone_with_its_numbers(client: httpx.Client, alone: kvsift.LLM) -> None:
+    body, answer = complete(client, prompt=LONG), alone.generate(LONG, max_new_tokens=24)
+    end = {"logprobs": None, "finish_reason": answer.finish_reason}
+    assert body["choices"] == [{"index": 0, "text": answer.text, **end}]
+    usage, sparsity, count = body["usage"], body["usage"]["sparsity"], len(answer.token_ids)
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (701, count, 701 + count)
+    assert sparsity["density"] == answer.decode("density") < 0.8
+    assert sparsity["bytes_read"] == answer.decode("kv_bytes_read") < sparsity["bytes_dense"]
+    assert sparsity["plan"] == answer.plan
+    assert sparsity["visible_tokens"] == answer.decode("visible_tokens")
+    assert sparsity["recovery"] == pytest.approx(answer.decode("recovery"), rel=1e-5)
+
+
+def test_concurrent_requests_answer_as_alone(server: Served, alone: kvsift.LLM) -> None:
+    prompts = [text_of(90 + 83 * number) for number in range(6)]
+    plans = [PLAN, "dense", "quest:budget=128"] * 2
+    bodies = [
+        {"prompt": prompt, "sparsity": plan, "max_tokens": 30, "temperature": 0.9 * (number % 2), "seed": number}
+        for number, (prompt, plan) in enumerate(zip(prompts, plans))
+    ]
+
+    def ask(body: dict) -> str:
+        with server.client() as client:
+            return client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(ask, bodies))
+    for body, answer in zip(bodies, answers):
+        sampling = kvsift.Sampling(body["temperature"], seed=body["seed"])
+        whole = alone.generate(body["prompt"], plan=body["sparsity"], max_new_tokens=30, sampling=sampling)
+        assert answer == whole.text
+
+
+def test_a_prompt_that_was_read_is_reused_with_the_same_answer(client: httpx.Client) -> None:
+    prompt = "Again. " + LONG
+    first, second = complete(client, prompt=prompt), complete(client, prompt=prompt)
+    assert first["choices"] == second["choices"]
+    cached = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in (first, second)]
+    assert cached == [0, 704]
+    assert second["usage"]["sparsity"]["reuse"] == {"cached_tokens": 704, "why_not": None}
+
+
+def test_three_samples_stream_side_by_side(client: httpx.Client, alone: kvsift.LLM) -> None:
+    body = {"prompt": "Once", "n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 20, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        chunks = list(events(response))
+    whole = alone.generate("Once", n=3, max_new_tokens=20, sampling=kvsift.Sampling(1.0, seed=7))
+    assert texts(chunks, 3) == [answer.text for answer in whole]
+    ends = [choice for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert sorted(end["index"] for end in ends) == [0, 1, 2]
+
+
+def test_lists_and_token_ids_are_answered_in_their_order(client: httpx.Client, alone: kvsift.LLM) -> None:
+    prompts = ["One.", "Two, longer."]
+    ids = [alone.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    whole = [answer.text for answer in alone.generate(prompts, max_new_tokens=24)]
+    for given in (prompts, ids):
+        assert [choice["text"] for choice in complete(client, prompt=given)["choices"]] == whole
+    assert complete(client, prompt=ids[1])["choices"][0]["text"] == whole[1]
+
+
+def test_a_stop_that_spans_pieces_is_no_part_of_the_text(client: httpx.Client, alone: kvsift.LLM) -> None:
+    text = alone.generate("Stop", max_new_tokens=40).text
+    stop = text[11:15]
+    before = text[: text.index(stop)]
+    body = {"prompt": "Stop", "stop": ["never in it", stop], "max_tokens": 40, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        chunks = list(events(response))
+    assert texts(chunks) == [before]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_pieces_never_split_a_character(client: httpx.Client, alone: kvsift.LLM) -> None:
+    """The tiny model writes bytes, most of which are parts of characters."""
+    body = {"prompt": "Grüße", "temperature": 1.0, "seed": 3, "max_tokens": 200, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        pieces = texts(list(events(response)))
+    whole = alone.generate("Grüße", max_new_tokens=200, sampling=kvsift.Sampling(1.0, seed=3)).text
+    assert pieces == [whole]
+    assert any(ord(character) > 127 and character != "\ufffd" for character in whole)
+
+
+def test_the_official_client_chats(server: Served, alone: kvsift.LLM) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+    whole = client.chat.completions.create(
+        model="tiny", messages=messages, max_completion_tokens=16, logprobs=True, top_logprobs=2
+    )
+    prompt = alone.tokenizer.apply_chat_template(
+        [{"role": "system", "content": "Be brief."}, messages[1]], tokenize=False, add_generation_prompt=True
+    )
+    expected = alone.generate(prompt.removeprefix("<bos>"), max_new_tokens=16, logprobs=2)
+    choice = whole.choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    values = [token.logprob for token in choice.logprobs.content]
+    assert values == pytest.approx([each.logprob for each in expected.logprobs])
+    assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
+    stream = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=16, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(each.choices[0].delta.content or "" for each in chunks if each.choices) == expected.text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 16
+    again = [*messages, choice.message.model_dump(), {"role": "user", "content": [{"type": "text", "text": "Why?"}]}]
+    assert client.chat.completions.create(model="tiny", messages=again, max_tokens=4).choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        client.chat.completions.create(model="tiny", messages=messages, tools=[{"type": "function"}])
+
+
+def test_logprobs_of_a_completion(client: httpx.Client, alone: kvsift.LLM) -> None:
+    logprobs = complete(client, prompt="Count", logprobs=1, max_tokens=5)["choices"][0]["logprobs"]
+    expected = alone.generate("Count", max_new_tokens=5, logprobs=1).logprobs
+    assert logprobs["token_logprobs"] == pytest.approx([each.logprob for each in expected])
+    assert all(len(each) == 1 for each in logprobs["top_logprobs"])
+    assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 5
+
+
+def test_a_guarded_plan_is_made_from_an_allowed_one(client: httpx.Client) -> None:
+    sparsity = {"plan": "quest : window=32 : budget=96", "min_recovery": 0.999}
+    usage = complete(client, prompt=LONG, sparsity=sparsity, max_tokens=60)["usage"]["sparsity"]
+    assert "min_recovery=0.999" in usage["plan"]
+    assert usage["guard_events"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ({"prompt": "a", "sparsity": "quest:budget=4096"}, 400, "is not one of this server's: quest:budget=96"),
+        ({"prompt": "a", "sparsity": "loki:calibration=/etc/passwd"}, 400, "is not one of this server's"),
+        ({"prompt": "a", "sparsity": {"plan": "dense", "min_recovery": 0.5}}, 400, "decodes densely"),
+        ({"prompt": text_of(5000)}, 400, "has 5001 tokens and up to 16 will be generated: 5017 in all. This model has"),
+        ({"prompt": ""}, 400, "the prompt is empty"),
+        ({"prompt": [5, 4000]}, 400, "the prompt has token 4000, and the vocabulary 259"),
+        ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served; 'tiny' is"),
+        ({"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
+    ],
+)
+def test_what_is_refused_says_why(client: httpx.Client, body: dict, status: int, text: str) -> None:
+    response = client.post("/v1/completions", json=body)
+    assert (response.status_code, response.headers["content-type"]) == (status, "application/json")
+    assert text in response.json()["error"]["message"]
+    assert client.post("/v1/completions", json={**body, "stream": True}).status_code == status  # and no stream begins
+
+
+def test_metrics_count_tokens_and_refusals(client: httpx.Client) -> None:
+    before = client.get("/metrics").text
+    complete(client, prompt="a b c", max_tokens=7)
+    client.post("/v1/completions", json={"prompt": ""})
+    after = client.get("/metrics").text
+    grown = {name: metric(after, name) - metric(before, name) for name in (
+        'kvsift_tokens_total{kind="prompt"}', 'kvsift_tokens_total{kind="generated"}',
+        'kvsift_responses_total{route="/v1/completions",status="200"}',
+        'kvsift_responses_total{route="/v1/completions",status="400"}', "kvsift_ttft_seconds_count",
+    )}  # fmt: skip
+    assert list(grown.values()) == [6, 7, 1, 1, 1]
+    assert metric(after, "kvsift_requests_running") == metric(after, "kvsift_requests_waiting") == 0
+
+
+def test_the_page_names_model_plan_and_routes(client: httpx.Client) -> None:
+    page = client.get("/")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    assert "<b>tiny</b>" in page.text
+    assert PLAN in page.text
+    assert client.get("/health").json() == {"status": "ready"}
+    assert client.get("/v1/models/tiny").json()["max_model_len"] == 4096
+    lost = client.get("/v1/nothing")
+    assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
+    assert client.get("/v1/completions").status_code == 405
