@@ -14,7 +14,7 @@ from speed_docs import measured_on, place, shown
 from kvsift.benchmarks import host_report, index_report
 from kvsift.eval.tables import quality_table
 
-HOST = "host-cpu.json"
+HOST, HOST_SKETCH = "host-cpu.json", "host-sketch-cpu.json"
 SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
 SPLIT_SKETCH = ("split-sketch-h200.json", "split-sketch-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
@@ -96,7 +96,10 @@ BLOCKS = {
         "split": lambda: split_tables(SPLIT_SKETCH),
     },
     "results/split-h200.md": {"split": lambda: split_tables(SPLIT)},
-    "results/host-cpu.md": {"host": shown(HOST, points(host_report.point_text), measured_on(HOST))},
+    "results/host-cpu.md": {
+        "host": shown(HOST, points(host_report.point_text), measured_on(HOST)),
+        "sketches": shown(HOST_SKETCH, points(host_report.point_text), measured_on(HOST_SKETCH)),
+    },
     **{
         f"results/{name.removesuffix('.json')}.md": {
             f"index-{name.split('-')[1]}": shown(name, points(index_report.point_text), measured_on(name))
