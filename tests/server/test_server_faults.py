@@ -180,7 +180,7 @@ def test_a_full_line_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
     assert not Path(f"/proc/{engine}").exists()
     assert b'"code":"server_draining"' in rest(connections[8])[-300:]
     log = guarded.log.read_text()
-    assert "2 answers are being finished" in log
+    assert "finishing answers, 2 in progress" in log
     assert "Stop" not in log
     assert "Traceback" not in log
 

@@ -6,9 +6,11 @@ import asyncio
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
+from pydantic import ValidationError
 from server.fake_worker import USAGE
 
 from kvsift.errors import InputError
@@ -20,7 +22,7 @@ from kvsift.server.jobs import ServerJob
 from kvsift.server.openapi import description
 from kvsift.server.plan_list import PlanList, spelling
 from kvsift.server.schemas import ChatRequest, CompletionRequest, parse
-from kvsift.server.settings import ServerSettings, check_exposure
+from kvsift.server.settings import ServerSettings, check_exposure, read_keys
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -254,6 +256,40 @@ def test_other_machines_need_a_key(host: str, keys: list, is_open: bool, is_refu
             check_exposure(host, keys, is_open)
     else:
         check_exposure(host, keys, is_open)
+
+
+@pytest.mark.parametrize("fields", [
+    {"prompt": [-1] * 1000}, {"prompt": [[-1]] * 1000}, {"prompt": [None] * 1000}, {"stop": [1] * 1000},
+])  # fmt: skip
+def test_long_lists_that_are_wrong_have_few_errors(fields: dict) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": "Hello", **fields})
+    assert caught.value.error_count() < 10
+
+
+def test_objects_of_very_many_fields_are_refused() -> None:
+    for fields in ({str(n): n for n in range(200)}, {"metadata": {str(n): n for n in range(200)}}):
+        with pytest.raises(ApiError, match="fields, and may have 100"):
+            chat(**fields)
+
+
+@pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "x"}}], [1] * 1000, None])
+def test_content_that_is_no_text_is_refused_as_such(content: object) -> None:
+    with pytest.raises(ApiError, match="the content of a message is text"):
+        chat(messages=[{"role": "user", "content": content}])
+
+
+def test_a_wrong_field_of_sparsity_is_named() -> None:
+    with pytest.raises(ApiError, match="greater than 0"):
+        chat(sparsity={"min_recovery": 0})
+
+
+def test_keys_of_a_file_with_a_mark_and_any_letters_let_in(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes("\ufefffirst\r\nschlüssel\n".encode())
+    settings = ServerSettings(keys=read_keys(file, {}))
+    asked = [("GET", "/v1/models", {"authorization": f"Bearer {key}".encode()}) for key in ("first", "schlüssel", "x")]
+    assert [response.status_code for response in answers(settings, *asked)] == [503, 503, 401]  # nothing is loaded
 
 
 def test_the_description_names_every_field_of_a_request() -> None:

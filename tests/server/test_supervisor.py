@@ -121,4 +121,4 @@ def test_a_second_signal_ends_answers_at_once(capsys: pytest.CaptureFixture[str]
             await job.wait_ended()
 
     supervised(test)
-    assert "1 answers are being finished; once more ends them" in capsys.readouterr().err
+    assert "finishing answers, 1 in progress; once more ends them" in capsys.readouterr().err

@@ -37,7 +37,7 @@ StrictOption = Annotated[bool, typer.Option("--strict", help="Fail if a sparse p
 NewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Most tokens to generate.")]
 ChunkOption = Annotated[
     int | None,
-    typer.Option("--chunk-size", min=1, max=65_536, help="Prompt tokens per forward pass; 8192 on a GPU, else 2048."),
+    typer.Option("--chunk-size", min=1, max=65_536, help="Prompt tokens per forward pass; 8192 on a GPU, else 512."),
 ]
 ProbeOption = Annotated[
     int, typer.Option("--probe-every", min=0, help="Compare every Nth decode step with exact attention; 0: never.")

@@ -97,9 +97,8 @@ class PromptFormat:
         said = [message for message in messages if message["role"] != "system"]
         roles = [message["role"] for message in said]
         if roles != ["user", "assistant"] * (len(said) // 2) + ["user"]:
-            raise InputError(
-                f"this model answers questions and answers in turn, the user's first and last; got {', '.join(roles)}."
-            )
+            got = ", ".join(roles) or "none"
+            raise InputError(f"this model answers questions and answers in turn, the user's first and last; got {got}.")
         texts = [message["content"] for message in said]
         document, _, texts[0] = texts[0].strip().rpartition("\n\n")
         if not texts[-1].strip():

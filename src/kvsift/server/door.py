@@ -31,7 +31,7 @@ class Door:
         self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str], count: Callable[[str, int], None]
     ) -> None:
         self._app, self._count = app, count
-        self._keys = [_digest(key) for key in keys]
+        self._keys = [_digest(key.encode()) for key in keys]
         self._hosts = {"localhost", gethostname().lower(), *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -72,7 +72,7 @@ class Door:
         if not self._keys or scope["path"] in WITHOUT_KEY:
             return peer, ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip())
+        digest = _digest(key.strip().encode("latin-1"))  # as headers are decoded
         known = [compare_digest(digest, other) for other in self._keys]  # all of them, whichever it is
         if scheme.lower() != "bearer" or not any(known):
             text = "this server needs an API key, as in: Authorization: Bearer KEY."
@@ -94,5 +94,5 @@ def _is_address(name: str) -> bool:
         return False
 
 
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+def _digest(key: bytes) -> bytes:
+    return blake2b(key, digest_size=16).digest()

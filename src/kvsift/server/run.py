@@ -109,7 +109,7 @@ class Ending:
         """Handle a signal."""
         if self._draining is None:
             if running := self._supervisor.num_running + self._supervisor.num_waiting:
-                print(f"kvsift: {running} answers are being finished; once more ends them.", file=sys.stderr)
+                print(f"kvsift: finishing answers, {running} in progress; once more ends them.", file=sys.stderr)
             self._draining = asyncio.create_task(self._drain())
             return
         self.code = 128 + number

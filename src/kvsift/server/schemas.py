@@ -14,6 +14,8 @@ MOST_ROWS = 64  # answers of one request
 MOST_TOKENS = 1_000_000  # of an answer; the model's positions are fewer
 COMPLETION_TOKENS = 16  # OpenAI's default
 MOST_LOGPROBS = 20
+MOST_FIELDS = 100  # of any object: each that is wrong would be an error of its own
+FIRST_ERROR = Field(fail_fast=True)  # of a list
 
 
 def neutral(*values: Any) -> Any:
@@ -47,6 +49,9 @@ class Sparsity(Strict):
     min_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
 
 
+Stop = Annotated[str, Field(max_length=256)]
+
+
 class TextRequest(Strict):
     """Fields that all requests for text share."""
 
@@ -54,7 +59,7 @@ class TextRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=16)
-    stop: Annotated[str, Field(max_length=256)] | list[Annotated[str, Field(max_length=256)]] | None = None
+    stop: Stop | Annotated[list[Stop], FIRST_ERROR] | None = None
     seed: int | None = Field(None, ge=0, lt=1 << 62)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, description="0, greedy, by default.")
     top_p: float | None = Field(None, gt=0, le=1)
@@ -101,13 +106,13 @@ class TextRequest(Strict):
         return self
 
 
-TokenIds = list[Annotated[int, Field(ge=0, lt=1 << 31)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], FIRST_ERROR]
 
 
 class CompletionRequest(TextRequest):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: str | Annotated[list[str], FIRST_ERROR] | TokenIds | Annotated[list[TokenIds], FIRST_ERROR]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     best_of: neutral(1) = None  # type: ignore[valid-type]
     echo: neutral(False) = None  # type: ignore[valid-type]
@@ -150,7 +155,7 @@ class ChatMessage(Strict):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], FIRST_ERROR]
     name: neutral() = None  # type: ignore[valid-type]
     refusal: neutral() = None  # type: ignore[valid-type]
     audio: neutral() = None  # type: ignore[valid-type]
@@ -167,7 +172,7 @@ class ChatMessage(Strict):
 class ChatRequest(TextRequest):
     """Body of POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1, max_length=256)
+    messages: list[ChatMessage] = Field(min_length=1, max_length=256, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -226,17 +231,31 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
         raise ApiError(400, f"the body is not JSON: {error}.", "invalid_json") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body must be a JSON object.", "invalid_json")
+    _check_sizes(given)
     try:
         return schema.model_validate(given)
     except ValidationError as error:
         raise _refusal(schema, error) from None
 
 
+def _check_sizes(given: dict[str, Any]) -> None:
+    """Refuse objects of very many fields (``ApiError``)."""
+    rest: list[Any] = [given]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ApiError(400, f"an object has {len(value)} fields, and may have {MOST_FIELDS}.", "invalid_value")
+        rest += [part for part in (value.values() if isinstance(value, dict) else value) if type(part) in (dict, list)]
+
+
 def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:
-    """The error of the first field that is wrong; unknown ones first."""
-    found = sorted(error.errors(include_url=False, include_input=False), key=lambda e: e["type"] != "extra_forbidden")
-    first = found[0]
+    """The error of the first field that is wrong; unknown ones first, then the innermost."""
+    found = error.errors(include_url=False, include_input=False)
+    first = min(found, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
     names = [str(part) for part in first["loc"]]
+    if "content" in names:
+        text = 'the content of a message is text, or a list of {"type": "text", "text": ...}; no other parts are taken.'
+        return ApiError(400, text, "invalid_value", ".".join(names[:3]))
     if first["type"] == "extra_forbidden":
         model = NESTED.get(names[0], schema) if len(names) > 1 else schema
         text = str(unknown("field", names[-1][:80], model.model_fields))

@@ -65,7 +65,7 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
     if file is None:
         return keys
     try:
-        found = [line.strip() for line in file.read_text("utf-8").splitlines() if line.strip()]
+        found = [line.strip() for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the file of API keys {file} cannot be read: {error}.") from None
     if not found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
@@ -143,9 +144,9 @@ class Supervisor:
 
     def kill(self) -> None:
         """End the engine process."""
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                self._process.kill()
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):  # Process.kill() would take the exit code from asyncio
+                os.kill(self._process.pid, signal.SIGKILL)
 
     async def run(self) -> None:
         """Keep an engine process alive until ``stop``.

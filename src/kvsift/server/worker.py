@@ -106,6 +106,11 @@ class Worker:
         except TooLong as error:
             self._refuse(key, 400, error, "context_length_exceeded")
             return
+        except Exception as error:  # of this request; the others go on
+            traceback.print_exc()
+            reason = f"the prompt cannot be read ({type(error).__name__}); the log has the reason."
+            self._refuse(key, 500, RuntimeError(reason), "prompt_failed")
+            return
         self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
         try:
             for opened in rows:
@@ -261,11 +266,14 @@ def main() -> None:
     except InputError as error:
         connection.sendall(frames.pack({"op": "fatal", "message": str(error)}))
         return
+    code = 0
     try:
         worker.run()
-    finally:
-        sys.stderr.flush()
-        os._exit(0)  # at once, whatever step is being taken
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # at once, whatever step is being taken
 
 
 if __name__ == "__main__":
