@@ -39,7 +39,8 @@ def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], st
     def render() -> str:
         result = load(name)
         if result is None:
-            command = f"kvsift bench {name.partition('-')[0]} --out results/{name}"
+            bench = f"kvsift bench {name.partition('-')[0]} --out results/{name}"
+            command = "python scripts/vllm_decode.py" if name == IN_VLLM else bench
             return f"Not measured yet: `{command}` on an H200, then `make docs`."
         return "\n\n".join(filter(None, (part(result) for part in parts)))
 

@@ -10,6 +10,12 @@ from types import ModuleType
 import pytest
 from benchmarks.fake_results import attention_result, decode_result, prefill_layer_result, prefill_result
 
+IN_VLLM = {
+    "machine": "NVIDIA H200", "versions": {"vllm": "0.26.0"}, "runs": [
+        {"call": call, "plan": plan, "points": [{"context": 32768, "batch": 4, "tpot_ms": call * times}]}
+        for call, plan, times in ((1, "sketch", 3.0), (1, "stock", 6.0), (2, "stock", 4.0), (2, "quest", 4.5))
+    ],
+}  # fmt: skip
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
@@ -32,6 +38,7 @@ def measured(folder: Path) -> None:
         "prefill-256k-h200": prefill_result((262144,)), "prefill-layer-h200": prefill_layer_result(),
         "prefill-chunk-cpu": prefill_layer_result(whole=False),
         "prefill-layer-cpu": prefill_layer_result(),
+        "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(), "vllm-h200": IN_VLLM,
     }  # fmt: skip
     for name, result in results.items():
         (folder / "results" / f"{name}.json").write_text(json.dumps(result))
@@ -43,7 +50,7 @@ def rendered(pages: ModuleType) -> dict[str, str]:
 
 def test_without_results_pages_say_how_to_make_them(pages: ModuleType) -> None:
     for text in rendered(pages).values():
-        assert text.startswith("Not measured yet: `kvsift bench ")
+        assert text.startswith(("Not measured yet: `kvsift bench ", "Not measured yet: `python scripts/vllm_decode.py"))
         assert "make docs" in text
     assert list(pages.stale_charts()) == []
 
@@ -68,6 +75,7 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 32K | 1.200 | chunks of 8192 | 0.600 | 2.00x | 4.00x |" in text["prefill"]
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
+    assert "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x |" in text["vllm"]
     for name in ("break-even", "breakdown", "losses", "decode", "engine", "kernels"):
         assert text[name].count("|---") >= 1, name
 

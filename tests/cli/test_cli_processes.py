@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,8 @@ def test_stdout_is_one_json_document_and_stderr_is_empty(model: Path, text: Path
 def test_ctrl_c_says_what_is_safe_and_ends_with_130(model: Path, text: Path) -> None:
     command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--raw", "--max-new-tokens", 3000)
     program = [sys.executable, "-m", "kvsift", *map(str, command)]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where jobs in the background ignore it
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeds) as process:
         assert process.stdout is not None
         process.stdout.read(1)  # it has begun
         process.send_signal(signal.SIGINT)
