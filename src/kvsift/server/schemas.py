@@ -253,7 +253,7 @@ def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_input=False)
     first = min(found, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
     names = [str(part) for part in first["loc"]]
-    if "content" in names:
+    if "content" in names[1:]:
         text = 'the content of a message is text, or a list of {"type": "text", "text": ...}; no other parts are taken.'
         return ApiError(400, text, "invalid_value", ".".join(names[:3]))
     if first["type"] == "extra_forbidden":

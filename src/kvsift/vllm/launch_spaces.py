@@ -43,10 +43,6 @@ class LaunchSpaces:
         """Of the batches whose launch runs."""
         return list(self._shapes)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(memory.nbytes for memory in self._memory)
-
     def of(self, size: int) -> Any:
         """Return the workspace for a batch; None if its launch does not run."""
         if size not in self._shapes:
