@@ -15,8 +15,9 @@ constexpr int kQueriesPerCall = 4;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 struct Attended {
-  float* output;  // [num_query_heads, width]
-  float* lse;     // [num_query_heads]
+  float* output;            // [num_query_heads, width]
+  float* lse;               // [num_query_heads]
+  float* shares = nullptr;  // [num_kv_heads, num_pages] by page of 16 tokens: the sum over queries of its share; or nullptr
 };
 
 struct Attention {
@@ -37,6 +38,33 @@ struct Piece {
   int first_query;
   int num_queries;
   Slots slots;
+  std::int64_t first_token = 0;
+};
+
+// Sums of weights of all queries by page of 16 tokens, and the reference of each block of 64.
+class PageWeights {
+ public:
+  PageWeights(int num_queries, std::int64_t num_tokens)
+      : stride_((num_tokens + 63) / 64 * 4), sums_(std::size_t(num_queries * stride_)), references_(sums_.size() / 4, kMinusInfinity) {}
+
+  void add_to(Softmax& state, int query, std::int64_t token) {
+    state.page_sums = &sums_[std::size_t(query * stride_ + token / 16)];
+    state.references = &references_[std::size_t((query * stride_ + token / 16) / 4)];
+    state.page_stride = stride_;
+  }
+
+  // Adds the shares of a query to those of its KV head.
+  void share(int query, float lse, std::int64_t num_pages, float* shares) const {
+    for (std::int64_t page = 0; page < num_pages; ++page) {
+      const std::int64_t at = query * stride_ + page;
+      const float weight = sums_[std::size_t(at)];
+      if (weight > 0.0f) shares[page] += weight * std::exp(references_[std::size_t(at / 4)] - lse);
+    }
+  }
+
+ private:
+  std::int64_t stride_;  // pages of a query
+  std::vector<float> sums_, references_;
 };
 
 // Softmax states of all pieces, one for each query head of a piece.
@@ -84,17 +112,29 @@ class PieceStates {
 // The result does not depend on the number of threads.
 inline void attend_pieces(const Attention& call, const std::vector<Piece>& pieces) {
   const Kernels& level = kernels();
+  const bool shares = call.out.shares != nullptr;
+  PageWeights by_page(shares ? call.num_query_heads : 0, call.keys.length());
   PieceStates states(pieces, call.num_query_heads, call.queries.stride());
   parallel_for(std::int64_t(pieces.size()), call.threads, [&](std::int64_t p, int) {
     const Piece& piece = pieces[std::size_t(p)];
     const Rows keys = call.keys.rows(piece.kv_head, piece.slots);
     const void* values = call.values.rows(piece.kv_head, piece.slots).base;
-    for (int q = 0; q < piece.num_queries; q += kQueriesPerCall)
+    for (int q = 0; q < piece.num_queries; q += kQueriesPerCall) {
+      Softmax state = states.state(p, q);
+      if (shares) by_page.add_to(state, piece.first_query + q, piece.first_token);
       level.attend(call.queries.heads(piece.first_query + q, std::min(kQueriesPerCall, piece.num_queries - q)), keys, values,
-                   call.scale, call.softcap, call.coarse, states.state(p, q));
+                   call.scale, call.softcap, call.coarse, state);
+    }
   });
   for (int h = 0; h < call.num_query_heads; ++h)
     call.out.lse[h] = states.merge(h, call.keys.width, call.out.output + std::size_t(h) * call.keys.width);
+  if (!shares) return;
+  const std::int64_t num_pages = (call.keys.length() + 15) / 16;
+  parallel_for(call.keys.num_kv_heads, call.threads, [&](std::int64_t head, int) {
+    float* out = call.out.shares + head * num_pages;
+    std::fill(out, out + num_pages, 0.0f);
+    for (int h = int(head) * call.group(); h < (int(head) + 1) * call.group(); ++h) by_page.share(h, call.out.lse[h], num_pages, out);
+  });
 }
 
 // Tokens per piece: enough pieces for many threads, none too small for a task, and independent of the number of threads.
@@ -107,16 +147,30 @@ inline void cut(std::vector<Piece>& pieces, const Piece& whole, std::int64_t len
   for (std::int64_t first = 0; first < whole.slots.count; first += length) {
     pieces.push_back(whole);
     pieces.back().slots = whole.slots.part(first, std::min(length, whole.slots.count - first));
+    pieces.back().first_token += first;
   }
 }
 
-inline void attend_dense(const Attention& call) {
+// Of consecutive tokens, the last of which sees all keys: query h * num_tokens + i is head h of token i. The keys are read
+// once for all tokens, in the pieces and the order in which each token attends them alone: the results are the same.
+inline void attend_dense(const Attention& call, int num_tokens) {
   const int group = call.group();
   std::vector<std::int64_t> ids;
   const Slots slots = call.keys.slots(ids);
-  const std::int64_t length = piece_length(slots.count * call.keys.num_kv_heads);
+  const auto length = [&](int token) { return piece_length((slots.count - num_tokens + 1 + token) * call.keys.num_kv_heads); };
+  const std::int64_t shared = length(0) == length(num_tokens - 1) ? (slots.count - num_tokens + 1) / length(0) * length(0) : 0;
   std::vector<Piece> pieces;
-  for (int h = 0; h < call.keys.num_kv_heads; ++h) cut(pieces, {h, h * group, group, slots}, length);
+  for (int h = 0; h < call.keys.num_kv_heads; ++h) {
+    if (num_tokens == 1) {
+      cut(pieces, {h, h * group, group, slots}, length(0));
+      continue;
+    }
+    cut(pieces, {h, h * group, group, slots.part(0, shared)}, length(0));
+    for (int q = h * group; q < (h + 1) * group; ++q) {
+      const int token = q % num_tokens;
+      cut(pieces, {h, q, 1, slots.part(shared, slots.count - num_tokens + 1 + token - shared), shared}, length(token));
+    }
+  }
   attend_pieces(call, pieces);
 }
 

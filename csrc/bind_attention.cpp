@@ -61,13 +61,14 @@ void bind_attention(nb::module_& m) {
 
   m.def(
       "attend_dense",
-      [](const Shape& shape, Address queries, Address keys, std::int64_t key_stride, Address values,
+      [](const Shape& shape, int num_tokens, Address queries, Address keys, std::int64_t key_stride, Address values,
          std::int64_t value_stride, bool bf16, float scale, float softcap, bool coarse, int threads, Address output,
-         Address lse) {
-        const PackedQueries packed(at<const float>(queries), shape.num_query_heads, shape.width);
-        attend_dense({packed, shape.num_query_heads, rows_at(keys, key_stride, shape, bf16),
-                      rows_at(values, value_stride, shape, bf16), scale, softcap, coarse, threads,
-                      {at<float>(output), at<float>(lse)}});
+         Address lse, Address shares) {
+        const int num_queries = shape.num_query_heads * num_tokens;
+        const PackedQueries packed(at<const float>(queries), num_queries, shape.width);
+        attend_dense({packed, num_queries, rows_at(keys, key_stride, shape, bf16), rows_at(values, value_stride, shape, bf16),
+                      scale, softcap, coarse, threads, {at<float>(output), at<float>(lse), at<float>(shares)}},
+                     num_tokens);
       },
       free_gil);
 

@@ -35,6 +35,11 @@ struct Softmax {
   float* maximum;  // [count], -inf before the first row
   float* sum;      // [count], of exp(logit - maximum)
   float* output;   // [count, padded(width)], the sum of values weighted by exp(logit - maximum)
+  // Where weights are asked for, by page of 16 rows: sums of exp(logit - reference), a reference for each block of 64 rows.
+  // Of query q from number q * page_stride on; else nullptr.
+  float* page_sums = nullptr;
+  float* references = nullptr;  // of query q from number q * page_stride / 4 on
+  std::int64_t page_stride = 0;
 };
 
 constexpr int kSketchTokens = 1024;                // of a block, at most

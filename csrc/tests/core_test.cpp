@@ -124,7 +124,7 @@ void check_attention(const Case& c, std::mt19937& random, int threads) {
   const HeadRows keys = c.keys(), values = c.values();
   attend_units({packed, c.queries(), keys, values, scale, 0, coarse, threads, {output.data(), lse.data()}},
                {units.data(), lists, num_units + 2, unit_size}, spans);
-  attend_dense({packed, c.queries(), keys, values, scale, 0, coarse, threads, {dense.data(), dense_lse.data()}});
+  attend_dense({packed, c.queries(), keys, values, scale, 0, coarse, threads, {dense.data(), dense_lse.data()}}, 1);
   for (int h = 0; h < c.queries(); ++h)
     for (bool all : {true, false}) {
       std::vector<double> sums(std::size_t(c.width), 0.0);

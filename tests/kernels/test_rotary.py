@@ -12,15 +12,17 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from kvsift.kernels import rotary
 from kvsift.kernels.rms_norm import rms_norm_reference
 from kvsift.kernels.rotary import rotate_heads
+from kvsift.native.product import MAX_ROWS
 
+NUM_TOKENS = MAX_ROWS + 1  # more than the compiled core takes
 SHAPES = [(4, 2, 64), (3, 3, 80), (8, 1, 128)]  # query heads, KV heads, head_dim
 
 
 def draw(shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     heads, kv_heads, head_dim = shape
     generator = torch.Generator().manual_seed(sum(shape))
-    qkv = torch.randn(5, (heads + 2 * kv_heads) * head_dim, generator=generator).to(DEVICE, dtype)
-    angles = torch.rand(5, head_dim // 2, generator=generator).repeat(1, 2).to(DEVICE) * 6
+    qkv = torch.randn(NUM_TOKENS, (heads + 2 * kv_heads) * head_dim, generator=generator).to(DEVICE, dtype)
+    angles = torch.rand(NUM_TOKENS, head_dim // 2, generator=generator).repeat(1, 2).to(DEVICE) * 6
     norms = {name: torch.rand(head_dim, generator=generator).to(DEVICE, dtype) for name in ("q_norm", "k_norm")}
     return qkv, angles.cos().to(dtype), angles.sin().to(dtype), norms
 

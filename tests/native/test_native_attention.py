@@ -49,6 +49,39 @@ def test_dense_attention_is_that_of_the_twin(level: str, shape: tuple[int, int, 
     check(native.attend_dense(queries, keys, values, scale, softcap), expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "num_tokens"), [((2, 4, 64, 1000), 3), ((1, 3, 32, 5), 5), ((1, 2, 128, 513), 2), ((2, 2, 8, 32803), 8)],
+    ids=str,
+)  # fmt: skip
+def test_tokens_that_are_attended_together_get_the_bits_that_each_gets_alone(
+    level: str, shape: tuple[int, int, int, int], num_tokens: int, dtype: torch.dtype
+) -> None:
+    _, keys, values = qkv(shape, dtype)
+    (heads, group, dim, n), scale = shape, shape[2] ** -0.5
+    queries = 2 * torch.randn(heads * group, num_tokens, dim).to(dtype)  # pieces grow between 32,799 and 32,800 tokens
+    shares = torch.empty(heads, -(-n // 16))
+    output, lse = native.attend_dense(queries, keys, values, scale, shares=shares)
+    for token in range(num_tokens):
+        seen = slice(n - num_tokens + 1 + token)
+        alone = native.attend_dense(queries[:, token], keys[:, seen], values[:, seen], scale)
+        assert torch.equal(output[:, token], alone[0])
+        assert torch.equal(lse[:, token], alone[1])
+    if n > 5000:
+        return
+    expected = torch.empty_like(shares)
+    twins.attend_dense(queries.float(), keys, values, scale, shares=expected)
+    torch.testing.assert_close(shares, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+
+
+def test_tokens_without_a_key_of_their_own_are_refused(core: None) -> None:
+    queries, keys, values = qkv((2, 2, 64, 3), torch.float32)
+    with pytest.raises(InputError, match="4 tokens and 3 keys"):
+        native.attend_dense(queries.unsqueeze(1).expand(4, 4, 64), keys, values, 0.1)
+    with pytest.raises(InputError, match="shares"):
+        native.attend_dense(queries, keys, values, 0.1, shares=torch.empty(2, 2))
+
+
 def test_bf16_error_is_at_most_twice_that_of_torch_in_bf16(level: str) -> None:
     queries, keys, values = qkv((2, 4, 128, 3000), torch.bfloat16)
     exact, _ = twins.attend_dense(queries.float(), keys, values, 0.09)

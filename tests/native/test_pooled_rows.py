@@ -90,6 +90,18 @@ def test_dense_attention_has_the_bits_of_consecutive_rows(
 
 
 @EXAMPLES
+@given(case=cases(), num_tokens=st.integers(1, 8), threads=st.sampled_from([1, 2]))
+def test_several_tokens_have_the_bits_of_consecutive_rows(
+    level: str, case: Case, num_tokens: int, threads: int
+) -> None:
+    queries, keys, values, pooled_keys, pooled_values = case
+    several = queries.unsqueeze(1) * torch.arange(1, min(num_tokens, max(keys.shape[1], 1)) + 1).view(1, -1, 1)
+    several = several.to(queries.dtype)
+    found = native.attend_dense(several, pooled_keys, pooled_values, 0.1, threads=threads)
+    check(found, native.attend_dense(several, keys, values, 0.1, threads=threads))
+
+
+@EXAMPLES
 @given(case=cases(), unit_size=st.sampled_from([1, 5, 16, 32]), per=st.integers(0, 2), data=st.data())
 def test_units_and_spans_across_runs_have_the_bits_of_consecutive_rows(
     level: str, case: Case, unit_size: int, per: int, data: st.DataObject

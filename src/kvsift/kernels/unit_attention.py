@@ -1,4 +1,4 @@
-"""Attention of one query per head over a row read in place: all of it, or spans and listed units."""
+"""Attention over a row read in place: of a few tokens over all of it, or of one token over spans and listed units."""
 
 from __future__ import annotations
 
@@ -7,29 +7,34 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from kvsift import native
+from kvsift.native.attention import SHARE_TOKENS
 from kvsift.native.shapes import HeadRows, supports
 from kvsift.native.twins import attend_dense as dense_attention_reference
 from kvsift.native.twins import attend_units as unit_attention_reference
 from kvsift.types import Part
 
-__all__ = ["dense_attention", "reads_in_place", "unit_attention", "unit_attention_reference"]
+__all__ = ["SHARE_TOKENS", "dense_attention", "reads_in_place", "unit_attention", "unit_attention_reference"]
 
 
-def reads_in_place(queries: Tensor, keys: HeadRows) -> bool:
+def reads_in_place(queries: Tensor, keys: HeadRows, most_queries: int = 1) -> bool:
     """Whether the compiled core reads these without a copy; otherwise a copy of the selected rows is faster.
 
     queries [1, num_query_heads, num_queries, head_dim]; keys [num_kv_heads, num_tokens, head_dim].
     """
-    return queries.shape[0] == queries.shape[2] == 1 and supports(queries[0, :, 0], keys)
+    few = queries.shape[0] == 1 and 0 < queries.shape[2] <= most_queries
+    return few and supports(queries[0, :, 0], keys)
 
 
 def dense_attention(
-    queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None
-) -> Part:
-    """Attention over all keys; arguments as of ``unit_attention``."""
+    queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None,
+    shares: Tensor | None = None,
+) -> Part:  # fmt: skip
+    """Attention of consecutive tokens, the last of which sees all keys; queries [1, num_query_heads, num_tokens,
+    head_dim], the others as of ``unit_attention``. Each token gets the bits that it gets alone. ``shares`` as of
+    ``native.attend_dense``."""
     run = native.attend_dense if supports(queries[0, :, 0], keys) else dense_attention_reference
-    output, lse = run(queries[0, :, 0], keys, values, scale, softcap)
-    return Part(output[None, :, None], lse[None, :, None])
+    output, lse = run(queries[0], keys, values, scale, softcap, shares=shares)
+    return Part(output[None], lse[None])
 
 
 def unit_attention(

@@ -1,4 +1,4 @@
-"""Attention of one token over keys and values in host memory: dense, or over listed units and spans."""
+"""Attention over keys and values in host memory: dense, of one token or several; of one over listed units and spans."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from kvsift.errors import InputError
 from kvsift.native.loader import core, num_threads
 from kvsift.native.shapes import HeadRows, address_of, check_pair, check_queries, shape_of
 
+SHARE_TOKENS = 16  # of a page of shares
+
 
 def attend_dense(
     queries: Tensor,
@@ -20,21 +22,33 @@ def attend_dense(
     softcap: float | None = None,
     *,
     threads: int | None = None,
+    shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over all keys -> (output [num_query_heads, head_dim] in the queries' dtype, lse float32).
+    """Attention of consecutive tokens, the last of which sees all keys -> (output as queries, lse float32).
 
-    queries [num_query_heads, head_dim]; keys, values [num_kv_heads, n, head_dim], both tensors or both ``PooledRows``
-    with the same runs (the result is the same, bit for bit); lse [num_query_heads]. logit = scale * q.k, then
-    softcap * tanh(logit / softcap) if there is a softcap. n = 0 gives output 0 and lse -inf. With bf16 queries the
-    softmax weights may be rounded to bf16, as the output is; lse is not.
+    queries [num_query_heads, num_tokens, head_dim], or of one token without that dimension; keys, values
+    [num_kv_heads, n, head_dim], both tensors or both ``PooledRows`` with the same runs (the result is the same, bit for
+    bit); lse [num_query_heads, num_tokens]. The keys are read once, and each token gets the bits that it gets alone.
+    logit = scale * q.k, then softcap * tanh(logit / softcap) if there is a softcap. n = 0 gives output 0 and lse -inf.
+    With bf16 queries the softmax weights may be rounded to bf16, as the output is; lse is not.
+
+    shares, float32 [num_kv_heads, ceil(n / 16)], is filled with the attention that each page of 16 tokens gets, summed
+    over tokens and the query heads of the KV head.
     """
     check_pair(keys, values)
-    check_queries(queries, keys.shape[0], keys.shape[2])
+    one = queries[:, 0] if queries.dim() == 3 and queries.shape[1] else queries
+    check_queries(one, keys.shape[0], keys.shape[2])
+    num_tokens = queries.shape[1] if queries.dim() == 3 else 1
+    if num_tokens > max(keys.shape[1], 1):
+        raise InputError(f"there are {num_tokens} tokens and {keys.shape[1]} keys; each token has a key of its own.")
+    expected = (keys.shape[0], -(-keys.shape[1] // SHARE_TOKENS))
+    if shares is not None and (shares.shape != expected or shares.dtype != torch.float32 or not shares.is_contiguous()):
+        raise InputError(f"shares are {list(shares.shape)} {shares.dtype}; they must be float32 {list(expected)}.")
     q, output, lse = _prepared(queries)
     core().attend_dense(
-        shape_of(q, keys), q.data_ptr(), *address_of(keys), *address_of(values),
+        shape_of(one, keys), num_tokens, q.data_ptr(), *address_of(keys), *address_of(values),
         keys.dtype == torch.bfloat16, scale, _cap(softcap), queries.dtype == torch.bfloat16, num_threads(threads),
-        output.data_ptr(), lse.data_ptr(),
+        output.data_ptr(), lse.data_ptr(), 0 if shares is None else shares.data_ptr(),
     )  # fmt: skip
     return output.to(queries.dtype), lse
 
@@ -79,7 +93,7 @@ def attend_units(
 
 def _prepared(queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q = queries.float().contiguous()
-    return q, torch.empty_like(q), q.new_empty(q.shape[0])
+    return q, torch.empty_like(q), q.new_empty(q.shape[:-1])
 
 
 def _cap(softcap: float | None) -> float:

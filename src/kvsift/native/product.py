@@ -8,7 +8,7 @@ from torch import Tensor
 from kvsift.native.loader import available, core, num_threads
 from kvsift.native.shapes import ROW_DTYPES
 
-MAX_ROWS = 4  # of x, which share one read of the weights
+MAX_ROWS = 8  # of x, which share one read of the weights, each with the sums that it has alone
 
 
 def takes_product(x: Tensor, weight: Tensor) -> bool:

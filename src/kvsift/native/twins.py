@@ -13,11 +13,22 @@ from kvsift.native.shapes import HeadRows, PooledRows
 
 
 def attend_dense(
-    queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None
-) -> tuple[Tensor, Tensor]:
+    queries: Tensor, keys: HeadRows, values: HeadRows, scale: float, softcap: float | None = None,
+    *, shares: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Twin of native.attend_dense."""
-    visible = torch.ones(queries.shape[0], keys.shape[1], dtype=torch.int64)
-    return _attend(queries, keys, values, visible, scale, softcap)
+    if queries.dim() == 2:
+        output, lse = attend_dense(queries.unsqueeze(1), keys, values, scale, softcap, shares=shares)
+        return output.squeeze(1), lse.squeeze(1)
+    (num_heads, num_tokens, _), n = queries.shape, keys.shape[1]
+    visible = torch.ones(num_tokens, n, dtype=torch.int64).tril(n - num_tokens)
+    output, lse = _attend(queries.flatten(0, 1), keys, values, visible.repeat(num_heads, 1), scale, softcap)
+    if shares is not None:
+        ones = torch.eye(n).unflatten(1, (1, n)).expand(n, len(shares), n).transpose(0, 1)
+        weights, _ = _attend(queries.flatten(0, 1), keys, ones, visible.repeat(num_heads, 1), scale, softcap)
+        by_token = weights.float().unflatten(0, (len(shares), -1)).sum(1)
+        shares.copy_(torch.nn.functional.pad(by_token, (0, -n % 16)).unflatten(1, (-1, 16)).sum(-1))
+    return output.unflatten(0, (num_heads, num_tokens)), lse.unflatten(0, (num_heads, num_tokens))
 
 
 def attend_units(
