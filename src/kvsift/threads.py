@@ -99,8 +99,8 @@ class _Reading(NamedTuple):
     own: float
 
 
-def _read() -> _Reading | None:
-    """Read the seconds; None if the system does not count them."""
+def busy_seconds() -> float | None:
+    """Seconds of all work on the processors since the system started; None if it does not count them."""
     try:
         names, busy = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
         for line in Path("/proc/stat").read_text().splitlines():
@@ -108,9 +108,15 @@ def _read() -> _Reading | None:
             if name in names:
                 user, nice, system, _, _, irq, softirq = map(int, fields[:7])
                 busy += user + nice + system + irq + softirq
+        return busy / os.sysconf("SC_CLK_TCK")
     except (AttributeError, OSError, ValueError):
         return None
-    return _Reading(monotonic(), busy / os.sysconf("SC_CLK_TCK"), process_time())
+
+
+def _read() -> _Reading | None:
+    """Read the seconds; None if the system does not count them."""
+    busy = busy_seconds()
+    return None if busy is None else _Reading(monotonic(), busy, process_time())
 
 
 class _Share(threading.local):

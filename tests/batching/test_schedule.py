@@ -170,6 +170,29 @@ def test_a_client_that_comes_while_a_long_prompt_is_read_does_not_pass_those_who
     assert admissions(schedule, 2) == [2, 3]
 
 
+def test_a_patient_row_lets_short_requests_pass_between_its_chunks_and_still_advances():
+    schedule = Schedule(max_rows=9, grid=GRID, overtakes=2, decode_share=0.0)
+    schedule.add(0, "ann", LONG, 1, patient=True)
+    assert schedule.decide(9).admit == 0
+    schedule.has_read(0, GRID, 0.1, done=False)
+    passed, chunks = list[int](), list[int]()
+    for key in range(1, 200):
+        schedule.add(key, "bob", 1, 1)
+        decision = schedule.decide(9)
+        assert decision.read is not None
+        if decision.read == 0:
+            chunks.append(key)
+            schedule.has_read(0, GRID, 0.1, done=len(chunks) == LONG // GRID - 1)
+            if len(chunks) == LONG // GRID - 1:
+                break
+        else:
+            passed.append(decision.read)
+            schedule.has_read(decision.read, 1, 0.1, done=True)
+            schedule.remove(decision.read)
+    assert len(chunks) == LONG // GRID - 1
+    assert len(passed) == 2 * (len(chunks) - 1), "two before each chunk but the last, which nobody passes"
+
+
 def test_a_client_beyond_its_share_does_not_overtake_others():
     schedule = Schedule(max_rows=9, grid=GRID)
     schedule.add(0, "ann", LONG, pages=10)

@@ -57,6 +57,25 @@ def test_a_chat_template_gets_every_turn_and_the_document_in_the_first(chatty: P
     assert llm.chat()._form.text("", "Why?") == "<bos>[user] Why?\n[assistant] "
 
 
+def test_a_turn_that_is_interrupted_keeps_what_it_has_read(llama: Path) -> None:
+    llm = new_llm(llama)
+    chat = llm.chat(text_of(700))
+
+    def interrupt(done: int, total: int) -> None:
+        if done >= 5 * GRID:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("Which mill?", progress=interrupt)
+    assert chat.turns == []
+    with pytest.raises(InputError):
+        chat.ask("Which mill?", max_new_tokens=5000)
+    answer = chat.ask("How many sacks?", max_new_tokens=3)
+    assert answer.prompt_tokens - answer.new_prompt_tokens == 5 * GRID
+    del chat
+    assert llm.loop.kv.pages.num_used == 0
+
+
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> None:
     chat = new_llm(llama).chat(text_of(300))
     first = chat.ask("Which mill?", max_new_tokens=4)

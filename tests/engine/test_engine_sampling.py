@@ -11,7 +11,7 @@ import torch
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.engine.sampling import likeliest
+from kvsift.engine.sampling import draw, gumbel, likeliest
 
 CPU = torch.device("cpu")
 SHARES = torch.tensor([0.1, 0.4, 0.2, 0.3])
@@ -44,6 +44,40 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
     counts = Counter(draws(Sampling(1.0), 4000))
     for token, share in enumerate(SHARES.tolist()):
         assert counts[token] / 4000 == pytest.approx(share, abs=0.03)  # 4 standard errors
+
+
+def test_100_000_draws_are_of_their_distribution() -> None:
+    """Chi-square with 6 degrees of freedom: beyond 22.5 in one of a thousand runs, and the seed is fixed."""
+    count, shares = 100_000, torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01], dtype=torch.float64)
+    one = torch.ones(count, dtype=torch.float64)
+    tokens = draw(shares.log().float().expand(count, -1), one, one, Sampling(1.0, seed=5).noise(count))
+    found = tokens.bincount(minlength=len(shares)).double()
+    assert float(((found - count * shares) ** 2 / (count * shares)).sum()) < 22.5
+
+
+def test_the_noise_of_neighbouring_tokens_and_numbers_is_independent() -> None:
+    noise = gumbel(torch.arange(400).unsqueeze(1), torch.arange(500))
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.02)
+    assert float(noise.var()) == pytest.approx(1.645, abs=0.05)
+    along_tokens = torch.corrcoef(torch.stack([noise[:, :-1].flatten(), noise[:, 1:].flatten()]))[0, 1]
+    along_numbers = torch.corrcoef(torch.stack([noise[:-1].flatten(), noise[1:].flatten()]))[0, 1]
+    assert abs(float(along_tokens)) < 0.02
+    assert abs(float(along_numbers)) < 0.02
+
+
+def test_nearly_the_same_logits_draw_the_same_tokens() -> None:
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    near = logits + 0.05 * torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    sampling = Sampling(1.0, seed=2)
+    pairs = list(zip(draws(sampling, 400, logits), draws(sampling, 400, near)))
+    assert sum(a == b for a, b in pairs) > 370
+    assert len({a for a, _ in pairs}) > 100
+
+
+def test_what_will_be_drawn_can_be_foreseen() -> None:
+    choose, logits = Sampling(1.0, seed=3).chooser(CPU), SHARES.log()
+    foreseen = [choose.foresee(logits, ahead) for ahead in range(600)]
+    assert [choose(logits) for _ in range(600)] == foreseen
 
 
 def test_temperature_sharpens_and_flattens() -> None:

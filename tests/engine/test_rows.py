@@ -15,6 +15,7 @@ from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
+from kvsift.batching import pauses
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import reason_against
 from kvsift.engine.transcript import Request, Transcript
@@ -115,12 +116,63 @@ def test_rows_of_all_kinds_of_plans_answer_side_by_side_as_alone(llama: Path) ->
     assert llm.loop.kv.pages.num_used == 0
 
 
-def test_histories_of_joining_cancelling_and_failing_change_no_other_row(llama: Path) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_prompt_that_pauses_between_layers_changes_no_bit_and_keeps_others_going(
+    plan: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = text_of(100), text_of(250)
+    alone = [run(llm := new_llm(llama), new_row(llm, text, plan, 40)) for text in texts]
+    monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
+    llm, gained = new_llm(llama), []
+    first, second = (new_row(llm, text, plan, 40) for text in texts)
+    llm.loop.submit(first)
+    while len(first.output.tokens) < 2:
+        llm.loop.step(unless=lambda: False)
+    llm.loop.submit(second)
+    while second.state != "decoding":
+        llm.loop.step(unless=lambda: False, news=lambda: gained.append(len(first.output.tokens)))
+    assert len(gained) > 3
+    assert sorted(set(gained)) == gained, "a token each time"
+    run_on(llm, first, second)
+    for row, expected in zip((first, second), alone):
+        assert_equal(row, expected)
+
+
+def test_a_failure_in_a_pause_ends_the_row_that_fails(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = run(llm := new_llm(llama), new_row(llm, text_of(250), PLANS[2]))
+    monkeypatch.setattr(pauses, "PAUSE_S", 0.0)
+    llm = new_llm(llama)
+    first, second = new_row(llm, text_of(100), PLANS[2], 40), new_row(llm, text_of(250), PLANS[2])
+    llm.loop.submit(first)
+    while len(first.output.tokens) < 2:
+        llm.loop.step(unless=lambda: False)
+    llm.loop.submit(second)
+
+    def take(*args: object) -> None:
+        raise ValueError("in the middle of a chunk")
+
+    monkeypatch.setattr(first.output, "take", take)
+    run_on(llm, first, second)
+    assert (first.finish_reason, str(first.error)) == ("error", "in the middle of a chunk")
+    assert_equal(second, alone)
+    assert llm.loop.kv.pages.num_used == 0
+
+
+def run_on(llm: LLM, *rows: Row) -> None:
+    finish(llm, rows)
+    for row in rows:
+        llm.loop.close(row)
+
+
+def test_histories_of_joining_cancelling_and_failing_change_no_other_row(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     texts = [text_of(length) for length in (70, 199, 260)] + [text_of(260)[:180] + "?"]  # two begin alike
     llm = new_llm(llama)
     alone = {(text, plan): run(llm, new_row(llm, text, plan, 8)) for text in texts for plan in PLANS}
     for seed in range(HISTORIES):
         rng, llm = random.Random(seed), new_llm(llama)
+        monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
         llm.loop = type(llm.loop)(
             llm.loop._model, GRID, max_rows=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
         )

@@ -18,7 +18,7 @@ from kvsift.plan.plan import Plan, Rule
 
 LENGTH, PROMPT = 120, 100
 BUDGET = Budget(tokens=40, sinks=4, window=4, dense_layers=())
-NAMES = [name for name in catalogue() if "decode" in method_class(name).phases and name != "dense"]
+NAMES = [name for name in catalogue() if "decode" in method_class(name).phases and name not in ("dense", "verify")]
 
 
 def budget_of(method: Method, min_recovery: float | None = None) -> Budget:

@@ -8,19 +8,22 @@ with others only pages that are full and were written by the same pass over the 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Lock
 from time import perf_counter, sleep
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from kvsift.batching.exact.decoder import ExactModel
 from kvsift.batching.ledger import audit
+from kvsift.batching.pauses import Pauses
 from kvsift.batching.prefix_tree import Node, PrefixTree
-from kvsift.batching.row import CacheReport, FinishReason, Row
+from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row, State
 from kvsift.batching.schedule import Decision, Schedule
 from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
@@ -33,7 +36,7 @@ PATIENCE_S = 0.005  # between two looks at what another thread's step has brough
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
 
 
-class RowModel(Protocol):
+class RowModel(ExactModel, Protocol):
     """What the loop needs of a model.
 
     Attributes:
@@ -52,14 +55,17 @@ class RowModel(Protocol):
         """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
         summaries."""
 
+    def restore(self, row: Row) -> None:
+        """Let the source of a row fill its cache."""
+
     def root(self, row: Row) -> bytes:
         """Name of what the keys of a prompt depend on, besides its tokens."""
 
-    def read(self, cache: SparseCache, ids: Sequence[int]) -> Tensor:
-        """Store and attend tokens of a prompt; logits [vocabulary] of the last one."""
+    def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+        """Store and attend tokens of a prompt; logits [vocabulary] of the last one.
 
-    def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
-        """Store and attend one generated token of each cache; logits [vocabulary] of each."""
+        ``pause`` may be called at any time, and may decode other rows; it returns whether it has.
+        """
 
     def pages_of(self, row: Row) -> int:
         """The most pages' worth of memory that a row needs."""
@@ -69,6 +75,19 @@ class RowModel(Protocol):
 
     def room(self) -> int | None:
         """Pages for which there is memory beside the pool; None if unknown."""
+
+
+class Books(NamedTuple):
+    """Numbers of a loop.
+
+    Attributes:
+        rows: by state.
+        pages: by owner: "free", "kept" (complete chunks of prompts, for rows that begin alike) or "rows" (those that
+            rows alone own).
+    """
+
+    rows: dict[State, int]
+    pages: dict[str, int]
 
 
 class Loop:
@@ -88,7 +107,7 @@ class Loop:
         turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
     ) -> None:  # fmt: skip
         assert grid % model.page_size == 0, f"a grid of {grid} tokens splits pages of {model.page_size}"
-        self._model, self.grid, self.clock = model, grid, clock
+        self._model, self.grid, self.max_rows, self.clock = model, grid, max_rows, clock
         self._keep_pages = keep_tokens // model.page_size
         self._turn = nullcontext() if turn is None else turn
         self._schedule = Schedule(max_rows, grid)
@@ -107,6 +126,13 @@ class Loop:
     def rows(self) -> list[Row]:
         """Rows that have not ended."""
         return list(self._rows.values())
+
+    def books(self) -> Books:
+        """Count rows and pages. It waits for no step, so during one the numbers may be a moment apart."""
+        states, pages, tree = Counter(row.state for row in self.rows), self.kv.pages, self.tree
+        free, kept = pages.num_free, tree.num_pages
+        owned = {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept, 0)}
+        return Books({state: states[state] for state in OPEN_STATES}, owned)
 
     def submit(self, row: Row) -> None:
         """Put a row into the line.
@@ -127,7 +153,7 @@ class Loop:
         row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
         self._hold(row, self._found(row))
-        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+        if not self._schedule.add(row.key, row.client, *self._cost_of(row), row.patient):
             self._hold(row, [])
             raise InputError("too many requests are waiting. Try again when some of them have ended.")
         self._rows[row.key] = row
@@ -154,8 +180,9 @@ class Loop:
             finally:
                 self._lock.release()
 
-    def step(self, unless: Callable[[], bool]) -> None:
-        """Take a step, unless a condition holds by the time that the step can begin."""
+    def step(self, unless: Callable[[], bool], news: Callable[[], None] | None = None) -> None:
+        """Take a step, unless a condition holds by the time that the step can begin. ``news`` is called when rows have
+        new tokens while the step, which reads a chunk, goes on."""
         if self._entering:  # a lock is not fair: who takes it again at once gets it
             sleep(PATIENCE_S)
         with self._turn:
@@ -164,7 +191,7 @@ class Loop:
                     return
             try:
                 if not unless():
-                    self._step()
+                    self._step(news)
             finally:
                 self._lock.release()
                 self._leave()
@@ -179,7 +206,7 @@ class Loop:
         assert not wrong, wrong[:5]
 
     @torch.inference_mode()
-    def _step(self) -> None:
+    def _step(self, news: Callable[[], None] | None) -> None:
         now = self.clock()
         for row in self.rows:
             if row.deadline is not None and now >= row.deadline:
@@ -190,7 +217,7 @@ class Loop:
         if decision.decode:
             self._decode()
         if decision.read is not None and decision.read in self._rows:
-            self._read(self._rows[decision.read])
+            self._read(self._rows[decision.read], Pauses(self.clock, partial(self._pause, news)))
         elif decision == Decision() and self._rows:
             self._refuse_largest()
 
@@ -242,6 +269,7 @@ class Loop:
                 table.adopt(0, [run for node in nodes for run in node.runs])
                 self._reserve(table, self._model.pages_of(row))
             row.cache = self._model.open(row, table)
+            row.cache.stats.observer = row.observer
             if nodes:
                 kinds = frozenset(row.plan.summaries)
                 stale = any(kinds - node.kinds for node in nodes)
@@ -250,6 +278,8 @@ class Loop:
                     node.kinds |= kinds
                 self.tree.kinds |= kinds
                 self._maintain(row.cache)
+            elif row.source is not None:
+                length = self._restore(row)
             row.num_cached = row.num_reused = length
             row.output.read(length)
         except BaseException as error:  # of this row alone
@@ -258,6 +288,16 @@ class Loop:
             self._end(row, "error", _told(error))
             if not isinstance(error, Exception):
                 raise
+
+    def _restore(self, row: Row) -> int:
+        """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
+        assert row.cache is not None
+        self._model.restore(row)
+        length = (len(row.ids) - 1) // self.grid * self.grid
+        row.cache.undo(length)
+        for row.num_cached in range(self.grid, length + 1, self.grid):
+            self._seal(row)
+        return length
 
     def _reserve(self, table: PageTable, num_pages: int) -> None:
         """Reserve the pages of a row, and the memory for them, for which old prompts may have to go."""
@@ -275,7 +315,7 @@ class Loop:
             self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
             raise
 
-    def _read(self, row: Row) -> None:
+    def _read(self, row: Row, pauses: Pauses) -> None:
         """Read the next chunk of a prompt, and with the last one choose the first token."""
         started, cache, last = self.clock(), row.cache, len(row.ids) - 1
         assert cache is not None
@@ -286,7 +326,7 @@ class Loop:
             if stop > before:
                 if stop == last:
                     cache.prepare_after_next()
-                self._model.read(cache, row.ids[before:stop])
+                self._model.read(cache, row.ids[before:stop], pauses)
                 row.num_cached, counters = stop, cache.stats.snapshot()
                 if stop % self.grid == 0 and not row.no_reuse:
                     self._seal(row)
@@ -305,11 +345,23 @@ class Loop:
                 self._end(row, "error", _told(error))
             raise
         finally:
-            self._schedule.has_read(row.key, row.num_cached - before, self.clock() - started, done)
+            read_s = self.clock() - started - pauses.seconds
+            self._schedule.has_read(row.key, row.num_cached - before, read_s, done)
+            if pauses.seconds:
+                self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
         if done:
             self._look_again()
         if not row.is_ended:
             self._tell(row, logits)
+
+    def _pause(self, news: Callable[[], None] | None) -> bool:
+        """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
+        if not self._schedule.decoding:
+            return False
+        self._decode()
+        if news is not None:
+            news()
+        return True
 
     def _look_again(self) -> None:
         """Let the line hold what it has in common with a prompt that was read."""
@@ -349,6 +401,9 @@ class Loop:
         caches = [row.cache for row in group if row.cache is not None]
         counted = [cache.stats.snapshot() for cache in caches]
         try:
+            if group[0].exact is not None:
+                self._decode_exactly(group[0])
+                return
             every = self._model.decode(caches, [row.token for row in group])
         except Exception as error:
             if len(group) == 1:
@@ -374,6 +429,19 @@ class Loop:
                 interrupted = error
         if interrupted is not None:
             raise interrupted
+
+    def _decode_exactly(self, row: Row) -> None:
+        """Decode one token or several, as many as are accepted."""
+        assert row.exact is not None
+        assert row.cache is not None
+
+        def take(logits: Tensor) -> int | None:
+            row.num_cached += 1
+            self._tell(row, logits)
+            return None if row.is_ended else row.token
+
+        most = row.length - row.num_cached - 1
+        row.exact.step(self._model, row.cache, row.token, most, row.output.foresee, take)
 
     def _tell(self, row: Row, logits: Tensor | None) -> None:
         """Tell the client what is cached, and let it choose a token from the logits, if there are any."""

@@ -63,7 +63,7 @@ class PrefixTree:
 
     @property
     def num_pages(self) -> int:
-        return sum(node.num_pages for node in self._nodes.values())
+        return sum(node.num_pages for node in list(self._nodes.values()))  # a copy: another thread may seal
 
     @property
     def runs(self) -> list[Run]:

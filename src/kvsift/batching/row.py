@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.batching.prefix_tree import Node
 from kvsift.layer.accounting import RunStats
+from kvsift.layer.observer import Observer
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan
 
 State = Literal["waiting", "reading", "decoding", "ended"]
+OPEN_STATES: tuple[State, ...] = "waiting", "reading", "decoding"
 FinishReason = Literal["", "stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -28,7 +31,7 @@ class CacheReport:
         index: of the plan's method, by layer.
     """
 
-    plan: str
+    plan: Plan
     stats: RunStats
     kv_bytes: int
     index: dict[int, list[dict[str, Any]]]
@@ -36,7 +39,7 @@ class CacheReport:
     @classmethod
     def of(cls, cache: SparseCache, stats: RunStats | None = None) -> CacheReport:
         """The report of a cache, or of one of its rows, which has counters of its own."""
-        return cls(str(cache.run.plan), cache.stats if stats is None else stats, cache.num_bytes, cache.describe())
+        return cls(cache.run.plan, cache.stats if stats is None else stats, cache.num_bytes, cache.describe())
 
 
 class RowOutput(Protocol):
@@ -44,6 +47,9 @@ class RowOutput(Protocol):
 
     def read(self, num_tokens: int) -> None:
         """So many tokens of the prompt are cached."""
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        """The token that ``take`` would choose from logits [vocabulary], ``ahead`` tokens from now."""
 
     def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
         """Choose the next token from logits [vocabulary], after ``probe_s`` seconds of probes in all; "" goes on."""
@@ -61,6 +67,10 @@ class Row:
         client: whom it belongs to: clients get equal shares.
         deadline: time of the loop's clock at which it ends, finished or not.
         salt: rows of other salts share nothing with it.
+        exact: the plan drafts, and dense attention verifies; None: it answers.
+        patient: short prompts may pass it between its chunks however often, and not a few times in all.
+        observer: of its passes.
+        source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
         state, finish_reason, error: how far it is, and how it ended.
         num_cached: tokens that are cached; those of a step that failed are not.
         num_reused: of the prompt, those that were read before.
@@ -76,6 +86,10 @@ class Row:
     client: str = ""
     deadline: float | None = None
     salt: str = ""
+    exact: ExactDecoder | None = None
+    patient: bool = False
+    observer: Observer | None = None
+    source: Callable[[SparseCache], None] | None = None
     key: int = 0
     state: State = "waiting"
     finish_reason: FinishReason = ""

@@ -11,8 +11,8 @@ and at least one step does. In every window in which a row decodes, therefore,
 
     decode seconds >= (read seconds - those of the longest chunk) * share / (1 - share)
 
-and a gap between two tokens of a row is at most one chunk and one step. Without a row that decodes, chunks run back to
-back; without a prompt to read, steps do.
+and a gap between two tokens of a row is at most one chunk and one step; ``pauses.py`` makes it shorter. Without a row
+that decodes, chunks run back to back; without a prompt to read, steps do.
 
 **Wait.** Between arrival and admission of a request r of client c, other requests have at most
 
@@ -26,7 +26,7 @@ one decode step for each chunk. Time in which every row is taken, or in which th
 are not available, comes on top.
 
 A short request meets a row with a long prompt in mid-read for one chunk only, unless ``overtakes`` requests have
-already passed that row.
+already passed that row. Past a patient row, which nobody waits for, as many may pass between any two of its chunks.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Schedule:
         requests = (*self._queue.requests.values(), *self._reading.values())
         return sum(request.tokens for request in requests)
 
-    def add(self, key: int, client: str, tokens: int, pages: int) -> bool:
+    def add(self, key: int, client: str, tokens: int, pages: int, patient: bool = False) -> bool:
         """Put a request in the queue, unless that is full.
 
         Args:
@@ -114,6 +114,7 @@ class Schedule:
             client: who shares fairly with other clients.
             tokens: prompt tokens to compute, at least 1.
             pages: pages that admission reserves. A request that fits no empty pool must not be added: it blocks others.
+            patient: once it is read, short requests may pass it ``overtakes`` times between any two of its chunks.
 
         Returns:
             False if the queue is full; the request is then unknown to the scheduler.
@@ -122,7 +123,7 @@ class Schedule:
         assert not self._is_known(key), f"request {key} has been added before"
         if len(self._queue.requests) >= self._max_waiting:
             return False
-        self._queue.add(key, client, tokens, pages)
+        self._queue.add(key, client, tokens, pages, patient)
         return True
 
     def revise(self, key: int, tokens: int, pages: int) -> None:
@@ -159,7 +160,9 @@ class Schedule:
             del self._reading[key]
             self._decoding[key] = None
         else:
-            self._reading[key].tokens -= tokens
+            request = self._reading[key]
+            request.tokens -= tokens
+            request.overtaken = 0 if request.patient else request.overtaken
 
     def has_decoded(self, seconds: float) -> None:
         """Record a decode step."""

@@ -33,6 +33,7 @@ class WaitingRequest:
         pages: pages that its admission reserves.
         arrival: its place in the order of arrival.
         overtaken: times that requests of other clients overtook it; once it has left the queue, times in all.
+        patient: it does not mind.
     """
 
     key: int
@@ -41,6 +42,7 @@ class WaitingRequest:
     pages: int
     arrival: int
     overtaken: int = 0
+    patient: bool = False
 
 
 BY_ARRIVAL = attrgetter("arrival")
@@ -86,8 +88,8 @@ class WaitingQueue:
         """The waiting requests by key, in order of arrival; to be read only."""
         return self._requests
 
-    def add(self, key: int, client: str, tokens: int, pages: int) -> None:
-        request = WaitingRequest(key, client, tokens, pages, self._arrivals)
+    def add(self, key: int, client: str, tokens: int, pages: int, patient: bool = False) -> None:
+        request = WaitingRequest(key, client, tokens, pages, self._arrivals, patient=patient)
         self._arrivals += 1
         self._requests[key] = request
         self._insert(self._accounts.setdefault(client, Account(self._round)), request)

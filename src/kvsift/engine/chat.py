@@ -36,7 +36,7 @@ class Chat:
         self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: str | None = None
     ) -> None:
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
-        self._held: Generation | None = None  # of the last turn: it holds what it has read
+        self._held: object = None  # the generation of the last turn, which holds what it has read
         self._lock = Lock()
         self.turns: list[Turn] = []
 
@@ -63,7 +63,9 @@ class Chat:
         try:
             ids = self._form.encode(self._context, question, self.turns)
             chosen: Options = {"stop": self._stop, **options}
-            generation = self._start(ids, chosen, progress, on_text is not None)
+            offsets = self._form.offsets(self._context, question, self.turns) if chosen.get("passages") else None
+            generation = self._start(ids, chosen, progress, on_text is not None, offsets)
+            self._held = self._held, generation  # of a turn that is interrupted, what it has read stays
             for _, piece in generation:
                 if on_text is not None:
                     on_text(piece)

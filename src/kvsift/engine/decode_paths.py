@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
+from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.decode_loop import DecodeLoop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
+from kvsift.engine.rows import RunnerRows
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Transcript
 from kvsift.methods.base import Phase
@@ -69,6 +73,41 @@ def first_token(
     piece = transcript.take(token, perf_counter() - cache.stats.probe_s, logits[0, -1])
     if piece:
         yield piece
+
+
+@torch.inference_mode()
+def decode_exactly(
+    runner: ModelRunner, cache: SparseCache, transcript: Transcript, phase: Phase, exact: ExactDecoder
+) -> Iterator[str]:
+    """As ``decode_composed``, with the tokens of dense decoding."""
+    request, model, pieces = transcript.request, RunnerRows(runner), deque[str]()
+    choose = request.sampling.chooser(runner.device)
+
+    def take(logits: Tensor) -> int | None:
+        token = choose(logits)
+        pieces.append(transcript.take(token, perf_counter(), logits))
+        return None if transcript.done else token
+
+    with decoding_exactly(cache):
+        logits = runner.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
+        cache.prepare()
+        token = take(logits[0, -1])
+        while token is not None:
+            yield from filter(None, pieces)
+            pieces.clear()
+            most = request.length - cache.get_seq_length() - 1
+            token = exact.step(model, cache, token, most, choose.foresee, take)
+    yield from filter(None, pieces)
+
+
+@contextmanager
+def decoding_exactly(cache: SparseCache) -> Iterator[None]:
+    """Generated tokens of a cache are attended to everything, and not probed."""
+    every, cache.run.is_exact, cache.stats.probe_every = cache.stats.probe_every, True, 0
+    try:
+        yield
+    finally:
+        cache.run.is_exact, cache.stats.probe_every = False, every
 
 
 @torch.inference_mode()

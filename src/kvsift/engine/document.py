@@ -14,15 +14,17 @@ import torch
 
 from kvsift.batching.row import CacheReport
 from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.decode_paths import CapturedDecode, decode_composed
-from kvsift.engine.generation import answer_of, check_captured
+from kvsift.engine.decode_paths import CapturedDecode, decode_composed, decode_exactly
+from kvsift.engine.exactness import check_exact, exact_decoder
+from kvsift.engine.generation import answer_of, check_captured, log_of
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
 from kvsift.engine.prefill_sharing import can_share_prefill
-from kvsift.engine.prompt import DocumentText, require_text
+from kvsift.engine.prompt import DocumentPrompts, DocumentText, require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.saved_document import SavedDocument, check_saving, check_target, save
 from kvsift.engine.session import Session, row_lengths
+from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -211,6 +213,8 @@ class Document:
             max_new_tokens: maximum number of tokens to generate, 64 by default.
             sampling: how to choose tokens; greedy by default.
             stop: text, or several texts, that end the answer, instead of the document's.
+            exact: the answer of dense attention, token by token; see ``LLM.generate``.
+            passages: keep which characters of the document were selected (composed steps).
 
         Returns:
             The answer. Its ``ttft_s`` counts from the cached document and includes ``build_s``, in which
@@ -220,7 +224,10 @@ class Document:
             raise unknown("question_phase", question_phase, PHASES)
         chosen: Options = {"stop": self._stop, **options}
         ids = self.check(question, GenerateOptions(**chosen).max_new_tokens, chosen.get("plan"))
-        answer = self.go_on(ids, on_text=on_text, question_phase=question_phase, **chosen)
+        offsets = None
+        if chosen.get("passages") and isinstance(self._encode, DocumentPrompts):
+            offsets = self._encode.offsets(question)
+        answer = self._go_on(ids, offsets, on_text, question_phase, chosen)
         answer.text = answer.text.strip()
         return answer
 
@@ -233,9 +240,18 @@ class Document:
         **options: Unpack[Options],
     ) -> Answer:
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is not stripped."""
+        return self._go_on(ids, None, on_text, question_phase, options)
+
+    def _go_on(
+        self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,
+        question_phase: Phase, options: Options,
+    ) -> Answer:  # fmt: skip
         [chosen] = GenerateOptions(**options).split(1)
         runner = self._runner
-        request = runner.request(ids, chosen, streamed=on_text is not None)
+        check_exact(runner, self._resolved(chosen.plan), chosen.exact)
+        if chosen.passages and offsets is None:
+            raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
+        request = runner.request(ids, chosen, streamed=on_text is not None, offsets=offsets)
         with runner.fast_path.turn, self._exclusive():
             cache = self.prefill(self._resolved(chosen.plan), request.length - self.num_tokens)
             return self._answer(cache, Transcript(request, runner.tokenizer), question_phase, on_text)
@@ -261,21 +277,28 @@ class Document:
     ) -> Answer:
         runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
         reason, captured = runner.composed_reason(cache.run.plan), None
+        exact = exact_decoder(transcript.request, cache.run.plan)
         if reason is None:
             check_captured([transcript.request])
             rule, length = rule_of(cache.run.plan), len(transcript.request.ids)
             row = DecodeRow(0, transcript, cache.stats, length, rule, cache.run.guards.of(0))
             captured = CapturedDecode(runner, cache, [row], partial(self._steps, cache, row), phase)
             pieces: Iterator[str] = (piece for _, piece in captured)
+        elif exact is not None:
+            pieces = decode_exactly(runner, cache, transcript, phase, exact)
         else:
             pieces = decode_composed(runner, cache, transcript, phase)
-        for piece in pieces:
-            if on_text is not None:
-                on_text(piece)
-        return answer_of(
-            runner, CacheReport.of(cache), transcript, started, num_cached=num_cached, captured=captured,
-            path=reason or "", build_s=self._build_s,
-        )  # fmt: skip
+        cache.stats.observer = log_of(transcript.request)
+        try:
+            for piece in pieces:
+                if on_text is not None:
+                    on_text(piece)
+            return answer_of(
+                runner, CacheReport.of(cache), transcript, started, num_cached=num_cached, captured=captured,
+                path=reason or "", build_s=self._build_s, exact=exact,
+            )  # fmt: skip
+        finally:
+            cache.stats.observer = None
 
     @contextmanager
     def _steps(self, cache: SparseCache, row: DecodeRow) -> Iterator[Session]:

@@ -10,14 +10,17 @@ from time import perf_counter
 import torch
 
 from kvsift import native
+from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import CacheReport, Row
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.decode_paths import CapturedDecode
+from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.fast_path import SPARE_TOKENS, in_turns
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
+from kvsift.engine.passages import passages_of
 from kvsift.engine.result import Answer
 from kvsift.engine.rows import TextOutput, follow
 from kvsift.engine.session import Session, row_lengths
@@ -26,6 +29,7 @@ from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
+from kvsift.layer.selection_log import SelectionLog
 from kvsift.models.transformers import SparseCache
 from kvsift.native.shapes import supports
 from kvsift.plan.plan import Plan
@@ -79,7 +83,15 @@ class Generation:
         runner, plan = self._runner, self._runner.composed_plan(self._plan)
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
         rows = [
-            Row(request.ids, plan, request.max_new_tokens, output, deadline=request.deadline)
+            Row(
+                request.ids,
+                plan,
+                request.max_new_tokens,
+                output,
+                deadline=request.deadline,
+                observer=log_of(request),
+                exact=exact_decoder(request, plan),
+            )
             for request, output in zip(self._requests, outputs)
         ]
         for row in rows if self._holds else ():  # their prompts are held for as long as somebody has this object
@@ -159,6 +171,10 @@ class TextStream:
 
 def check_captured(requests: Sequence[Request]) -> None:
     """Refuse requests that captured steps cannot answer (``InputError``)."""
+    if any(request.offsets is not None for request in requests):
+        raise InputError(
+            "captured steps keep no record of what they selected. Give path='composed', or leave out passages."
+        )
     if any(request.logprobs is not None for request in requests):
         raise InputError(
             "captured steps choose tokens on the GPU and keep no probabilities. Give path='composed', or leave out "
@@ -166,17 +182,24 @@ def check_captured(requests: Sequence[Request]) -> None:
         )
 
 
+def log_of(request: Request) -> SelectionLog | None:
+    """Return an observer of the answer to a request, if its passages are wanted."""
+    return None if request.offsets is None else SelectionLog(len(request.ids))
+
+
 def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
     """Return the answer of a row that has ended."""
-    report = row.report or CacheReport(str(row.plan), RunStats(), 0, {})
+    report = row.report or CacheReport(row.plan, RunStats(), 0, {})
     return answer_of(
-        runner, report, transcript, started, num_cached=row.num_reused, path=path, no_reuse=row.no_reuse
+        runner, report, transcript, started, num_cached=row.num_reused, path=path, no_reuse=row.no_reuse,
+        exact=row.exact,
     )  # fmt: skip
 
 
 def answer_of(
     runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
     captured: CapturedDecode | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
+    exact: ExactDecoder | None = None,
 ) -> Answer:  # fmt: skip
     """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
     prompt_tokens = len(transcript.request.ids)
@@ -185,6 +208,10 @@ def answer_of(
     guard = [{"token": max(event["position"] + 2 - prompt_tokens, 0), **event} for event in report["guard"]]
     for event in guard:
         del event["row"]  # of a batch that the answer shares with others
+    log, offsets, passages = of_cache.stats.observer, transcript.request.offsets, None
+    if offsets is not None:
+        log = log if isinstance(log, SelectionLog) else SelectionLog(prompt_tokens)  # of a row that never ran
+        passages = passages_of(log, offsets, of_cache.plan)
     return Answer(
         text=transcript.text,
         token_ids=transcript.new_ids,
@@ -192,7 +219,7 @@ def answer_of(
         new_prompt_tokens=prompt_tokens - num_cached,
         ttft_s=(transcript.times or [perf_counter()])[0] - started,
         itl_s=transcript.itl_s,
-        plan=of_cache.plan,
+        plan=str(of_cache.plan),
         kv_bytes=of_cache.kv_bytes,
         peak_memory_bytes=peak_bytes(runner.device),
         stats=report,
@@ -206,6 +233,8 @@ def answer_of(
         guard=guard,
         logprobs=transcript.logprobs,
         no_reuse=no_reuse,
+        exact=None if exact is None else exact.report.as_dict(),
+        passages=passages,
     )
 
 

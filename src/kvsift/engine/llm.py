@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 from time import perf_counter
 from typing import Unpack, overload
 
 from kvsift.engine.chat import Chat
 from kvsift.engine.document import Document
+from kvsift.engine.exactness import check_exact
 from kvsift.engine.generation import Generation, TextStream
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
@@ -24,6 +26,7 @@ from kvsift.engine.result import Answer
 from kvsift.engine.rows import new_loop
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.saved_document import SavedDocument
+from kvsift.engine.text_offsets import TextOffsets, offsets_of
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
@@ -171,9 +174,13 @@ class LLM(ModelRunner):
         require_text(context, "context")
         form, plan = PromptFormat(self.tokenizer, system=system), self.plan if plan is None else parse_plan(plan)
 
-        def start(ids: list[int], options: Options, progress: ProgressCallback | None, streamed: bool) -> Generation:
+        def start(
+            ids: list[int], options: Options, progress: ProgressCallback | None, streamed: bool,
+            offsets: TextOffsets | None,
+        ) -> Generation:  # fmt: skip
             chosen: Options = {"plan": plan, **options}
-            return self._continuing([ids], GenerateOptions(**chosen), progress, streamed, perf_counter(), holds=True)
+            found, started = None if offsets is None else [offsets], perf_counter()
+            return self._continuing([ids], GenerateOptions(**chosen), progress, streamed, started, True, found)
 
         return Chat(start, form, context, stop)
 
@@ -216,6 +223,9 @@ class LLM(ModelRunner):
             stop: text, or several texts, that end the answer and are not part of it.
             logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
             timeout_s: end each answer after so many seconds, as it is then; captured prompts are read to their end.
+            exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
+                attention verifies several tokens in one pass. ``Answer.exact`` tells what was drafted.
+            passages: keep which characters of the prompt were selected (composed steps).
 
         Returns:
             An ``Answer``, or a list of them for a list of prompts or for ``n``.
@@ -258,11 +268,12 @@ class LLM(ModelRunner):
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
             raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
-        return self._continuing(prompts, options, progress, streamed, started)
+        offsets = [offsets_of(self.tokenizer, text, special=True) for text in texts] if options.passages else None
+        return self._continuing(prompts, options, progress, streamed, started, offsets=offsets)
 
     def _continuing(
         self, prompts: Sequence[Sequence[int]], options: GenerateOptions, progress: ProgressCallback | None,
-        streamed: bool, started: float, holds: bool = False,
+        streamed: bool, started: float, holds: bool = False, offsets: Sequence[TextOffsets] | None = None,
     ) -> Generation:  # fmt: skip
         prompt_options = options.split(len(prompts))
         plan = self.plan if options.plan is None else parse_plan(options.plan)
@@ -271,7 +282,11 @@ class LLM(ModelRunner):
         self.load()
         self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
         started += perf_counter() - before
-        requests = [self.request(ids, choice, streamed) for ids, choice in zip(prompts, prompt_options)]
+        check_exact(self, plan, options.exact)
+        requests = [
+            self.request(ids, choice, streamed, where)
+            for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))
+        ]
         return Generation(self, self.loop, plan, requests, started, progress, holds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -15,11 +15,12 @@ from kvsift.engine.fast_path import FastPath
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
-from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
 from kvsift.models.transformers_load import ModelDirectory
 from kvsift.models.transformers_rope import RopeLimits
 from kvsift.plan.placement import Placement
@@ -102,13 +103,17 @@ class ModelRunner:
                 total = sum(len(ids) + max_new_tokens for ids in prompts)
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
-    def request(self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False) -> Request:
-        """The request of one prompt; it also ends at the model's end-of-text tokens."""
+    def request(
+        self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None
+    ) -> Request:
+        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages."""
+        assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
         deadline = None if options.timeout_s is None else perf_counter() + options.timeout_s
         ends, logprobs = self._end_ids(), options.logprobs
-        return Request(ids, options.max_new_tokens, sampling, ends, options.stops, streamed, logprobs, deadline)
+        stops, most, exact = options.stops, options.max_new_tokens, options.exact
+        return Request(ids, most, sampling, ends, stops, streamed, logprobs, deadline, exact, offsets)
 
     def composed_reason(self, plan: Plan) -> str | None:
         """Why decode steps under a plan are composed; None: they are captured. The first call may capture a trial step.
@@ -144,7 +149,7 @@ class ModelRunner:
         """
         if rows and self.kv is None and self.place.in_host_memory and self.device.type == "cuda":
             require_host_memory(self.directory, self.dtype, sum(rows), self.place)
-        cache = make_cache(
+        cache = make_drafting_cache(
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
         cache.run.kv = self.kv
@@ -153,12 +158,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None, phase: Phase = "prefill"
-    ) -> Any:
+        self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None,
+        phase: Phase = "prefill", pause: Callable[[], bool] | None = None,
+    ) -> Any:  # fmt: skip
         """Feed prompt tokens in chunks; logits [1, 1, vocabulary] of the last one, None without tokens.
 
         With phase "decode" each token is answered as if it had been generated. During the last chunk of a prompt,
         layers that have attended it may build what decode needs (``SparseCache.prepare_after_next``).
+        ``pause`` is called between layers of a fused pass (``DecoderPrefill``).
         """
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
@@ -170,7 +177,7 @@ class ModelRunner:
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
                 if fused is not None:
-                    logits = fused(chunk[0], cache, phase)
+                    logits = fused(chunk[0], cache, phase, pause)
                 else:
                     logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
                 if progress is not None:

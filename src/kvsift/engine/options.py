@@ -25,6 +25,8 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str] | None
     logprobs: int | None
     timeout_s: float | None
+    exact: bool
+    passages: bool
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class GenerateOptions:
         stop: text, or several texts, that end the answer and are not part of it.
         logprobs: keep the log-probability of every token, and those of so many likeliest ones; None: none.
         timeout_s: end the answer after so many seconds, as it is then; None: never.
+        exact: answer as dense attention does, token by token; the plan drafts, and dense attention verifies.
+        passages: keep which characters of the document, or of a prompt without one, were selected.
 
     Raises:
         InputError: for numbers of no meaning.
@@ -49,6 +53,8 @@ class GenerateOptions:
     stop: str | Sequence[str] | None = None
     logprobs: int | None = None
     timeout_s: float | None = None
+    exact: bool = False
+    passages: bool = False
 
     def __post_init__(self) -> None:
         if self.logprobs is not None:
@@ -56,6 +62,11 @@ class GenerateOptions:
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         if self.timeout_s is not None and not (is_number and self.timeout_s > 0):
             raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, or None.")
+        if self.exact and self.passages:
+            raise InputError(
+                "exact=True answers by dense attention, which reads everything; passages are what a plan has selected. "
+                "Leave one of them out."
+            )
 
     @property
     def stops(self) -> tuple[str, ...]:

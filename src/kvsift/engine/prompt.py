@@ -11,10 +11,11 @@ this format, an answer per line; the user's own template replaces both:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvsift.engine.text_offsets import TextOffsets, offsets_of
 from kvsift.errors import InputError
 
 STOP = "\n"
@@ -82,17 +83,46 @@ class PromptFormat:
         """Return the prompt as tokens, with one bos token if the model has one."""
         return self._tokens(self.text(context, question, turns))
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the prompt of chat messages as tokens: by the chat template, or in kvsift's own format, in which
-        system messages, and what stands before the last blank line of the first question, are the document.
+    def offsets(self, context: str, question: str, turns: Sequence[Turn] = ()) -> TextOffsets:
+        """Return where the tokens of ``encode`` stand in the document.
+
+        Raises:
+            InputError: if there is no document, the chat template changes it, or the tokenizer does not say.
+        """
+        return self._offsets(context, lambda document: self.text(document, question, turns))
+
+    def _offsets(self, context: str, text_of: Callable[[str], str]) -> TextOffsets:
+        if not context.strip():
+            raise InputError("passages are parts of a document, and there is none. Give one, or leave out passages.")
+        marker = "kvsift" + "x" * 32  # a document of its own, to find where documents begin
+        text, start = text_of(context), text_of(marker).find(marker)
+        lead = len(context) - len(context.lstrip())
+        body = context.strip()
+        begin = next((at for at in (start, start + lead) if start >= 0 and text.startswith(body, at)), None)
+        if begin is None:
+            raise InputError("the model's chat template changes the document, so its passages cannot be found. Leave "
+                             "out passages.")  # fmt: skip
+        return offsets_of(self.tokenizer, text, self._special(text), begin - lead, len(context))
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]], document: str = "") -> list[int]:
+        """Return the prompt of chat messages as tokens, after a document as in ``text``: by the chat template, or in
+        kvsift's own format, in which system messages, and what stands before the last blank line of the first
+        question, are of the document too.
 
         Raises:
             InputError: if the template refuses them, or they do not alternate, the user's first and last.
         """
+        return self._tokens(self._text_of_messages(messages, document))
+
+    def message_offsets(self, messages: Sequence[Mapping[str, str]], document: str) -> TextOffsets:
+        """Return where the tokens of ``encode_messages`` stand in the document; errors as of ``offsets``."""
+        return self._offsets(document, lambda text: self._text_of_messages(messages, text))
+
+    def _text_of_messages(self, messages: Sequence[Mapping[str, str]], context: str) -> str:
         for message in messages:
             require_text(message["content"], "message")
         if self.tokenizer.chat_template:
-            return self._tokens(self._templated(messages))
+            return self._templated(_with_document(messages, context) if context else messages)
         contexts = [message["content"].strip() for message in messages if message["role"] == "system"]
         said = [message for message in messages if message["role"] != "system"]
         roles = [message["role"] for message in said]
@@ -104,7 +134,7 @@ class PromptFormat:
         if not texts[-1].strip():
             raise InputError("the last message is empty.")
         turns = list(zip(texts[:-1:2], texts[1::2]))
-        return self.encode("\n\n".join(filter(None, [*contexts, document])), texts[-1], turns)
+        return self.text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns)
 
     def _templated(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
@@ -114,11 +144,23 @@ class PromptFormat:
         return text
 
     def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=self._special(text), verbose=False)["input_ids"]
+        return ids
+
+    def _special(self, text: str) -> bool:
+        """Whether the tokenizer adds its special tokens."""
         bos = self.tokenizer.bos_token
         chat = self.template is None and self.tokenizer.chat_template
-        special = not (chat or (bos and text.startswith(bos)))
-        ids: list[int] = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
-        return ids
+        return not (chat or (bos and text.startswith(bos)))
+
+
+def _with_document(messages: Sequence[Mapping[str, str]], document: str) -> list[Mapping[str, str]]:
+    """Messages with a document before the user's first one."""
+    first = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
+        raise InputError("a chat about a document has a message of the user; got none.")
+    content = f"{document.rstrip()}\n\n{messages[first]['content'].strip()}".strip()
+    return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
 
 class DocumentText(NamedTuple):
@@ -150,6 +192,11 @@ class DocumentPrompts:
             return prompt
         common = self._common()  # some chat templates write the date, which is that of the day of reading
         return self.ids + prompt[len(common) :] if prompt[: len(common)] == common else prompt
+
+    def offsets(self, question: str) -> TextOffsets:
+        """Return where the tokens of a prompt stand in the document."""
+        prompt, offsets = self._form.encode(self._context, question), self._form.offsets(self._context, question)
+        return offsets.shifted(len(self(question)) - len(prompt))
 
     def _common(self) -> list[int]:
         one, other = (self._form.encode(self._context, question) for question in ("a", "Which?"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvsift.engine.passages import Passages
 from kvsift.engine.transcript import TokenLogprobs
 
 
@@ -37,6 +38,8 @@ class Answer:
             (``timeout_s`` over).
         logprobs: of every token, where they were asked for.
         no_reuse: why the prompt shares nothing with others; empty if it may.
+        exact: of an exact answer, what was drafted and verified (``ExactReport``).
+        passages: of the document that were selected, where they were asked for.
     """
 
     text: str
@@ -59,6 +62,8 @@ class Answer:
     guard: list[dict[str, Any]] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     no_reuse: str = ""
+    exact: dict[str, Any] | None = None
+    passages: Passages | None = None
 
     @property
     def tpot_s(self) -> float | None:
@@ -92,4 +97,6 @@ class Answer:
             "guard": self.guard,
             "logprobs": [each._asdict() for each in self.logprobs],
             "no_reuse": self.no_reuse,
+            "exact": self.exact,
+            "passages": None if self.passages is None else self.passages.as_dict(),
         }

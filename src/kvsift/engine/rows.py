@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -30,6 +30,7 @@ class RunnerRows:
     """The ``RowModel`` of a model runner."""
 
     page_size = DEFAULT_PAGE_SIZE
+    most_verified = MAX_SEQUENCES
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -48,19 +49,33 @@ class RunnerRows:
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         cache = self._runner.new_cache(row.plan, len(row.ids) + row.max_new_tokens, length=row.length)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
+        if row.exact is not None:
+            cache.run.is_exact, cache.stats.probe_every = True, 0
         return cache
 
     def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
         cache.adopt(self._shapes, self._like, length, stale, grid)
 
+    @torch.inference_mode()
+    def restore(self, row: Row) -> None:
+        assert row.source is not None
+        assert row.cache is not None
+        self._runner.load()
+        row.source(row.cache)
+        self._remember(row.cache)
+
     def root(self, row: Row) -> bytes:
         return repr((row.salt, prefill_key(row.plan), self._runner.rotation(row.length))).encode()
 
-    def read(self, cache: SparseCache, ids: Sequence[int]) -> Tensor:
-        logits: Tensor = self._runner.prefill(cache, ids)
+    def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+        logits: Tensor = self._runner.prefill(cache, ids, pause=pause)
+        self._remember(cache)
+        return logits[0, -1]
+
+    def _remember(self, cache: SparseCache) -> None:
+        """Keep what caches of other rows are made with."""
         if attentions := cache.attentions:
             self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
-        return logits[0, -1]
 
     def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
         if len(caches) == 1:
@@ -69,11 +84,16 @@ class RunnerRows:
         assert fused is not None, "rows that decode in one pass are fused"
         return list(fused.decode(torch.tensor(tokens), caches)[:, 0])
 
+    def verify(self, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
+        fused = self._fused()
+        assert fused is not None, "models without a fused pass decode no row exactly"
+        return fused.verify(torch.tensor(tokens), cache)
+
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         fused = self._fused()
         if fused is None or not fused.joins:
             return [[row] for row in rows]
-        joined = [row for row in rows if can_undo(row.plan) and not row.plan.wants_hidden]
+        joined = [row for row in rows if can_undo(row.plan) and not row.plan.wants_hidden and row.exact is None]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([row] for row in rows if row not in joined)]
 
@@ -120,6 +140,9 @@ class TextOutput:
 
     def read(self, num_tokens: int) -> None:
         self.num_read = num_tokens
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        return self._choose.foresee(logits, ahead)
 
     def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
         token = self._choose(logits)

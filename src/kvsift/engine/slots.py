@@ -99,8 +99,9 @@ class Slots:
         per_layer = zip(attentions, self._dense_below, *self.results[1:].unflatten(0, (2, -1)))
         self.layers = [_layer(attention, self.batch, rules, *views) for attention, *views in per_layer]
         self._summaries = [attention.store.pools().summaries for attention in attentions]
-        self._knobs = torch.zeros(3, num_slots, dtype=torch.float64, device=device)  # temperature, top_p, noise
-        self._noise = torch.zeros(0, num_slots, dtype=torch.float64, device=device)  # of the steps to come
+        self._knobs = torch.zeros(2, num_slots, dtype=torch.float64, device=device)  # temperature, top_p
+        self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
+        self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of the steps to come
         self._captured: dict[StepKind, CapturedStep] = {}
 
     @property
@@ -149,14 +150,14 @@ class Slots:
         self.batch.idle.copy_(torch.tensor([0] * len(rows) + [1] * free))
         self.results.zero_()
         self.tokens.copy_(torch.tensor([row.token for row in rows] + [0] * free))
-        knobs = [(row.sampling.temperature, row.sampling.top_p, 0.0) for row in rows] + [(0.0, 1.0, 0.0)] * free
+        knobs = [(row.sampling.temperature, row.sampling.top_p) for row in rows] + [(0.0, 1.0)] * free
         self._knobs.copy_(torch.tensor(knobs, dtype=torch.float64).T)
         noise = [
-            torch.zeros(steps, dtype=torch.float64)
+            torch.zeros(steps, dtype=torch.int64)
             if row.sampling.temperature == 0
             else row.sampling.noise(row.drawn + steps, row.drawn)
             for row in rows
-        ] + [torch.zeros(steps, dtype=torch.float64)] * free
+        ] + [torch.zeros(steps, dtype=torch.int64)] * free
         self._noise = torch.stack(noise, 1).to(self.tokens.device)
 
     def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
@@ -182,7 +183,7 @@ class Slots:
         """Launch a step, the ``number``-th since rows were assigned; ``tokens`` are then the next ones."""
         captured = self._captured[kind]
         if kind.sampled:
-            self._knobs[2].copy_(self._noise[number])
+            self._drawn.copy_(self._noise[number])
         queries: list[Tensor] = []
         with on_device(self.tokens.device):
             if captured.graph is not None:
@@ -202,7 +203,8 @@ class Slots:
         # summaries are read once contexts are long, and written then (``catch_up``), not token by token
         summaries = [{}] * len(self.layers) if kind.mode == "dense" else self._summaries
         logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.mode, watched=queries)
-        self.tokens.copy_(draw(logits, *self._knobs) if kind.sampled else likeliest(logits))
+        temperature, top_p = self._knobs
+        self.tokens.copy_(draw(logits, temperature, top_p, self._drawn) if kind.sampled else likeliest(logits))
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsift.batching.row import FinishReason
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.text_offsets import TextOffsets
 
 FOLD_TOKENS = 64  # text before the last of these tokens is not decoded again with every token
 CONTEXT_TOKENS = 8  # tokens of that text that are decoded again, since some tokenizers join words
@@ -29,6 +30,8 @@ class Request:
         streamed: whether pieces of text are returned as they are generated.
         logprobs: of how many of the likeliest tokens log-probabilities are kept, besides the chosen one; None: of none.
         deadline: time at which the answer ends as it is.
+        exact: it is to be that of dense decoding.
+        offsets: where the tokens of the prompt stand in its text, if passages are wanted.
     """
 
     ids: Sequence[int]
@@ -39,6 +42,8 @@ class Request:
     streamed: bool = False
     logprobs: int | None = None
     deadline: float | None = None
+    exact: bool = False
+    offsets: TextOffsets | None = None
 
     @property
     def length(self) -> int:

@@ -37,6 +37,10 @@ class CountingReader:
         """[num_kv_heads, stop - start, head_dim]"""
         return self.counted(self._reader.values(start, stop))
 
+    def in_place(self, stop: int) -> tuple[HeadRows, HeadRows]:
+        """Keys and values of the first tokens, where they are in host memory; ``count_bytes`` counts what is read."""
+        return self._reader.keys_in_place(stop), self._reader.values_in_place(stop)
+
     def borrow(self, start: int, stop: int) -> Tensor:
         """Keys that are read in part: ``count_bytes`` counts what was read."""
         return self._reader.keys(start, stop)

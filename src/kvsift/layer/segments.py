@@ -9,11 +9,12 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
 
 
-def steps_of(length: int, decode_tokens: int) -> list[tuple[int, int, Phase]]:
-    """(start, stop, phase) of the prompt in a row of so many new tokens, and of every generated one."""
+def steps_of(length: int, decode_tokens: int, together: int = 1) -> list[tuple[int, int, Phase]]:
+    """(start, stop, phase) of the prompt in a row of so many new tokens, and of the generated ones, each alone or so
+    many ``together``."""
     prompt = max(length - decode_tokens, 0)
     steps: list[tuple[int, int, Phase]] = [(0, prompt, "prefill")] if prompt else []
-    return [*steps, *((token, token + 1, "decode") for token in range(prompt, length))]
+    return [*steps, *((token, min(token + together, length), "decode") for token in range(prompt, length, together))]
 
 
 def pieces_of(rule: Rule, layer: int, segment: Segment, phase: Phase) -> list[tuple[Segment, bool]]:

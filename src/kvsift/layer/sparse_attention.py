@@ -24,6 +24,7 @@ from kvsift.layer.selection import Selector, view_of, with_estimates
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
+from kvsift.stores.parts import IN_PLACE_QUERIES, attend_verifying
 from kvsift.types import Chunk, Part, Selection
 
 
@@ -39,8 +40,9 @@ class SparseAttention(LayerCache):
     joins: bool | None = None
 
     def attend(
-        self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None, first_row: int = 0
-    ) -> Tensor:
+        self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None, first_row: int = 0,
+        is_exact: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Store a chunk and attend it.
 
         Args:
@@ -49,6 +51,8 @@ class SparseAttention(LayerCache):
                 come alone. The others are prompt.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
             first_row: row of the batch that the chunk's first row belongs to.
+            is_exact: generated tokens are attended to everything, several in one pass where each gets the bits that it
+                gets alone.
 
         Returns:
             [batch, num_query_heads, num_new, head_dim]; padding yields 0.
@@ -59,8 +63,9 @@ class SparseAttention(LayerCache):
         output: Tensor | None = None
         for row, length in enumerate(chunk.lengths):
             self.messages.begin(first_row + row, self.shape.layer)
-            for start, stop, phase in steps_of(length, decode_tokens):
-                part = self._attend_tokens(first_row + row, chunk, row, slice(start, stop), phase)
+            for start, stop, phase in steps_of(length, decode_tokens, IN_PLACE_QUERIES if is_exact else 1):
+                dense = is_exact and phase == "decode"
+                part = self._attend_tokens(first_row + row, chunk, row, slice(start, stop), phase, dense)
                 part = part if sink_logit is None else with_sink_logit(part, sink_logit)
                 if part.output.shape == chunk.queries.shape:
                     output = part.output  # nothing to assemble
@@ -70,7 +75,9 @@ class SparseAttention(LayerCache):
         self._preparation.start(self._prepare)
         return torch.zeros_like(chunk.queries) if output is None else output
 
-    def _attend_tokens(self, row: int, chunk: Chunk, chunk_row: int, tokens: slice, phase: Phase) -> Part:
+    def _attend_tokens(
+        self, row: int, chunk: Chunk, chunk_row: int, tokens: slice, phase: Phase, dense: bool
+    ) -> Part:  # fmt: skip
         """Store and attend consecutive tokens of one phase."""
         queries, keys, values = (tensor[chunk_row, :, tokens] for tensor in chunk[:3])
         if chunk.foreseen is not None and phase == "decode":
@@ -81,8 +88,13 @@ class SparseAttention(LayerCache):
             self._check_prompt(row)
         start, tally = self._append(row, queries, keys, values), self.stats.tally(self.shape.layer, phase)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
-        rule = self._rule(row, start, phase)
-        parts = [self._dense(segment, row, tally)] if rule is None else self._by_rule(segment, row, rule, phase, tally)
+        rule = None if dense else self._rule(row, start, phase)
+        if dense:
+            parts = [self._verify(segment, row, tally)]
+        elif rule is None:
+            parts = [self._dense(segment, row, tally)]
+        else:
+            parts = self._by_rule(segment, row, rule, phase, tally)
         self._states.follow(row, segment.num_queries, phase, self.store.reader(row), self.messages, self.stats)
         tally.add_transfers(self.store)
         if len(parts) == 1:
@@ -119,6 +131,16 @@ class SparseAttention(LayerCache):
         tally.add_dense(segment, self.store)
         self._observed(row, segment, (0, 0), None)
         return self.store.attend_all(row, segment)
+
+    def _verify(self, segment: Segment, row: int, tally: Tally) -> Part:
+        rule, store = self.plan.decode, self.store
+        if rule is None or not rule.method.traits.drafts_only or not store.reader(row).in_place:
+            return self._dense(segment, row, tally)
+        tally.add_dense(segment, store)
+        self._observed(row, segment, (0, 0), None)
+        part, shares = attend_verifying(self.shape, segment, store.reader(row))
+        rule.method.verified(self._states.of("decode", row), segment.queries, part, shares, segment.stop)
+        return part
 
     def _sparse(self, row: int, segment: Segment, selector: Selector, selection: Selection | None) -> Part:
         view, tally = view_of(selector.rule, segment), selector.tally

@@ -61,6 +61,7 @@ BUILT_IN: dict[str, Entry] = {
     "streaming_llm": Entry("kvsift.methods.streaming_llm:StreamingLLM", "sinks and the most recent tokens; a floor"),
     "tidal_decode": Entry("kvsift.methods.tidal_decode:TidalDecode", "each head's best tokens, for many layers"),
     "tova": Entry("kvsift.methods.tova:TOVA", "tokens that the last query attended to; drops the others for good"),
+    "verify": Entry("kvsift.methods.verify:Verify", "pages that the last verification attended to; for exact decoding"),
 }
 
 

@@ -12,7 +12,7 @@ from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format
 from kvsift.methods import checks, old_names
 from kvsift.methods.traits import Traits
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Selection
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Part, Selection
 
 Phase = Literal["prefill", "decode"]
 
@@ -119,6 +119,17 @@ class Method:
     def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
         """Receive the span of tokens that were answered in a phase, for states that depend on the phase or on earlier
         keys. Not called in dense layers, nor for a cache that was filled without the method."""
+
+    def verified(self, state: Any, queries: Tensor, part: Part, shares: Tensor, length: int) -> None:
+        """Receive dense attention of the last tokens up to ``length``, which were verified; of methods with
+        ``Traits.drafts_only``.
+
+        Args:
+            queries: [1, num_query_heads, num_tokens, head_dim].
+            part: their attention.
+            shares: float32 [num_kv_heads, num_pages], of their attention by page of 16 tokens, summed over tokens and
+                the query heads of a group.
+        """
 
     def prepare(self, state: Any, shape: LayerShape, candidates: Candidates, reader: KVReader, limit: Limit) -> None:
         """Build what ``select`` needs once the prompt is stored. Optional: ``select`` must work without it."""

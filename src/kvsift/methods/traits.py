@@ -23,6 +23,7 @@ class Traits(NamedTuple):
         wants_queries: the method learns from the queries of the prompt, not only from its keys.
         wants_hidden: in decode, ``KVReader.from_below`` returns the query foreseen from the layer below.
         on_host: decode reads keys in host memory, and only there.
+        drafts_only: selects what a verification of exact decoding has found (``Method.verified``).
     """
 
     selects: bool = True
@@ -39,3 +40,4 @@ class Traits(NamedTuple):
     wants_queries: bool = False
     wants_hidden: bool = False
     on_host: bool = False
+    drafts_only: bool = False

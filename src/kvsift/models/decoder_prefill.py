@@ -6,7 +6,7 @@ its matrix products (H200, 8K tokens: 75 of 226 ms). Weights and roundings here 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import chain
 
@@ -21,7 +21,7 @@ from kvsift.native.product import MAX_ROWS, takes_product
 from kvsift.threads import yield_to_others
 from kvsift.types import LayerShape
 
-MAX_SEQUENCES = MAX_ROWS  # whose products read the weights once, each with the sums that it has alone
+MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
 
 
 class DecoderPrefill:
@@ -44,18 +44,21 @@ class DecoderPrefill:
             for weight in weights
         )
 
-    def __call__(self, tokens: Tensor, cache: SparseCache, phase: Phase) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
+    ) -> Tensor:
         """Store and attend the next tokens of the row that ``SparseCache.turn_to`` chose.
 
         Args:
             tokens: int64 [num_new].
             cache: of the model.
             phase: "decode" attends each token as if it had been generated.
+            pause: called between layers; may run other sequences through the model, and returns whether it has.
 
         Returns:
             Logits of the last token, [1, 1, vocabulary].
         """
-        return self._run(tokens, [cache], phase)
+        return self._run(tokens, [cache], phase, pause)
 
     def decode(self, tokens: Tensor, caches: Sequence[SparseCache]) -> Tensor:
         """Store and attend one generated token of each of several sequences, each as if it had come alone.
@@ -71,9 +74,18 @@ class DecoderPrefill:
         """
         return self._run(tokens, caches, "decode")
 
+    def verify(self, tokens: Tensor, cache: SparseCache) -> Tensor:
+        """As ``decode`` of consecutive tokens of one sequence, which are all known; a cache of which ``run.is_exact``
+        attends them in one pass. Up to ``MAX_SEQUENCES``, and logits [tokens, vocabulary].
+        """
+        return self._run(tokens, [cache], "decode", all_logits=True)
+
     @torch.inference_mode()
-    def _run(self, tokens: Tensor, caches: Sequence[SparseCache], phase: Phase) -> Tensor:
-        """Attend equal parts of the tokens with each cache; logits of the last token of each part."""
+    def _run(
+        self, tokens: Tensor, caches: Sequence[SparseCache], phase: Phase, pause: Callable[[], bool] | None = None,
+        all_logits: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Attend equal parts of the tokens with each cache; logits of the last token of each part, or of all tokens."""
         foreseen = phase == "decode" and any(cache.run.plan.wants_hidden for cache in caches)
         assert not foreseen, "queries are foreseen by transformers' modules"
         if not tokens.is_cuda:
@@ -99,5 +111,9 @@ class DecoderPrefill:
                 outputs.append(attended[0].transpose(0, 1).flatten(1))
             x = layer.output.add_to(x, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
             x = layer.down.add_to(x, layer.gate_up.gated(x, layer.before_mlp))
+            if pause is not None and pause() and not tokens.is_cuda:
+                yield_to_others(len(tokens))  # the others may have chosen another number of threads
+        if all_logits:
+            return step.head(x, step.norm)
         last = x[-1:] if len(caches) == 1 else x[num_new - 1 :: num_new].contiguous()
         return step.head(last, step.norm).unsqueeze(1)

@@ -21,6 +21,7 @@ from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseBlock, SparseCache
 from kvsift.models.transformers_run import SparseRun
 from kvsift.plan.placement import PlacementSpec
+from kvsift.plan.refusals import check_drafts
 from kvsift.plan.syntax import parse_plan
 
 __all__ = ["PlanSpec", "SparseBlock", "SparseCache", "SparseRun", "feeding", "make_cache", "register", "sparse"]
@@ -49,7 +50,9 @@ def sparse(
     Raises:
         InputError: for an invalid plan, or a model whose attention cannot be replaced, before anything runs.
     """
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, placement=placement)
+    parsed = parse_plan(plan)
+    check_drafts(parsed)
+    run = SparseRun(parsed, RunStats(probe_every), reserve, placement=placement)
     with Adapter.block_of(model, run) as block:
         yield block
     block.check(strict)
@@ -65,6 +68,15 @@ def make_cache(
     the maximum lengths of rows, a ragged batch is fed one row at a time (``SparseCache.turn_to``). Where RoPE depends
     on the length, ``reserve`` and ``rows`` decide how it rotates.
     """
+    check_drafts(parse_plan(plan))
+    return make_drafting_cache(model, plan, probe_every=probe_every, reserve=reserve, rows=rows, placement=placement)
+
+
+def make_drafting_cache(
+    model: PreTrainedModel, plan: PlanSpec, *, probe_every: int = 16, reserve: int = 0, rows: Sequence[int] = (),
+    placement: PlacementSpec = "device",
+) -> SparseCache:  # fmt: skip
+    """As ``make_cache``, also under plans that only draft; for callers that verify."""
     run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
     return Adapter.explicit(model, run)
 

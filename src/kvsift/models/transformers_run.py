@@ -54,6 +54,7 @@ class SparseRun:
         self.origin: Origin | None = None  # the model
         self.attention_in_use: Callable[[], str] = str  # the model's current attention implementation
         self.row = 0
+        self.is_exact = False  # generated tokens are attended to everything for now, whatever the plan
         self._begin()
 
     def _begin(self) -> None:

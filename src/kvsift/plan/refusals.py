@@ -56,6 +56,15 @@ def check_placement(plan: Plan, placement: PlacementSpec, on_gpu: bool = False) 
         raise InputError(" ".join(reasons))
 
 
+def check_drafts(plan: Plan) -> None:
+    """Refuse a plan that only drafts (``InputError``)."""
+    if plan.decode is not None and plan.decode.method.traits.drafts_only:
+        raise InputError(
+            f"{plan.decode} selects what a verification has found, and only exact decoding verifies. Give exact=True, "
+            "or name a method such as sketch."
+        )
+
+
 def check_probes(plan: Plan, probe_every: int) -> None:
     """Refuse a plan with min_recovery where no step is probed (``InputError``)."""
     if plan.is_guarded and not probe_every:

@@ -10,24 +10,34 @@ from torch import Tensor
 
 from kvsift.kernels.attention import attention, attention_reference
 from kvsift.kernels.merge import merge
-from kvsift.kernels.unit_attention import dense_attention, reads_in_place, unit_attention
+from kvsift.kernels.unit_attention import SHARE_TOKENS, dense_attention, reads_in_place, unit_attention
 from kvsift.stores.base import Segment, View
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part, Selection
 
+IN_PLACE_QUERIES = 8  # of consecutive tokens, for which the compiled core reads keys once; with more, a copy is faster
+
 
 def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
     """Dense attention: every query over everything up to itself."""
-    if _reads_in_place(segment, reader):
+    if _reads_in_place(segment, reader, IN_PLACE_QUERIES):
         keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
         return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap)
     keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
     return _past_and_own(shape, segment, keys, values)  # [1, num_kv_heads, stop, head_dim]
 
 
-def _reads_in_place(segment: Segment, reader: RowReader) -> bool:
-    """Whether the compiled core attends the one query of a segment without a copy."""
-    return segment.num_queries == 1 and reader.in_place and reads_in_place(segment.queries, reader.keys_in_place())
+def attend_verifying(shape: LayerShape, segment: Segment, reader: RowReader) -> tuple[Part, Tensor]:
+    """As ``attend_dense``, of at most ``IN_PLACE_QUERIES`` tokens in host memory, with the attention of pages of 16
+    tokens, float32 [num_kv_heads, num_pages]."""
+    shares = torch.empty(shape.num_kv_heads, -(-segment.stop // SHARE_TOKENS))
+    keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
+    return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap, shares), shares
+
+
+def _reads_in_place(segment: Segment, reader: RowReader, most_queries: int = 1) -> bool:
+    """Whether the compiled core attends the queries of a segment, if they are so few, without a copy."""
+    return reader.in_place and reads_in_place(segment.queries, reader.keys_in_place(), most_queries)
 
 
 def attend_sparse(

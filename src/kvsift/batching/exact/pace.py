@@ -1,0 +1,127 @@
+"""How many tokens to propose before the next verification, by what was measured so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+GAIN = 1.05  # over dense decoding, below which nothing is drafted
+FIRST_DRAFTS = 3  # of the cycle that measures
+FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # tokens without drafts until they are tried again
+WEIGHT = 0.2  # of a new time in the mean of a time
+MEMORY = 0.97  # of earlier trials, with each trial
+
+
+class Amount(NamedTuple):
+    """Tokens to propose: drafts, or tokens that followed a repeat; ``rate`` in tokens per second."""
+
+    rate: float
+    tokens: int = 0
+    is_repeat: bool = False
+
+
+@dataclass
+class Rate:
+    """Share of trials that succeeded; later ones count more."""
+
+    accepted: float
+    offered: float
+
+    @property
+    def share(self) -> float:
+        return min(self.accepted / self.offered, 0.999)
+
+    def note(self, accepted: int, offered: int) -> None:
+        """So many were accepted; what follows the first that was not is no trial."""
+        for success in (1.0,) * accepted + (0.0,) * (accepted < offered):
+            self.accepted, self.offered = self.accepted * MEMORY + success, self.offered * MEMORY + 1
+
+
+@dataclass
+class MeanTime:
+    """Seconds of something that is measured again and again."""
+
+    seconds: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        self.seconds += (WEIGHT if self.seconds else 1.0) * (seconds - self.seconds)
+
+
+@dataclass
+class Pace:
+    """Lengths of the proposals of one answer. Times decide, but change no token.
+
+    Attributes:
+        is_paused: drafts did not pay when they were last tried.
+    """
+
+    is_paused: bool = False
+    _drafted: Rate = field(default_factory=lambda: Rate(4.5, 5.0))
+    _repeated: dict[int, Rate] = field(default_factory=dict)  # by the size of the repeat's length
+    _draft: MeanTime = field(default_factory=MeanTime)  # of one token
+    _verify: dict[int, MeanTime] = field(default_factory=dict)  # by number of tokens
+    _pause: int = FIRST_PAUSE
+    _left: int = 0  # tokens of the pause
+
+    def choose(self, repeat: int, repeated: int, most: int) -> Amount:
+        """What to propose.
+
+        Args:
+            repeat: tokens of the longest repeat.
+            repeated: tokens that followed it.
+            most: tokens that may be drafted; 0: none can be.
+        """
+        if 1 not in self._verify:
+            return Amount(0.0)
+        plain = Amount(1 / self._verify[1].seconds)
+        found = self._best(repeated, self._rate(repeat).share, 0.0, True) if repeated else plain
+        best = max(plain, found)
+        if not most:
+            return best
+        if not self._draft.seconds:
+            return Amount(0.0, min(FIRST_DRAFTS, most))
+        drafts = self._best(most, self._drafted.share, self._draft.seconds, False)
+        pays = drafts.rate > GAIN * plain.rate
+        if pays and not self._left:
+            self.is_paused, self._pause = False, FIRST_PAUSE
+            return max(drafts, best)
+        if not self._left:  # a cycle at the end of a pause tells whether it was right
+            tries, self.is_paused = self.is_paused, True
+            self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+            return Amount(0.0, min(2, most)) if tries else best
+        return best
+
+    def note_drafts(self, drafts: int, accepted: int, seconds: float) -> None:
+        """So many were accepted, and drafting took so long."""
+        self._drafted.note(accepted, drafts)
+        self._draft.note(seconds / drafts)
+
+    def note_repeats(self, repeat: int, tokens: int, accepted: int) -> None:
+        """So many of the tokens after a repeat of this length were accepted."""
+        self._rate(repeat).note(accepted, tokens)
+
+    def note_verified(self, tokens: int, new: int, seconds: float) -> None:
+        """A verification of so many tokens took so long and brought ``new`` ones."""
+        self._verify.setdefault(tokens, MeanTime()).note(seconds)
+        self._left = max(self._left - new, 0)
+
+    def _rate(self, repeat: int) -> Rate:
+        return self._repeated.setdefault(min(repeat.bit_length(), 6), Rate(1.0, 2.0))
+
+    def _best(self, most: int, share: float, draft_s: float, is_repeat: bool) -> Amount:
+        """The number of proposals with the most tokens per second, each accepted with probability ``share``."""
+        choices = []
+        for count in range(1, most + 1):
+            expected = (1 - share ** (count + 1)) / (1 - share)
+            choices.append(Amount(expected / (count * draft_s + self._verify_s(count + 1)), count, is_repeat))
+        return max(choices)
+
+    def _verify_s(self, tokens: int) -> float:
+        """Seconds of a verification, from the nearest that was measured and what more tokens cost."""
+        known = {number: time.seconds for number, time in self._verify.items()}
+        if tokens in known:
+            return known[tokens]
+        slopes = [(seconds - known[1]) / (number - 1) for number, seconds in known.items() if number > 1]
+        slope = max(sum(slopes) / len(slopes), 0.0) if slopes else 0.1 * known[1]
+        nearest = min(known, key=lambda number: abs(number - tokens))
+        return max(known[nearest] + slope * (tokens - nearest), known[1])

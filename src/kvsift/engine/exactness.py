@@ -1,0 +1,67 @@
+"""Whether the answers of a model can be exact, and the decoder that makes them so."""
+
+from __future__ import annotations
+
+from kvsift.batching.exact.decoder import ExactDecoder
+from kvsift.batching.sharing import can_undo
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.transcript import Request
+from kvsift.errors import InputError
+from kvsift.plan.plan import Plan
+from kvsift.plan.refusals import check_drafts
+
+
+def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
+    """Refuse exact decoding where it cannot be promised, and plans that only draft where it was not asked for.
+
+    Raises:
+        InputError: with the reason.
+    """
+    if not exact:
+        check_drafts(plan)
+    elif reason := _reason_of_plan(plan) or _reason_of_model(runner, plan):
+        raise InputError(f"exact=True: {reason}")
+
+
+def exact_decoder(request: Request, plan: Plan) -> ExactDecoder | None:
+    """The decoder of a request's row; None if it is not to be exact."""
+    return ExactDecoder(request.ids, drafts=plan.decode is not None) if request.exact else None
+
+
+def _reason_of_plan(plan: Plan) -> str | None:
+    prefill, decode = (str(rule).partition(":")[0] for rule in (plan.prefill, plan.decode))
+    if plan.prefill is not None:
+        return (
+            f"the plan reads prompts by {prefill}, and an answer after that is not the one of dense attention. Leave "
+            "the rule of prefill out."
+        )
+    if not can_undo(plan):
+        return (
+            f"{decode} never sees tokens again that it has left out, so rejected drafts could not be taken back. Name "
+            "a method that keeps all, such as sketch, without evict=true."
+        )
+    if plan.is_guarded:
+        return "every token is verified, so min_recovery has nothing to guard. Leave it out."
+    if plan.wants_hidden:
+        return f"{decode} foresees queries in passes that cannot verify. Name another method, such as sketch."
+    return None
+
+
+def _reason_of_model(runner: ModelRunner, plan: Plan) -> str | None:
+    if runner.device.type == "cuda":
+        return (
+            "on a GPU, the sums of a pass depend on its number of tokens, so drafts cannot be verified to the last "
+            "bit. Leave exact out, with plan='dense', or give device='cpu'."
+        )
+    if runner.placement not in ("device", "host"):
+        return f"placement={runner.placement} is not supported. Leave it out."
+    if runner.composed_reason(plan) is None:
+        return "steps are captured, and verification is composed. Give path='auto'."
+    fused = runner.fast_path.fused(runner.model)
+    if fused is None or not fused.joins:
+        return (
+            "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, "
+            f"Mistral or Qwen3 in bfloat16 or float32. This is {type(runner.model).__name__} in {runner.dtype}. Leave "
+            "exact out, with plan='dense'."
+        )
+    return None

@@ -1,0 +1,213 @@
+"""Exact decoding: the tokens of dense attention, whatever the plan drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine.tiny_directory import text_of, write_model
+
+import kvsift
+from kvsift import LLM, InputError, Sampling, native
+from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.engine.result import Answer
+
+SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
+PLANS = [
+    f"sketch:{SMALL}",
+    f"quest:{SMALL}",
+    f"verify:{SMALL}",
+    f"retrieval_attention:{SMALL}:index=flat",
+    f"infllm:{SMALL}:block=16:chunk=32",
+    f"tidal_decode:{SMALL}",
+    f"oracle_tokens:{SMALL}",
+    f"random:{SMALL}",
+    "dense",
+]
+SAMPLINGS = [None, Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
+PROMPT = text_of(450)
+NEW = 24
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="verification needs the compiled core")
+
+
+@pytest.fixture(autouse=True)
+def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of all lengths, whether they pay or not."""
+    lengths: Iterator[int] = iter(())
+
+    def choose(self: Pace, repeat: int, repeated: int, most: int) -> Amount:
+        nonlocal lengths
+        try:
+            wanted = next(lengths)
+        except StopIteration:
+            lengths = iter((3, 0, 7, 1, 5, 2))
+            return Amount(0.0, min(4, repeated), True) if repeated else Amount(0.0)
+        return Amount(0.0, min(wanted, most))
+
+    monkeypatch.setattr(Pace, "choose", choose)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "f32"])
+def llm(request: pytest.FixtureRequest, wide: Path) -> LLM:
+    dtype = str(request.param).removeprefix("torch.")
+    return LLM(wide, "dense", dtype=dtype, chunk_size=64)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Head dimensions that the compiled core takes."""
+    return write_model(tmp_path_factory.mktemp("exact"), "Qwen3", head_dim=32, hidden_size=64, num_hidden_layers=3)
+
+
+def same(exact: Answer, dense: Answer) -> bool:
+    return (exact.token_ids, exact.text, exact.finish_reason) == (dense.token_ids, dense.text, dense.finish_reason)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sampling | None) -> None:
+    dense = llm.generate(PROMPT, max_new_tokens=NEW, sampling=sampling, logprobs=3)
+    exact = llm.generate(PROMPT, max_new_tokens=NEW, sampling=sampling, logprobs=3, plan=plan, exact=True)
+    assert same(exact, dense)
+    assert exact.logprobs == dense.logprobs, "bit by bit"
+    assert dense.exact is None
+    assert exact.exact is not None
+    report = exact.exact
+    assert sum(report["verified"].values()) + report["drafts_accepted"] + report["repeats_accepted"] >= NEW - 1
+    assert plan == "dense" or report["drafted"] > 0
+
+
+def test_rows_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
+    prompts = [text_of(length) for length in (700, 130, 350, 90, 510)]
+    samplings = [Sampling(), Sampling(1.0, seed=1), Sampling(), Sampling(0.7, seed=2), Sampling(1.0, seed=9)]
+    dense = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings)
+    exact = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings, plan=PLANS[0], exact=True)
+    assert all(map(same, exact, dense))
+    beside = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings, plan="dense")
+    assert all(map(same, beside, dense)), "nothing is left behind"
+
+
+def test_samples_of_one_prompt_are_those_of_dense_attention(llm: LLM) -> None:
+    sampling = Sampling(1.0, seed=5)
+    dense = llm.generate(PROMPT, n=3, sampling=sampling, max_new_tokens=20)
+    exact = llm.generate(PROMPT, n=3, sampling=sampling, max_new_tokens=20, plan=PLANS[1], exact=True)
+    assert all(map(same, exact, dense))
+    assert len({tuple(answer.token_ids) for answer in exact}) == 3
+
+
+def test_streams_stops_and_lengths_are_those_of_dense_attention(llm: LLM) -> None:
+    dense = llm.generate(PROMPT, max_new_tokens=NEW)
+    stop = dense.text[10:13]
+    for options in ({"stop": stop}, {"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": 7}):
+        options = {"max_new_tokens": NEW, **options}
+        pieces = list(llm.stream(PROMPT, plan=PLANS[0], exact=True, **options))
+        expected = llm.generate(PROMPT, **options)
+        assert "".join(pieces) == expected.text
+        assert same(llm.generate(PROMPT, plan=PLANS[0], exact=True, **options), expected)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+@pytest.mark.parametrize("plan", [f"sketch:{SMALL}", f"verify:{SMALL}"])
+def test_documents_answer_exactly_and_stay_as_they_were(llm: LLM, plan: str, phase: str) -> None:
+    document = llm.read(text_of(600))
+    options = {"question_phase": phase, "max_new_tokens": 24, "stop": None}
+    before = document.ask("What grinds?", plan=f"sketch:{SMALL}", **options)
+    dense = document.ask("What grinds?", plan="dense", **options)
+    exact = document.ask("What grinds?", plan=plan, exact=True, **options)
+    assert same(exact, dense)
+    assert exact.exact is not None
+    assert same(document.ask("What grinds?", plan=f"sketch:{SMALL}", **options), before)
+    assert same(document.ask("Which mill?", plan=plan, exact=True, **options), llm.read(text_of(600)).ask(
+        "Which mill?", plan="dense", **options
+    ))  # fmt: skip
+
+
+def test_conversations_are_exact_in_every_turn(llm: LLM) -> None:
+    exact, dense = llm.chat(text_of(400), stop="#"), llm.chat(text_of(400), stop="#")
+    for question in ("What grinds?", "And then?", "Where?"):
+        one = exact.ask(question, plan=PLANS[0], exact=True, max_new_tokens=12)
+        other = dense.ask(question, plan="dense", max_new_tokens=12)
+        assert same(one, other)
+    assert exact.turns == dense.turns
+
+
+def test_an_interrupted_answer_leaves_others_exact(llm: LLM) -> None:
+    stream = llm.stream(PROMPT, plan=PLANS[0], exact=True, max_new_tokens=NEW)
+    next(stream)
+    del stream
+    dense = llm.generate(PROMPT, max_new_tokens=NEW)
+    assert same(llm.generate(PROMPT, plan=PLANS[0], exact=True, max_new_tokens=NEW), dense)
+
+
+def test_counters_tell_drafts_and_verifications(llm: LLM) -> None:
+    answer = llm.generate(PROMPT, plan=f"quest:{SMALL}", exact=True, max_new_tokens=NEW)
+    report, layers = answer.exact, 3
+    assert report is not None
+    verified = sum(count * (proposed + 1) for proposed, count in report["verified"].items())
+    assert answer.decode("queries") == layers * (verified + report["drafted"])
+    assert answer.decode("sparse_queries") == layers * report["drafted"]
+    assert answer.as_dict()["exact"] == report
+
+
+@pytest.mark.parametrize(
+    ("plan", "reason"),
+    [
+        ("prefill=quoka:budget=128:chunk=32,decode=quest:budget=128", "quoka.*rule of prefill"),
+        (f"snapkv:{SMALL}", "snapkv"),
+        (f"quest:{SMALL}:min_recovery=0.9", "min_recovery"),
+        (f"infinigen:{SMALL}", "infinigen"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_with_the_reason(wide: Path, plan: str, reason: str) -> None:
+    llm = LLM(wide, "dense")
+    with pytest.raises(InputError, match=rf"exact=True: .*{reason}"):
+        llm.generate(PROMPT, plan=plan, exact=True)
+    with pytest.raises(InputError, match="exact=True"):
+        llm.read(PROMPT).ask("What?", plan=plan, exact=True)
+
+
+def test_a_model_without_a_fused_pass_is_refused(gemma: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"exact=True: .*compiled core"):
+        LLM(gemma, "quest:budget=128").generate(PROMPT, exact=True)
+    with pytest.raises(InputError, match=r"exact=True: .*captured"):
+        LLM(wide, "quest:budget=128", path="eager").generate(PROMPT, exact=True)
+
+
+def test_exact_answers_have_no_passages(llm: LLM) -> None:
+    with pytest.raises(InputError, match="passages"):
+        llm.generate(PROMPT, plan=PLANS[0], exact=True, passages=True)
+
+
+def test_a_plan_for_drafts_alone_is_refused_elsewhere(llm: LLM) -> None:
+    with pytest.raises(InputError, match=r"verify.*exact=True"):
+        llm.generate(PROMPT, plan="verify:budget=128")
+    with pytest.raises(InputError, match=r"verify.*exact=True"):
+        llm.read(PROMPT).ask("What?", plan="verify:budget=128")
+    with pytest.raises(InputError, match=r"verify.*exact=True"):
+        kvsift.make_cache(llm.model, "verify:budget=128")
+
+
+class Dictated:
+    """Stands in for a Sampling: tokens that say a text, whatever the model would say."""
+
+    temperature = 0.0
+
+    def __init__(self, llm: LLM, text: str) -> None:
+        self._ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def chooser(self, device: torch.device) -> Callable[[torch.Tensor], int]:
+        ids = iter(self._ids)
+        return lambda logits: next(ids)
+
+
+def test_what_followed_the_same_text_before_is_proposed_and_accepted(llm: LLM) -> None:
+    said = text_of(300)[40:110]
+    answer = llm.generate(text_of(300), plan="dense", exact=True, max_new_tokens=60, sampling=Dictated(llm, said))
+    assert answer.text == said[:60]
+    assert answer.exact is not None
+    assert answer.exact["drafted"] == 0
+    assert answer.exact["repeats_accepted"] > 20, "the answer quotes the prompt"
+    assert sum(answer.exact["verified"].values()) < 45, "a pass brings several tokens"
