@@ -10,8 +10,9 @@ COMPAT := .compat/transformers-$(OLDEST)
 TEST_WORKERS ?= 2
 GPU_TEST_WORKERS ?= 8
 VLLM := .venv-vllm
+PROTOCOL := .venv-protocol
 
-.PHONY: demo test test-slow test-gpu test-vllm lint docs tables clean
+.PHONY: demo test test-slow test-page test-gpu test-vllm test-protocol soak lint docs tables clean
 
 demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
 	$(BIN)/kvsift demo
@@ -20,8 +21,12 @@ test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the ad
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(OLDEST_TESTS)
 
-test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compiled for Hopper, tests of the contracts: three minutes
+test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compiled for Hopper, tests of the contracts, long exact answers: eight minutes
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m slow
+
+test-page: $(VENV)/installed-dev  ## the page of kvsift serve in chromium, which apt-get install chromium brings: three minutes
+	$(BIN)/python -m pip install --quiet 'playwright>=1.55'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m page tests/page
 
 test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; PYTHON must hold torch and the tools of the extra dev
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
@@ -32,6 +37,13 @@ test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; P
 
 test-vllm: $(VLLM)/installed  ## the plugin on vLLM's build for CPUs, in an environment of its own: half an hour
 	$(VLLM)/bin/python -m pytest tests/vllm_plugin
+
+test-protocol: $(VENV)/installed-dev $(PROTOCOL)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, schemathesis and vllm bench: ten minutes; needs node
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protocol tests/protocol
+
+MINUTES ?= 10
+soak: $(VENV)/installed-dev  ## the server under 64 clients, hostile ones and kill -9: make soak MINUTES=10
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m soak --minutes $(MINUTES)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -67,10 +79,16 @@ $(VLLM)/installed: pyproject.toml CMakeLists.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+$(PROTOCOL)/installed: tests/protocol/package.json
+	$(PYTHON) -m venv $(PROTOCOL)
+	$(PROTOCOL)/bin/python -m pip install --quiet "openai>=2" "schemathesis>=4,<5"
+	npm install --prefix tests/protocol --silent --no-audit --no-fund --no-package-lock
+	@touch $@
+
 $(COMPAT)/installed: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --upgrade --target $(COMPAT) "transformers==$(OLDEST)" \
 	  "numpy==$$($(BIN)/python -c 'import numpy; print(numpy.__version__)')"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(PROTOCOL) tests/protocol/node_modules .compat build src/kvsift/native/_core*.so .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -39,6 +39,8 @@ def test_the_wheel_carries_the_embedded_model_and_its_types(tmp_path):
     for name in ("embedded/model.safetensors", "embedded/tokenizer.json", "embedded/README.md", "py.typed"):
         assert f"kvsift/{name}" in names
     assert "kvsift/kernels/sift/common.cu" in names
+    page = {f"kvsift/server/page/{path.name}" for path in (ROOT / "src/kvsift/server/page").iterdir()}
+    assert {name for name in names if name.startswith("kvsift/server/page/")} == page
     assert not [name for name in names if name.startswith(("tests/", "recipes/", "results/", "csrc/"))]
     assert not [name for name in names if name.endswith(".so")]  # that of the checkout is for its own Python
 

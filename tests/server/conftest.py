@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-from engine.tiny_directory import CHAT_TEMPLATE, write_model
-from server.serving import OPTIONS, PLAN, Served
+from server.serving import OPTIONS, PLAN, Served, write_endless_model
 
 import kvsift
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template and a token per byte, which never ends by itself."""
-    directory = write_model(tmp_path_factory.mktemp("served") / "tiny", chat_template=CHAT_TEMPLATE)
-    settings = directory / "tokenizer_config.json"
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
-    return directory
+    """The model that is served."""
+    return write_endless_model(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,9 @@ die     end
 hang    show no sign of life
 begin   send one token and end
 answer  two tokens; those that were sent before are left out
+wait    accept, and read nothing
+
+Documents are read at once; one that says die ends it.
 """
 
 from __future__ import annotations
@@ -24,8 +27,15 @@ def main() -> None:
     settings = frames.receive(connection)
     if settings is None or settings["model"].get("model") == "bad":
         sys.exit(3)
-    connection.sendall(frames.pack({"op": "ready", "model": "fake", "positions": 64, "plans": settings["plans"]}))
+    known = {"model": "fake", "positions": 64, "plans": settings["plans"], "rows": settings["model"].get("rows", 0)}
+    connection.sendall(frames.pack({"op": "ready", **known}))
     while (message := frames.receive(connection)) is not None:
+        if message["op"] == "read":
+            told = {"op": "document", "document": message["document"], "tokens": 4}
+            connection.sendall(frames.pack({**told, "status": "reading", "read": 0}))
+            if message["text"] == "die":
+                os._exit(9)
+            connection.sendall(frames.pack({**told, "status": "ready", "read": 4}))
         if message["op"] != "submit":
             continue
         [prompt], key = message["prompts"], message["id"]
@@ -34,6 +44,8 @@ def main() -> None:
         if prompt == "die":
             os._exit(9)
         connection.sendall(frames.pack({"op": "accepted", "id": key, "prompt_tokens": [4]}))
+        if prompt == "wait":
+            continue
         sent = len(message["sent"].get("0", ()))
         tokens = [[1, "one ", None], [2, "two", None]][sent : 1 if prompt == "begin" and not sent else 2]
         end = {} if len(tokens) + sent < 2 else {"finish": "stop", "usage": USAGE}

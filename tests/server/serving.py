@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
 PLAN = "quest:budget=96:window=32"
 OPTIONS = "--plan", PLAN, "--threads", "1", "--chunk-size", "64", "--device", "cpu", "--dense-below", "0"
@@ -51,6 +52,14 @@ class Served:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(20)
+
+
+def write_endless_model(folder: Path) -> Path:
+    """A tiny model named tiny with a chat template and a token per byte, which never ends by itself."""
+    directory = write_model(folder / "tiny", chat_template=CHAT_TEMPLATE)
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": None}))
+    return directory
 
 
 def until(found: Callable[[], Any], seconds: float = 20.0) -> Any:

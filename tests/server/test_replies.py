@@ -82,7 +82,7 @@ def test_a_reply_without_the_white_space_before_it(tokenizer: Any) -> None:
         assert sent + "".join(piece for _, piece, _ in reply.events) == text
 
 
-def stream(job: ServerJob, during: Any, stalls: bool = False) -> tuple[bytes, list[ServerJob]]:
+def stream(job: ServerJob, during: Any) -> tuple[bytes, list[ServerJob]]:
     """What a client reads, and the requests that were released."""
     released: list[ServerJob] = []
     body = bytearray()
@@ -92,8 +92,6 @@ def stream(job: ServerJob, during: Any, stalls: bool = False) -> tuple[bytes, li
         raise AssertionError
 
     async def send(message: Any) -> None:
-        if stalls and message["type"] == "http.response.body":
-            await asyncio.Event().wait()
         body.extend(message.get("body", b""))
 
     async def run() -> None:
@@ -128,14 +126,3 @@ def test_comments_say_how_far_the_prompt_is_read(monkeypatch: pytest.MonkeyPatch
     assert '"text":"b"' in lines[-3]
     assert lines[-1] == "data: [DONE]"
     assert released == [job]
-
-
-def test_a_client_that_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsift.server.streams.STALL_S", 0.05)
-    job = accepted()
-
-    async def during() -> None:
-        job.add({"index": 0, "tokens": [[7, "b", None]]})
-
-    assert stream(job, during, stalls=True) == (b"", [job])
-    assert not job.is_ended

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
 from engine.tiny_directory import text_of
-from server.serving import PLAN, Served, events, metric, texts
+from server.serving import PLAN, Served, events, metric, texts, until
 
 import kvsift
 
@@ -142,6 +143,19 @@ def test_logprobs_of_a_completion(client: httpx.Client, alone: kvsift.LLM) -> No
     assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 5
 
 
+def test_exact_answers_are_those_of_dense_attention(client: httpx.Client, alone: kvsift.LLM) -> None:
+    body = {"prompt": "Exact. " + LONG, "max_tokens": 24, "temperature": 0.7, "seed": 5}
+    dense = complete(client, **body, sparsity="dense")
+    found = complete(client, **body, sparsity={"exact": True})
+    assert found["choices"][0]["text"] == dense["choices"][0]["text"]
+    [report] = found["usage"]["sparsity"]["exact"]
+    assert sum(report["verified"].values()) > 0
+    assert "exact" not in dense["usage"]["sparsity"]
+    refused = client.post("/v1/completions", json={**body, "sparsity": {"exact": True, "min_recovery": 0.9}})
+    assert refused.status_code == 400
+    assert "exact" in refused.json()["error"]["message"]
+
+
 def test_a_guarded_plan_is_made_from_an_allowed_one(client: httpx.Client) -> None:
     sparsity = {"plan": "quest : window=32 : budget=96", "min_recovery": 0.999}
     usage = complete(client, prompt=LONG, sparsity=sparsity, max_tokens=60)["usage"]["sparsity"]
@@ -183,13 +197,60 @@ def test_metrics_count_tokens_and_refusals(client: httpx.Client) -> None:
     assert metric(after, "kvsift_requests_running") == metric(after, "kvsift_requests_waiting") == 0
 
 
-def test_the_page_names_model_plan_and_routes(client: httpx.Client) -> None:
-    page = client.get("/")
-    assert page.headers["content-security-policy"].startswith("default-src 'none'")
-    assert "<b>tiny</b>" in page.text
-    assert PLAN in page.text
+def test_prompts_share_with_those_of_the_same_cache_key_alone(client: httpx.Client) -> None:
+    prompt, cached = "Shared. " + LONG, []
+    for key in ("a", "b", "a", None):
+        usage = complete(client, prompt=prompt, prompt_cache_key=key, max_tokens=2)["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached == [0, 0, 704, 0]
+
+
+def test_users_behind_one_address_have_equal_shares(server: Served) -> None:
+    """Ada asks for thirty answers before Bob asks for one, which is not the last."""
+    ended: list[str] = []
+
+    def ask(user: str) -> None:
+        with server.client() as client:
+            complete(client, prompt=text_of(300), user=user, max_tokens=400, prompt_cache_key=f"{user} {len(ended)}")
+        ended.append(user)
+
+    with ThreadPoolExecutor(31) as pool, server.client() as client:
+        for _ in range(30):
+            pool.submit(ask, "Ada")
+        until(lambda: metric(client.get("/metrics").text, "kvsift_requests_waiting") > 10)
+        pool.submit(ask, "Bob").result()
+        waiting = metric(client.get("/metrics").text, "kvsift_requests_waiting")
+    assert waiting > 0  # Bob would be last without a turn of his own
+    assert sorted(ended) == ["Ada"] * 30 + ["Bob"]
+
+
+def test_metrics_have_rows_and_pages(client: httpx.Client) -> None:
+    complete(client, prompt="Pages. " + LONG)
+
+    def books() -> tuple[float, ...]:
+        text = client.get("/metrics").text
+        kinds = "kvsift_rows", 'kvsift_pages{owner="rows"}', 'kvsift_pages{owner="kept"}', 'kvsift_pages{owner="free"}'
+        return tuple(metric(text, kind) for kind in kinds)
+
+    until(lambda: books()[:2] == (0, 0) and books()[2] >= 704 // 16)
+    assert books()[3] > 0
+
+
+def test_a_prompt_of_megabytes_is_refused_before_it_is_tokenised(client: httpx.Client) -> None:
+    started = time.monotonic()
+    chat = {"messages": [{"role": "user", "content": "mill " * 2_000_000}]}
+    for route, body in (("completions", {"prompt": "mill " * 2_000_000}), ("chat/completions", chat)):
+        response = client.post(f"/v1/{route}", json=body)
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert "characters" in response.json()["error"]["message"]
+    assert time.monotonic() - started < 10
+
+
+def test_other_routes_answer(client: httpx.Client) -> None:
+    assert client.get("/").headers["content-type"] == "text/html; charset=utf-8"
     assert client.get("/health").json() == {"status": "ready"}
     assert client.get("/v1/models/tiny").json()["max_model_len"] == 4096
     lost = client.get("/v1/nothing")
     assert (lost.status_code, lost.json()["error"]["code"]) == (404, "not_found")
     assert client.get("/v1/completions").status_code == 405
+    assert client.options("/v1/documents").headers["allow"] == "GET, HEAD, POST"

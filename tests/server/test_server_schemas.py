@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from server.fake_worker import USAGE
 
 from kvsift.errors import InputError
-from kvsift.server.answers import AnswerForm
+from kvsift.server.answers import AnswerForm, failure
 from kvsift.server.api_errors import ApiError
 from kvsift.server.app import build
 from kvsift.server.door import host_name
@@ -61,7 +61,7 @@ def test_neutral_values_are_accepted(fields: dict) -> None:
     [
         ({"max_token": 5}, "max_token", "did you mean 'max_tokens'"),
         ({"stream": True, "stream_options": {"include_usge": True}}, "include_usge", "did you mean 'include_usage'"),
-        ({"sparsity": {"plan": "dense", "budget": 5}}, "budget", "Known: min_recovery, plan"),
+        ({"sparsity": {"plan": "dense", "budget": 5}}, "budget", "Known: exact, min_recovery, passages, plan"),
         ({"messages": [{**HELLO[0], "rol": 1}]}, "rol", "did you mean 'role'"),
         ({"tools": [{"type": "function"}]}, "tools", "is not supported by this server; leave it out unless it is []"),
         ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
@@ -150,6 +150,30 @@ def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
+def test_the_transcript_of_two_samples_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has ended, the other has begun; no usage is asked for."""
+    monkeypatch.setattr("kvsift.server.answers.time", lambda: 1_700_000_000)
+    form, job = AnswerForm(completion(stream=True, n=2, temperature=1.0), "tiny"), ServerJob(1, {}, 2)
+    form._id = "cmpl-1"
+    job.accept([3])
+    job.add({"index": 1, "read": 3, "tokens": [[5, "one", None]], "finish": "stop", "usage": USAGE})
+    job.add({"index": 0, "tokens": [[6, "two", None]]})
+    data = form.chunks(job.take())
+    job.fail(ApiError(500, "lost.", "engine_lost"))
+    assert job.error is not None
+    data += form.chunks(job.take()) + failure(job.error)
+    head = (
+        'data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"tiny",'
+        '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
+    )
+    assert data.decode() == (
+        head + '{"index":0,"text":"two","logprobs":null,"finish_reason":null}]}\n\n'
+        + head + '{"index":1,"text":"one","logprobs":null,"finish_reason":null}]}\n\n'
+        + head + '{"index":1,"text":"","logprobs":null,"finish_reason":"stop"}]}\n\n'
+        'data: {"error":{"message":"lost.","type":"server_error","param":null,"code":"engine_lost"}}\n\n'
+    )  # fmt: skip
+
+
 def test_logprobs_in_both_forms() -> None:
     job = job_of()
     job.add(END)
@@ -216,7 +240,7 @@ def test_a_server_that_loads_says_so() -> None:
     for response in (models, text):
         assert (response.status_code, response.headers["retry-after"]) == (503, "5")
         assert response.json()["error"]["code"] == "server_loading"
-    assert "being loaded" in page.text
+    assert page.status_code == 200  # it waits by itself
 
 
 @pytest.mark.parametrize(
@@ -273,6 +297,14 @@ def test_objects_of_very_many_fields_are_refused() -> None:
             chat(**fields)
 
 
+def test_bodies_of_very_many_values_are_refused() -> None:
+    """They would take seconds to check, in which nobody is answered."""
+    for body in (b"[1," * 10 + b"1" + b"]" * 10, b"[" + b"1," * 1_000_001 + b"1]", b"[" + b"[]," * 200_000 + b"[]]"):
+        with pytest.raises(ApiError) as refused:
+            parse(CompletionRequest, b'{"prompt": ' + body + b"}")
+        assert refused.value.status == 400
+
+
 @pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "x"}}], [1] * 1000, None])
 def test_content_that_is_no_text_is_refused_as_such(content: object) -> None:
     with pytest.raises(ApiError, match="the content of a message is text"):
@@ -303,3 +335,12 @@ def test_the_server_process_loads_neither_torch_nor_transformers() -> None:
     code = "import kvsift.server.run, sys; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_the_sample_is_that_of_the_embedded_model() -> None:
+    asked = "GET", "/v1/sample", {}
+    [embedded] = answers(ServerSettings(), asked)
+    assert embedded.status_code == 200
+    assert set(embedded.json()) == {"name", "text", "questions", "about"}
+    [other] = answers(ServerSettings(model={"model": "elsewhere"}), asked)
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "no_sample")

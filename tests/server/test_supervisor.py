@@ -108,6 +108,29 @@ def test_the_line_is_full_and_has_room_again() -> None:
     supervised(test, max_waiting=2)
 
 
+def test_requests_for_which_rows_are_free_do_not_wait() -> None:
+    """Nothing was read of any, as they came 20 ms apart; three rows are free."""
+
+    async def test(supervisor: Supervisor) -> None:
+        for number, waiting in enumerate((0, 0, 0, 1, 2)):
+            ask(supervisor, "wait")
+            assert (supervisor.num_waiting, supervisor.num_running) == (waiting, number + 1 - waiting)
+        with pytest.raises(ApiError, match="2 requests are waiting already"):
+            ask(supervisor, "wait")
+
+    supervised(test, max_waiting=2, model={"rows": 3})
+
+
+def test_a_request_of_more_answers_than_rows_are_free_waits() -> None:
+    async def test(supervisor: Supervisor) -> None:
+        supervisor.submit({"prompts": ["wait"]}, 2)
+        assert supervisor.num_waiting == 0
+        supervisor.submit({"prompts": ["wait"]}, 2)
+        assert supervisor.num_waiting == 1
+
+    supervised(test, model={"rows": 3})
+
+
 def test_a_second_signal_ends_answers_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def test(supervisor: Supervisor) -> None:
         job, web = ask(supervisor, "hang"), uvicorn.Server(uvicorn.Config(print))

@@ -109,6 +109,10 @@ def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
         "guard_events": guards,
         "reuse": {"cached_tokens": cached, "why_not": first["no_reuse"] or None},
     }
+    if asked.plan.exact:
+        sparsity["exact"] = [each["exact"] for each in numbers]
+    if asked.plan.passages:
+        sparsity["passages"] = first["passages"]
     return {
         "prompt_tokens": sum(prompts),
         "completion_tokens": completion,

@@ -24,6 +24,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """Headers of the response."""
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 408:  # what is left of the request would be read as the next one
+            headers["connection"] = "close"
         return {**headers, "www-authenticate": "Bearer"} if self.status == 401 else headers
 
     def as_dict(self) -> dict[str, Any]:

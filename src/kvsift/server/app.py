@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 from functools import partial
+from hashlib import blake2b
 from time import time
 from typing import Any
 
@@ -11,23 +14,26 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp
 
 from kvsift.server.answers import AnswerForm
 from kvsift.server.api_errors import ApiError
+from kvsift.server.bodies import json_of
+from kvsift.server.document_routes import PATH, DocumentRoutes
 from kvsift.server.door import Door
 from kvsift.server.metrics import Metrics
 from kvsift.server.openapi import description
-from kvsift.server.page import CSP, page
+from kvsift.server.page_files import PAGE_FILES
+from kvsift.server.sample import sample
 from kvsift.server.schemas import AnyRequest, ChatRequest, CompletionRequest, parse
 from kvsift.server.settings import ServerSettings
 from kvsift.server.streams import EventStream, unless_gone
 from kvsift.server.supervisor import Supervisor
 
-MOST_BYTES = 16 << 20
 GONE = 499  # nobody reads it
+DOCUMENT = re.compile(rf"{PATH}/[^/]*(/\w+)?$")
 
 
 class App:
@@ -43,12 +49,14 @@ class App:
         self._settings, self._supervisor, self._metrics = settings, supervisor, metrics
         self._started = int(time())
         self._routes = {
-            "/": self._page,
+            **{file.path: file.answer for file in PAGE_FILES},
             "/health": self._health,
             "/metrics": self._count,
             "/openapi.json": self._describe,
             "/v1/models": self._models,
+            "/v1/sample": self._sample,
         }
+        self._documents = DocumentRoutes(supervisor)
 
     def asgi(self) -> ASGIApp:
         """Return the application with its checks."""
@@ -57,6 +65,7 @@ class App:
         for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
             endpoint = partial(self._answer, schema)
             routes.append(Route(path, endpoint, methods=["POST"]))
+        routes += self._documents.routes()
         handlers: dict[Any, Any] = {
             ApiError: _refused,
             HTTPException: _not_found,
@@ -67,18 +76,21 @@ class App:
         known = {route.path for route in routes}
 
         def count(path: str, status: int) -> None:
-            self._metrics.responses.labels(path if path in known else "other", str(status)).inc()
+            route = DOCUMENT.sub(PATH + r"/{id}\1", path)
+            self._metrics.responses.labels(route if route in known else "other", str(status)).inc()
 
         door = Door(app, self._settings.keys, self._settings.hosts, count)
         if not self._settings.origins:
             return door
         headers = ["authorization", "content-type"]
-        return CORSMiddleware(door, list(self._settings.origins), allow_methods=["GET", "POST"], allow_headers=headers)
+        return CORSMiddleware(
+            door, list(self._settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=headers
+        )
 
     async def _answer(self, schema: type[AnyRequest], request: Request) -> Response:
         supervisor = self._supervisor
         supervisor.check_open()  # before a body of megabytes is read
-        asked = parse(schema, await _body(request))
+        asked = parse(schema, await json_of(request))
         job = supervisor.submit(self._message(asked, request), self._num_answers(asked))
         is_streaming = False
         try:
@@ -102,10 +114,13 @@ class App:
         """What the engine is asked.
 
         Raises:
-            ApiError: for another model or plan than those that are served.
+            ApiError: for another model or plan than those that are served, or a document that cannot be read.
         """
         self._check_model(asked.model)
         client, salt = request.scope["client_name"]
+        if (document := getattr(asked, "document", None)) is not None:
+            self._supervisor.documents.get(document, (client, salt)).check_readable()
+        cache = asked.prompt_cache_key if document is None else None  # else the document would be read anew
         return {
             **asked.message(),
             "n": asked.samples,
@@ -115,9 +130,13 @@ class App:
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "seed": secrets.randbits(48) if asked.seed is None else asked.seed,
             "stop": asked.stops,
+            "ignore_eos": bool(asked.ignore_eos),
             "logprobs": asked.num_logprobs,
-            "client": client,
-            "salt": salt,
+            "document": document,
+            "passages": bool(asked.plan.passages),
+            "exact": bool(asked.plan.exact),
+            "client": client if salt else _digest(client, asked.end_user),
+            "salt": _digest(salt, cache) if cache else salt,
         }
 
     def _check_model(self, model: str | None) -> None:
@@ -136,11 +155,22 @@ class App:
             "owned_by": "kvsift",
             "max_model_len": supervisor.positions,
             "plans": supervisor.plans.names,
+            "documents": self._documents.about(),
+            "has_sample": self._has_sample,
         }
         if (name := request.path_params.get("model")) is not None:
             self._check_model(name)
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
+
+    @property
+    def _has_sample(self) -> bool:
+        return self._settings.model.get("model") is None
+
+    async def _sample(self, request: Request) -> Response:
+        if not self._has_sample:
+            raise ApiError(404, "only the embedded model has a sample document.", "no_sample")
+        return JSONResponse(sample())
 
     async def _health(self, request: Request) -> Response:
         state = self._supervisor.state
@@ -153,10 +183,6 @@ class App:
     async def _describe(self, request: Request) -> Response:
         return JSONResponse(description())
 
-    async def _page(self, request: Request) -> Response:
-        html = page(self._supervisor.model, self._supervisor.plans.names)
-        return HTMLResponse(html, headers={"content-security-policy": CSP, "x-content-type-options": "nosniff"})
-
 
 def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
     """Return the application, and the supervisor that has to run beside it."""
@@ -166,26 +192,8 @@ def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
     return App(settings, supervisor, metrics).asgi(), supervisor
 
 
-async def _body(request: Request) -> bytes:
-    """Return the body of a request.
-
-    Raises:
-        ApiError: if it is not declared as JSON, which web pages elsewhere cannot do without permission, or too large.
-    """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        text = f"the body must be application/json; the Content-Type is {kind[:80] or 'missing'}."
-        raise ApiError(415, text, "unsupported_media_type")
-    too_large = ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB.", "body_too_large")
-    declared = request.headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > MOST_BYTES:
-        raise too_large
-    parts = bytearray()
-    async for part in request.stream():
-        parts += part
-        if len(parts) > MOST_BYTES:
-            raise too_large
-    return bytes(parts)
+def _digest(*parts: str) -> str:
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 async def _refused(request: Request, error: ApiError) -> Response:
@@ -196,7 +204,14 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
     is_method = error.status_code == 405
     text = f"{request.url.path[:80]} does not take {request.method}." if is_method else "there is no such route."
     refusal = ApiError(error.status_code, f"{text} /openapi.json lists the routes.", "not_found")
-    return JSONResponse(refusal.as_dict(), error.status_code, error.headers)
+    headers = {"allow": ", ".join(sorted(_methods_at(request)))} if is_method else error.headers
+    return JSONResponse(refusal.as_dict(), error.status_code, headers)
+
+
+def _methods_at(request: Request) -> set[str]:
+    """Methods that the path of a request takes, of all its routes."""
+    found = (route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE)
+    return {method for route in found for method in route.methods or ()}
 
 
 async def _failed(request: Request, error: Exception) -> Response:

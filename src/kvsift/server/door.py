@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 from hmac import compare_digest
 from ipaddress import ip_address
 from socket import gethostname
@@ -13,8 +12,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvsift.server.api_errors import ApiError
+from kvsift.server.page_files import PAGE_PATHS
+from kvsift.server.settings import salt_of
 
-WITHOUT_KEY = {"/health"}
+WITHOUT_KEY = {"/health", *PAGE_PATHS}  # the page asks for the key, and sends it with what it fetches
 
 
 class Door:
@@ -31,7 +32,7 @@ class Door:
         self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str], count: Callable[[str, int], None]
     ) -> None:
         self._app, self._count = app, count
-        self._keys = [_digest(key.encode()) for key in keys]
+        self._salts = [salt_of(key.encode()) for key in keys]
         self._hosts = {"localhost", gethostname().lower(), *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,15 +70,15 @@ class Door:
             ApiError: without one of the API keys.
         """
         peer = str((scope.get("client") or ["local"])[0])
-        if not self._keys or scope["path"] in WITHOUT_KEY:
+        if not self._salts or scope["path"] in WITHOUT_KEY:
             return peer, ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = _digest(key.strip().encode("latin-1"))  # as headers are decoded
-        known = [compare_digest(digest, other) for other in self._keys]  # all of them, whichever it is
+        salt = salt_of(key.strip().encode("latin-1"))  # as headers are decoded
+        known = [compare_digest(salt, other) for other in self._salts]  # all of them, whichever it is
         if scheme.lower() != "bearer" or not any(known):
             text = "this server needs an API key, as in: Authorization: Bearer KEY."
             raise ApiError(401, text, "invalid_api_key")
-        return digest.hex(), digest.hex()
+        return salt, salt
 
 
 def host_name(host: str) -> str:
@@ -92,7 +93,3 @@ def _is_address(name: str) -> bool:
         return bool(ip_address(name))
     except ValueError:
         return False
-
-
-def _digest(key: bytes) -> bytes:
-    return blake2b(key, digest_size=16).digest()

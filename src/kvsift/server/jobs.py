@@ -75,6 +75,11 @@ class ServerJob:
         """Whether the engine owes it nothing more."""
         return self.error is not None or all(answer.finish is not None for answer in self.answers)
 
+    @property
+    def num_open(self) -> int:
+        """Answers that go on."""
+        return sum(answer.finish is None for answer in self.answers)
+
     def message(self) -> dict[str, Any]:
         """Return the message that starts it, or lets it go on after what was sent."""
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import monotonic
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,6 +11,8 @@ from kvsift.server.jobs import ServerJob
 from kvsift.server.supervisor import Supervisor
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+OPEN_STATES = "waiting", "reading", "decoding"
+PAGE_OWNERS = "free", "kept", "rows"
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.999, 1)
 
 
@@ -37,6 +40,10 @@ class Metrics:
         for name, number in numbers.items():
             gauge = Gauge(name, name.replace("_", " "), registry=self._registry)
             gauge.set_function(number)
+        for label, kind, values in (("state", "rows", OPEN_STATES), ("owner", "pages", PAGE_OWNERS)):
+            gauge = Gauge(f"kvsift_{kind}", f"{kind.capitalize()} of the engine.", [label], registry=self._registry)
+            for value in values:
+                gauge.labels(value).set_function(partial(_booked, supervisor, kind, value))
 
     def ended(self, job: ServerJob) -> None:
         """Count a request that has ended, or whose client left."""
@@ -58,3 +65,7 @@ class Metrics:
     def text(self) -> bytes:
         """Return everything in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+def _booked(supervisor: Supervisor, kind: str, value: str) -> int:
+    return supervisor.books.get(kind, {}).get(value, 0)

@@ -43,6 +43,10 @@ class Reply:
         """Keep how far the prompt is read."""
         self.num_read = num_tokens
 
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        """Return the token that would be chosen ``ahead`` tokens from now."""
+        return self._choose.foresee(logits, ahead)
+
     def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
         """Choose a token, or repeat the one that was sent."""
         transcript, position = self.transcript, len(self.transcript.new_ids)
@@ -79,4 +83,6 @@ def usage_of(answer: Answer, num_reused: int) -> dict[str, Any]:
         "recovery": answer.decode("recovery"),
         "guard_events": len(answer.guard),
         "no_reuse": answer.no_reuse,
+        "exact": answer.exact,
+        "passages": None if answer.passages is None else answer.passages.as_dict(),
     }

@@ -14,6 +14,8 @@ import uvicorn
 
 from kvsift.errors import InputError
 from kvsift.server.app import build
+from kvsift.server.connections import HEAD_BYTES, Connection, raise_file_limit
+from kvsift.server.heap import return_large_blocks
 from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
 
@@ -62,9 +64,12 @@ def url_of(listener: socket.socket) -> str:
 
 async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     app, supervisor = build(settings)
+    Connection.most = raise_file_limit()
+    return_large_blocks()
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
         timeout_keep_alive=30, timeout_graceful_shutdown=FLUSH_S,
+        http=Connection, h11_max_incomplete_event_size=HEAD_BYTES,
     )  # fmt: skip
     web = WebServer(config)
     ending = Ending(web, supervisor, settings.drain_s)

@@ -15,6 +15,7 @@ MOST_TOKENS = 1_000_000  # of an answer; the model's positions are fewer
 COMPLETION_TOKENS = 16  # OpenAI's default
 MOST_LOGPROBS = 20
 MOST_FIELDS = 100  # of any object: each that is wrong would be an error of its own
+MOST_PARTS = 100_000  # objects and lists of a body
 FIRST_ERROR = Field(fail_fast=True)  # of a list
 
 
@@ -47,6 +48,8 @@ class Sparsity(Strict):
 
     plan: Annotated[str, Field(max_length=400)] | None = None
     min_recovery: Annotated[float, Field(gt=0, le=1)] | None = None
+    passages: bool | None = None
+    exact: bool | None = None
 
 
 Stop = Annotated[str, Field(max_length=256)]
@@ -65,14 +68,20 @@ class TextRequest(Strict):
     top_p: float | None = Field(None, gt=0, le=1)
     max_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     sparsity: Annotated[str, Field(max_length=400)] | Sparsity | None = None
-    user: str | None = None
+    user: str | None = Field(None, max_length=1024)
+    safety_identifier: str | None = Field(
+        None, max_length=1024, description="Whose request it is, as user: without API keys, users get equal shares."
+    )
+    prompt_cache_key: str | None = Field(
+        None, max_length=1024, description="Prompts share what was read with those of the same key alone."
+    )
     frequency_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
     presence_penalty: neutral(0, 0.0) = None  # type: ignore[valid-type]
     repetition_penalty: neutral(1, 1.0) = None  # type: ignore[valid-type]
     logit_bias: neutral({}) = None  # type: ignore[valid-type]
     top_k: neutral(-1, 0) = None  # type: ignore[valid-type]
     min_p: neutral(0, 0.0) = None  # type: ignore[valid-type]
-    ignore_eos: neutral(False) = None  # type: ignore[valid-type]
+    ignore_eos: bool | None = Field(None, description="Go on after the end of the text, for load tests.")
 
     @property
     def samples(self) -> int:
@@ -83,6 +92,11 @@ class TextRequest(Strict):
     def stops(self) -> list[str]:
         """Texts that end an answer."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def end_user(self) -> str:
+        """Whose request it is, as far as the client says so."""
+        return self.safety_identifier or self.user or ""
 
     @property
     def wants_usage(self) -> bool:
@@ -103,7 +117,20 @@ class TextRequest(Strict):
             raise ValueError(f"stop has {len(self.stops)} texts, and may have 16")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream=true")
+        if self.plan.passages:
+            self._check_passages()
+            if self.plan.exact:
+                raise ValueError("sparsity.exact reads everything, so there are no passages; leave one of them out")
         return self
+
+    def _check_passages(self) -> None:
+        """Refuse a request whose passages nobody would see."""
+        if getattr(self, "document", None) is None:
+            raise ValueError("sparsity.passages are those of a document; name one in a chat: POST /v1/documents")
+        if self.samples > 1:
+            raise ValueError(f"sparsity.passages are those of one answer, and n={self.n}")
+        if self.stream and not self.wants_usage:
+            raise ValueError("sparsity.passages come with the usage; set stream_options.include_usage")
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], FIRST_ERROR]
@@ -173,6 +200,7 @@ class ChatRequest(TextRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=256, fail_fast=True)
+    document: str | None = Field(None, max_length=80, description="Id of a document, before the first message.")
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
@@ -191,8 +219,6 @@ class ChatRequest(TextRequest):
     service_tier: neutral("auto", "default") = None  # type: ignore[valid-type]
     store: neutral(False) = None  # type: ignore[valid-type]
     metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -212,6 +238,13 @@ class ChatRequest(TextRequest):
         """Return the prompt as the engine takes it."""
         most = self.max_completion_tokens or self.max_tokens
         return {"messages": [message.plain() for message in self.messages], "max_tokens": most}
+
+
+class DocumentRequest(Strict):
+    """Body of POST /v1/documents."""
+
+    text: str
+    name: str | None = Field(None, max_length=400)
 
 
 AnyRequest = CompletionRequest | ChatRequest
@@ -239,12 +272,19 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 
 def _check_sizes(given: dict[str, Any]) -> None:
-    """Refuse objects of very many fields (``ApiError``)."""
+    """Refuse objects of very many fields, and very many values (``ApiError``): to check them takes seconds, in which
+    nobody is answered."""
     rest: list[Any] = [given]
+    seen = 0
     while rest:
         value = rest.pop()
+        seen += 1
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise ApiError(400, f"an object has {len(value)} fields, and may have {MOST_FIELDS}.", "invalid_value")
+        if len(value) > MOST_TOKENS:
+            raise ApiError(400, f"a list has {len(value)} values, and may have {MOST_TOKENS}.", "invalid_value")
+        if seen > MOST_PARTS:
+            raise ApiError(400, f"the body has more than {MOST_PARTS} objects and lists.", "invalid_value")
         rest += [part for part in (value.values() if isinstance(value, dict) else value) if type(part) in (dict, list)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class ServerSettings:
         origins: origins of web pages that may use the server from a browser.
         max_waiting: requests that may wait for the engine; further ones are refused.
         drain_s: seconds that answers in progress have after SIGTERM.
+        documents: folder that keeps documents between starts; None: they end with the server.
     """
 
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -44,6 +46,12 @@ class ServerSettings:
     origins: Sequence[str] = ()
     max_waiting: int = 256
     drain_s: float = 30.0
+    documents: Path | None = None
+
+    @property
+    def salts(self) -> list[str]:
+        """Whose documents are served: one for each API key, "" for everybody without any."""
+        return [salt_of(key.encode()) for key in self.keys] or [""]
 
     def engine(self) -> dict[str, Any]:
         """Return what the engine process needs, ready for JSON."""
@@ -53,6 +61,11 @@ class ServerSettings:
             "threads": self.threads,
             "keep_tokens": self.keep_tokens,
         }
+
+
+def salt_of(key: bytes) -> str:
+    """Return the name of an API key, from which it cannot be found."""
+    return blake2b(key, digest_size=16).hexdigest()
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:

@@ -20,6 +20,8 @@ from typing import Any
 from kvsift.errors import InputError
 from kvsift.server import frames
 from kvsift.server.api_errors import ApiError, unavailable
+from kvsift.server.document_files import DocumentFiles
+from kvsift.server.documents import Documents
 from kvsift.server.jobs import ServerJob
 from kvsift.server.plan_list import PlanList
 from kvsift.server.settings import KEY_VARIABLE, ServerSettings
@@ -46,6 +48,8 @@ class Supervisor:
         plans: that requests may name.
         restarts: of the engine.
         pid: of the engine process.
+        books: rows by state and pages by owner in the engine, a second old at most while it takes short steps.
+        documents: that clients have uploaded.
     """
 
     def __init__(self, settings: ServerSettings, on_end: Callable[[ServerJob], None]) -> None:
@@ -59,7 +63,11 @@ class Supervisor:
         self._idle.set()
         self._mean_s = 1.0  # of recent requests
         self.ready = asyncio.Event()
+        files = None if settings.documents is None else DocumentFiles(settings.documents)
+        self.documents = Documents(self._send, files, settings.salts)
         self.model, self.positions, self.plans, self.restarts = "", None, PlanList([], []), 0
+        self.books: dict[str, dict[str, int]] = {}
+        self._num_rows = 0
 
     @property
     def state(self) -> str:
@@ -77,8 +85,11 @@ class Supervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Requests of which nothing was read yet."""
-        return sum(job.num_read is None for job in self._jobs.values())
+        """Requests for which the engine has no row: of those of which nothing was read yet, the first are about to be
+        read if rows are free."""
+        unread = [job.num_open for job in self._jobs.values() if job.num_read is None]
+        free = self._num_rows - sum(job.num_open for job in self._jobs.values() if job.num_read is not None)
+        return sum(taken > free for taken in itertools.accumulate(unread))
 
     @property
     def num_running(self) -> int:
@@ -182,20 +193,23 @@ class Supervisor:
                     message = await frames.read(reader)
                 if message is None:
                     break
-                if message["op"] == "alive" and message["step_s"] > STEP_S:
-                    break
+                if message["op"] == "alive":
+                    if message["step_s"] > STEP_S:
+                        break
+                    self.books = {"rows": message["rows"], "pages": message["pages"]}
                 self._receive(message)
                 became_ready = became_ready or self._is_ready
         except TimeoutError:
             print("kvsift: the engine process shows no sign of life and is replaced.", file=sys.stderr)
         finally:
-            self._is_ready = False
+            self._is_ready, self.books = False, {}
             self.kill()
             self._writer.close()
             self._writer = None
             await self._process.wait()
         if became_ready and not self._is_stopping:
             print(f"kvsift: the engine process ended ({self._process.returncode}); starting another.", file=sys.stderr)
+            self.documents.crashed()
             for job in list(self._jobs.values()):
                 job.crashes, job.num_read = job.crashes + 1, None
                 if job.crashes > 1:
@@ -208,10 +222,11 @@ class Supervisor:
         if op == "fatal":
             raise InputError(message["message"])
         if op == "ready":
-            self.model, self.positions = message["model"], message["positions"]
+            self.model, self.positions, self._num_rows = message["model"], message["positions"], message["rows"]
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()
+            self.documents.resend()
             for kept in self._jobs.values():
                 self._send(kept.message())
         elif op == "step":
@@ -219,6 +234,8 @@ class Supervisor:
                 if (answered := self._jobs.get(new["id"])) is not None:
                     answered.add(new)
                     self._settle(answered)
+        elif op == "document":
+            self.documents.received(message)
         elif op == "accepted" and job is not None:
             job.accept(message["prompt_tokens"])
         elif op == "refused" and job is not None:

@@ -4,8 +4,9 @@
 
 FD is a connected socket. The process ends when the other side closes it. Messages (``frames``):
 
-    in    settings (first), {op: submit, id, ...}, {op: cancel, id}
-    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]}, {op: alive, step_s}
+    in    settings (first), {op: submit, id, ...}, {op: cancel, id}, {op: read | forget, document, ...}
+    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]}, {op: alive, step_s, rows, pages},
+          {op: document, document, ...}
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from typing import Any
 
 from kvsift import threads
 from kvsift.batching.row import Row
-from kvsift.engine.generation import answer_of_row
+from kvsift.engine.exactness import check_exact, exact_decoder
+from kvsift.engine.generation import answer_of_row, log_of
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.text_offsets import TextOffsets
 from kvsift.errors import InputError
+from kvsift.models.transformers_load import choose_device
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_plan
 from kvsift.server import frames
+from kvsift.server.heap import trim
+from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.replies import Reply, usage_of
 
 ALIVE_S = 1.0  # between two signs of life
@@ -58,7 +64,7 @@ class Worker:
         specs = settings["plans"]
         model = {"probe_every": 16, **settings["model"]}
         keep = settings["keep_tokens"]
-        self._llm = llm = LLM(**model, plan=specs[0], path="composed", keep_tokens=keep)
+        self._llm = llm = LLM(**model, plan=specs[0], path=_path(model), keep_tokens=keep)
         self._plans = [parse_plan(spec) for spec in specs]
         for plan in self._plans:
             check_placement(plan, llm.place, llm.device.type == "cuda")
@@ -67,22 +73,35 @@ class Worker:
         llm.load()
         self._reason = llm.composed_reason(llm.plan) or ""
         self._form = PromptFormat(llm.tokenizer)
+        self._longest = max(map(len, llm.tokenizer.get_vocab()))  # characters of a token
         self._rows: list[OpenRow] = []
         self._lock, self._work = Lock(), Event()
         self._step_started: float | None = None
+        self._has_worked = False  # since the heap was trimmed
+        self._documents = HeldDocuments[OpenRow](
+            llm, self._form, self._plans[0], self._send, self._begin, self._refuse_row, self._work.set
+        )
 
     def run(self) -> None:
         """Serve until the other side closes."""
         llm = self._llm
-        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions}
+        ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_rows}
         self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
         for target in (self._take_steps, self._show_life):
             Thread(target=target, daemon=True).start()
         while (message := frames.receive(self._connection)) is not None:
-            if message["op"] == "submit":
-                self._submit(message)
-            else:
-                self._cancel(message["id"])
+            self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        op = message["op"]
+        if op == "submit":
+            self._submit(message)
+        elif op == "cancel":
+            self._cancel(message["id"])
+        elif op == "read":
+            self._documents.add(message)
+        else:
+            self._documents.forget(message["document"])
 
     def _send(self, message: dict[str, Any]) -> None:
         data = frames.pack(message)
@@ -92,14 +111,18 @@ class Worker:
     def _show_life(self) -> None:
         while True:
             started = self._step_started
-            self._send({"op": "alive", "step_s": 0.0 if started is None else perf_counter() - started})
+            step_s = 0.0 if started is None else perf_counter() - started
+            if self._has_worked and not self._rows:
+                self._has_worked = False
+                trim()
+            self._send({"op": "alive", "step_s": step_s, **self._llm.loop.books()._asdict()})
             sleep(ALIVE_S)
 
     def _submit(self, message: dict[str, Any]) -> None:
         key = message["id"]
         try:
             prompts = self._prompts(message)
-            rows = self._open(message, prompts)
+            rows = self._open(message, prompts, self._offsets(message))
         except InputError as error:
             self._refuse(key, 400, error, "invalid_value")
             return
@@ -112,15 +135,27 @@ class Worker:
             self._refuse(key, 500, RuntimeError(reason), "prompt_failed")
             return
         self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
+        for opened in rows:
+            if (document := message.get("document")) is None:
+                self._begin(opened)
+            else:
+                self._documents.ask(document, opened)
+
+    def _begin(self, opened: OpenRow) -> None:
+        """Let a row run; a request that does not fit the line of the loop ends."""
+        with self._lock:
+            self._rows.append(opened)
         try:
-            for opened in rows:
-                with self._lock:
-                    self._rows.append(opened)
-                self._llm.loop.submit(opened.row)
-                self._work.set()
-        except InputError as error:  # the line of the loop is full
-            self._cancel(key)
-            self._refuse(key, 429, error, "rate_limit_exceeded")
+            self._llm.loop.submit(opened.row)
+        except InputError as error:
+            self._cancel(opened.request)
+            self._refuse(opened.request, 429, error, "rate_limit_exceeded")
+        self._work.set()
+
+    def _refuse_row(self, opened: OpenRow, reason: str) -> None:
+        """End a row that has not begun."""
+        end = {"finish": "error", "status": 400, "message": f"the document cannot be read: {reason}"}
+        self._send({"op": "step", "rows": [{"id": opened.request, "index": opened.index, **end}]})
 
     def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
         self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
@@ -128,13 +163,25 @@ class Worker:
     def _prompts(self, message: dict[str, Any]) -> list[list[int]]:
         """Tokens of the prompts."""
         if "messages" in message:
-            return [self._form.encode_messages(message["messages"])]
+            document = self._document(message)
+            self._check_size(len(document) + sum(len(each["content"]) for each in message["messages"]))
+            return [self._form.encode_messages(message["messages"], document)]
         return [self._encoded(prompt) for prompt in message["prompts"]]
+
+    def _document(self, message: dict[str, Any]) -> str:
+        """Text before the messages of a chat."""
+        return "" if message.get("document") is None else self._documents.text(message["document"])
+
+    def _offsets(self, message: dict[str, Any]) -> TextOffsets | None:
+        if not message.get("passages"):
+            return None
+        return self._form.message_offsets(message["messages"], self._document(message))
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
         llm = self._llm
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
+            self._check_size(len(prompt))
             ids: list[int] = llm.tokenizer(prompt, verbose=False)["input_ids"]
             return ids
         vocabulary = llm.directory.config.vocab_size
@@ -142,9 +189,22 @@ class Worker:
             raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return prompt
 
-    def _open(self, message: dict[str, Any], prompts: Sequence[list[int]]) -> list[OpenRow]:
+    def _check_size(self, num_characters: int) -> None:
+        """Refuse a text that no tokenizing would make short enough (``TooLong``): megabytes take it seconds, in which
+        no other request is begun or cancelled."""
+        positions = self._llm.directory.max_positions
+        if positions is not None and num_characters > positions * self._longest:
+            raise TooLong(
+                f"the prompt has {num_characters} characters, which are more than the {positions} positions of this "
+                f"model have room for: its longest token has {self._longest}. Shorten the prompt."
+            )
+
+    def _open(
+        self, message: dict[str, Any], prompts: Sequence[list[int]], offsets: TextOffsets | None
+    ) -> list[OpenRow]:
         """The rows of a request, one for each prompt and sample; those that ended before a restart are left out."""
         plan, started = self._plan(message), perf_counter()
+        check_exact(self._llm, plan, message["exact"])
         runs_as, rows, samples = self._llm.composed_plan(plan), list[OpenRow](), message["n"]
         is_chat = "messages" in message
         stops = [*message["stop"], *filter(None, [self._form.stop if is_chat else None])]
@@ -155,12 +215,16 @@ class Worker:
             most = self._room(ids, message["max_tokens"])
             self._llm.check_prompts([ids], most, plan)
             sampling = Sampling(message["temperature"], message["top_p"], message["seed"] + index % samples)
-            options = GenerateOptions(None, most, sampling, stops, message["logprobs"])
-            request = self._llm.request(ids, options, streamed=True)
+            options = GenerateOptions(None, most, sampling, stops, message["logprobs"], exact=message["exact"])
+            request = self._llm.request(ids, options, streamed=True, offsets=offsets)
+            if message["ignore_eos"]:
+                request = replace(request, ends=())
             sent = message["sent"].get(str(index), ())
             strips = is_chat and self._form.stop is not None
             reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips)
-            row = Row(ids, runs_as, most, reply, client=message["client"], salt=message["salt"])
+            who = {"client": message["client"], "salt": message["salt"]}
+            exact = exact_decoder(request, plan)
+            row = Row(ids, runs_as, most, reply, observer=log_of(request), exact=exact, **who)
             rows.append(OpenRow(message["id"], index, row, reply, started))
         return rows
 
@@ -190,6 +254,7 @@ class Worker:
         return guarded
 
     def _cancel(self, request: int) -> None:
+        self._documents.drop(lambda opened: opened.request == request)
         with self._lock:
             gone = [opened for opened in self._rows if opened.request == request]
             self._rows = [opened for opened in self._rows if opened.request != request]
@@ -203,9 +268,9 @@ class Worker:
             while True:
                 self._work.wait()
                 self._work.clear()
-                while self._rows:
-                    self._step_started = perf_counter()
-                    loop.step(unless=lambda: not loop.rows)
+                while self._rows or self._documents.is_reading:
+                    self._step_started, self._has_worked = perf_counter(), True
+                    loop.step(unless=lambda: not loop.rows, news=self._report)
                     self._step_started = None
                     self._report()
         except BaseException:
@@ -223,6 +288,7 @@ class Worker:
                 self._rows = [opened for opened in self._rows if id(opened) not in ended]
         if changed := [new for new in news if new is not None]:
             self._send({"op": "step", "rows": changed})
+        self._documents.report()
 
     def _news(self, opened: OpenRow) -> dict[str, Any] | None:
         """What is new about a row; None: nothing."""
@@ -248,6 +314,13 @@ class Worker:
         with self._llm.fast_path.turn:  # counters may be on the device
             answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
         return {"usage": usage_of(answer, row.num_reused)}
+
+
+def _path(model: dict[str, Any]) -> str:
+    """Return the path of an LLM with these keywords whose steps are composed. On a CPU "auto" captures none either, and
+    runs rows in one fused pass."""
+    on_cpu = model.get("placement") == "host" or choose_device(model.get("device", "auto")).type == "cpu"
+    return "auto" if on_cpu else "composed"
 
 
 class TooLong(Exception):

@@ -1,0 +1,139 @@
+"""Connections with limits: how long a client may take, how much it may send as headers, and how many there may be."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from asyncio import TimerHandle, Transport
+
+import h11
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvsift.server.api_errors import ApiError
+
+HEAD_S = 30.0  # from the connection, or the first byte after an answer, to the end of the headers
+STALL_S, STALL_BYTES = 60.0, 1 << 16  # a client that reads less than that in this time is left
+LINGER_S = 2.0  # that a refused client has to read why: a connection closed before all is read ends by RST
+HEAD_BYTES = 1 << 16
+MOST_CONNECTIONS = 4096
+OTHER_FILES = 64  # that the process has open, besides connections
+
+
+def raise_file_limit() -> int:
+    """Let the process open as many files as it may; returns how many connections that is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + OTHER_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most - OTHER_FILES, 1)
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection with time limits, and errors in OpenAI's form.
+
+    A client that has closed its sending half is taken for one that has left, as a close looks the same.
+    """
+
+    most = MOST_CONNECTIONS
+    _is_refused = False
+    _late: TimerHandle | None = None
+    _stalled: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """Take a connection, unless there are too many."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            text = f"the server has {self.most} connections, as many as it takes. Try again later."
+            self._refuse(ApiError(503, text, "server_busy", retry_after=5))
+            self.transport.close()
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; those behind a refusal are not read."""
+        if not self._is_refused and not self.transport.is_closing():
+            super().data_received(data)
+            self._watch()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        self._watch()
+        self._watch_reader()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timers."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._late, self._stalled = _cancelled(self._late), _cancelled(self._stalled)
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to."""
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._stalled = _cancelled(self._stalled)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._watch_reader()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP, and headers that do not end (h11 says 431 then)."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        reason = f"headers are larger than {HEAD_BYTES >> 10} KB" if status == 431 else str(error or msg).rstrip(".")
+        self._refuse(ApiError(status, f"{reason}. The connection is closed.", "invalid_http"))
+
+    def _watch(self) -> None:
+        """Limit the time to the end of the next headers, while no request is answered and the connection is not idle.
+        The rest of a body that is not needed counts as headers."""
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        is_idle = self.timeout_keep_alive_task is not None and self.conn.their_state is h11.IDLE
+        if self._is_refused:
+            return
+        if is_answering or self.transport.is_closing():
+            self._late = _cancelled(self._late)
+        elif not is_idle and self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self._give_up)
+
+    def _watch_reader(self) -> None:
+        """See to it that what is buffered is read, while nothing is added to it."""
+        if self._stalled is None and (size := self.transport.get_write_buffer_size()):
+            self._stalled = self.loop.call_later(STALL_S, self._check_reader, size)
+
+    def _check_reader(self, before: int) -> None:
+        self._stalled = None
+        if (size := self.transport.get_write_buffer_size()) and before - size < STALL_BYTES:
+            self.transport.abort()
+        else:
+            self._watch_reader()
+
+    def _give_up(self) -> None:
+        self._late = None
+        if self.conn.trailing_data[0] and self.conn.their_state is h11.IDLE:
+            self._refuse(ApiError(408, f"the headers took longer than {HEAD_S:g} s.", "request_timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer before, or instead of, the application, and close a little later."""
+        self._is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = JSONResponse(error.as_dict(), error.status, {**error.headers, "connection": "close"})
+            head = h11.Response(status_code=error.status, headers=response.raw_headers)
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.write_eof()
+        self._late = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _cancelled(timer: TimerHandle | None) -> TimerHandle | None:
+    if timer is not None:
+        timer.cancel()
+    return None

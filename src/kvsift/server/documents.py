@@ -1,0 +1,141 @@
+"""Documents that clients have uploaded, from the server's side: their texts, and how far the engine has read them.
+
+They outlive the engine process: the next one reads them again.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from kvsift.server.api_errors import ApiError
+from kvsift.server.document_files import DocumentFiles
+from kvsift.server.served_document import ServedDocument
+
+MOST_DOCUMENTS = 64  # of one API key
+MOST_OF_ALL = 256
+MOST_CHARACTERS = 128 << 20  # of all documents
+ENGINE_LOST = "the engine process died twice while it read this document, which is not tried again."
+
+
+class Documents:
+    """All documents of a server.
+
+    Args:
+        send: a message to the engine, if there is one at the moment.
+        files: where they are kept between starts; None: nowhere.
+        salts: of the API keys; kept documents of others stay on the disk.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[dict[str, Any]], None],
+        files: DocumentFiles | None = None,
+        salts: Sequence[str] = ("",),
+    ) -> None:
+        self._send, self._files = send, files
+        self._documents: dict[str, ServedDocument] = {}
+        for kept in files.load() if files is not None else ():
+            document = ServedDocument(**kept)
+            if document.owner[1] in salts:
+                self._documents[document.key] = document
+
+    def of(self, owner: tuple[str, str]) -> list[ServedDocument]:
+        """The documents of an API key, newest last."""
+        return [document for document in self._documents.values() if document.owner[1] == owner[1]]
+
+    def get(self, key: str, owner: tuple[str, str]) -> ServedDocument:
+        """Return a document.
+
+        Raises:
+            ApiError: 404 if it is not there, or another key's.
+        """
+        document = self._documents.get(key)
+        if document is None or document.owner[1] != owner[1]:
+            raise ApiError(404, f"there is no document {key[:80]!r}.", "document_not_found", "document")
+        return document
+
+    def check_room(self, owner: tuple[str, str]) -> None:
+        """Refuse an upload beyond the number of documents (``ApiError``)."""
+        if len(self.of(owner)) >= MOST_DOCUMENTS or len(self._documents) >= MOST_OF_ALL:
+            most = MOST_DOCUMENTS if len(self.of(owner)) >= MOST_DOCUMENTS else MOST_OF_ALL
+            raise ApiError(400, f"there are {most} documents already. Delete one first.", "too_many_documents")
+
+    def add(self, name: str, text: str, num_bytes: int, owner: tuple[str, str]) -> ServedDocument:
+        """Return the document of a text, which the engine is asked to read unless the key has it already.
+
+        Raises:
+            ApiError: if there are too many, or too long ones.
+        """
+        key = key_of(text.encode(), owner[1])
+        if (known := self._documents.get(key)) is not None and known.status != "failed":
+            return known
+        if known is None:
+            self.check_room(owner)
+        held = sum(len(document.text) for document in self._documents.values())
+        if held + len(text) > MOST_CHARACTERS:
+            text = (
+                f"the documents of this server have {held:,} characters, of at most {MOST_CHARACTERS:,}. Delete some."
+            )
+            raise ApiError(400, text, "too_many_documents")
+        document = self._put(ServedDocument(key, name, text, owner, num_bytes))
+        if self._files is not None:
+            self._files.save(document)
+        self._read(document)
+        return document
+
+    def add_failed(self, name: str, data: bytes, owner: tuple[str, str], error: str) -> ServedDocument:
+        """Return the document of a file without text."""
+        key = key_of(data, owner[1])
+        if key not in self._documents:
+            self.check_room(owner)
+        return self._put(ServedDocument(key, name, "", owner, len(data), status="failed", pinned=False, error=error))
+
+    def _read(self, document: ServedDocument) -> None:
+        """Let the engine read a document."""
+        kept = None if self._files is None else str(self._files.kept(document.key))
+        self._send({**document.read_message(), "kept": kept})
+
+    def _put(self, document: ServedDocument) -> ServedDocument:
+        self._documents.pop(document.key, None)
+        self._documents[document.key] = document
+        return document
+
+    def delete(self, document: ServedDocument) -> None:
+        """Forget a document; questions that wait for it fail."""
+        self._documents.pop(document.key, None)
+        if self._files is not None:
+            self._files.delete(document.key)
+        self._send({"op": "forget", "document": document.key})
+        document.update(status="failed", error="this document was deleted.")
+
+    def received(self, message: dict[str, Any]) -> None:
+        """Take what the engine says of a document."""
+        if (document := self._documents.get(message["document"])) is not None and document.text:
+            names = "status", "tokens", "read", "pinned", "error"
+            document.update(is_begun=True, **{name: message[name] for name in names if name in message})
+            document.crashes = 0 if document.status == "ready" else document.crashes
+            if document.status == "failed" and document.crashes == 0:
+                print(f"kvsift: document {document.key} cannot be read: {document.error}", file=sys.stderr)
+
+    def resend(self) -> None:
+        """Let a new engine process read all documents."""
+        for document in self._documents.values():
+            if document.text and document.status != "failed":
+                document.update(status="reading", read=0, pinned=True)
+                self._read(document)
+
+    def crashed(self) -> None:
+        """The engine has died. A document that it was reading twice is not tried again."""
+        for document in self._documents.values():
+            document.crashes += document.is_begun and document.status == "reading"
+            document.is_begun = False
+            if document.crashes > 1 and document.status == "reading":
+                document.update(status="failed", error=ENGINE_LOST, pinned=False)
+
+
+def key_of(data: bytes, salt: str) -> str:
+    """Return the id of a document of an API key."""
+    return "doc-" + blake2b(data, digest_size=12, key=salt.encode()[:64], person=b"kvsift-document"[:16]).hexdigest()

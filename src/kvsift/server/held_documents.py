@@ -1,0 +1,274 @@
+"""Documents in the engine process: read once, and held in the loop for the questions about them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Lock, Thread
+from time import sleep
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from kvsift.batching.row import FinishReason, Row
+from kvsift.engine.llm import LLM
+from kvsift.engine.prompt import DocumentPrompts, PromptFormat
+from kvsift.errors import InputError
+from kvsift.plan.plan import Plan
+from kvsift.server.kept_prompts import drop, keep, source_of
+
+LINE_S = 1.0  # between two tries to enter a full line
+DELETED = "the document was deleted."
+Question = TypeVar("Question")
+
+
+class DocumentReading:
+    """A ``RowOutput`` that ends when the prompt is read.
+
+    Args:
+        on_end: called then, while the row has its cache.
+
+    Attributes:
+        num_read: tokens that are cached.
+    """
+
+    def __init__(self, on_end: Callable[[], None]) -> None:
+        self.num_read, self._on_end = 0, on_end
+
+    def read(self, num_tokens: int) -> None:
+        """Keep how far the prompt is read."""
+        self.num_read = num_tokens
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        """Return the token that is never fed."""
+        return 0
+
+    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+        """End; the token is never fed."""
+        self._on_end()
+        return 0, "stop"
+
+
+@dataclass(eq=False)
+class HeldDocument(Generic[Question]):
+    """A document and the questions that wait for it.
+
+    Attributes:
+        row: that has read it, and holds its chunks; None before.
+        kept: file of what was read; None: none is kept.
+        num_read, told: tokens that are cached, and those that the server knows of.
+        error: why it cannot be asked about; empty if it can.
+    """
+
+    key: str
+    text: str
+    client: str
+    salt: str
+    kept: Path | None = None
+    row: Row | None = None
+    output: DocumentReading | None = None
+    tokens: int = 0
+    told: int = 0
+    is_settled: bool = False
+    error: str = ""
+    waiting: list[Question] = field(default_factory=list)
+
+    @property
+    def num_read(self) -> int:
+        return 0 if self.output is None else self.output.num_read
+
+
+class HeldDocuments(Generic[Question]):
+    """Documents over the loop of an LLM, read one after the other.
+
+    Args:
+        llm: whose weights are loaded.
+        plan: under which they are read.
+        send: a message to the server.
+        begin: a question whose document is read.
+        refuse: a question whose document cannot be read, with the reason.
+        wake: let the loop take steps.
+    """
+
+    def __init__(
+        self, llm: LLM, form: PromptFormat, plan: Plan, send: Callable[[dict[str, Any]], None],
+        begin: Callable[[Question], None], refuse: Callable[[Question, str], None], wake: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._llm, self._form, self._plan, self._send = llm, form, plan, send
+        self._begin, self._refuse, self._wake = begin, refuse, wake
+        self._held: dict[str, HeldDocument[Question]] = {}
+        self._present: HeldDocument[Question] | None = None  # that is being read
+        self._line: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
+        self._lock, self._ended = Lock(), Event()
+        Thread(target=self._read_all, daemon=True).start()
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a row reads a document."""
+        present = self._present
+        return present is not None and present.row is not None
+
+    def add(self, message: dict[str, Any]) -> None:
+        """Read a document, when those before it are read."""
+        document: HeldDocument[Question] = HeldDocument(
+            message["document"], message["text"], message["client"], message["salt"],
+            None if message["kept"] is None else Path(message["kept"]),
+        )  # fmt: skip
+        self.forget(document.key)
+        self._held[document.key] = document
+        self._line.put(document)
+
+    def forget(self, key: str) -> None:
+        """Let go of a document, and refuse the questions that wait for it."""
+        document = self._held.pop(key, None)
+        if document is not None:
+            self._settle(document, DELETED)
+            if document.row is not None:
+                self._llm.loop.close(document.row)
+
+    def text(self, key: str) -> str:
+        """Return the text of a document.
+
+        Raises:
+            InputError: if it was deleted, or cannot be read.
+        """
+        document = self._held.get(key)
+        if document is None:
+            raise InputError(DELETED)
+        if document.error:
+            raise InputError(f"the document cannot be read: {document.error}")
+        return document.text
+
+    def ask(self, key: str, question: Question) -> None:
+        """Begin a question, as soon as its document is read."""
+        document = self._held.get(key)
+        if document is None:
+            self._refuse(question, DELETED)
+            return
+        with self._lock:
+            waits = not document.is_settled
+            if waits:
+                document.waiting.append(question)
+        if not waits:
+            self._answer(document, question)
+
+    def drop(self, is_gone: Callable[[Question], bool]) -> None:
+        """Forget questions that wait."""
+        with self._lock:
+            for document in self._held.values():
+                document.waiting = [question for question in document.waiting if not is_gone(question)]
+
+    def report(self) -> None:
+        """Tell the server what a step has read."""
+        document = self._present
+        if document is None or document.row is None:
+            return
+        ended = document.row.is_ended  # before its progress is fetched
+        if ended:
+            error = document.row.error
+            if error is not None and not isinstance(error, InputError):
+                traceback.print_exception(error)
+            self._present = None
+            if error is not None and document.row.source is not None and document.kept is not None:
+                drop(document.kept, _reason(error))  # and it is read from its text
+            else:
+                self._settle(document, "" if error is None else _reason(error))
+            self._ended.set()
+        elif document.num_read != document.told:
+            document.told = document.num_read
+            self._tell(document, "reading")
+
+    def _read_all(self) -> None:
+        while True:
+            document = self._line.get()
+            while not document.is_settled:  # twice, if a file of what was read before is damaged
+                self._read(document)
+
+    def _read(self, document: HeldDocument[Question]) -> None:
+        self._ended.clear()
+        self._tell(document, "reading")
+        try:
+            row = self._row(document)
+        except Exception as error:  # of this document
+            if not isinstance(error, InputError):
+                traceback.print_exc()
+            self._settle(document, _reason(error))
+            return
+        document.row, document.tokens, self._present = row, len(row.ids), document
+        self._tell(document, "reading")
+        while not self._submits(row):
+            sleep(LINE_S)
+        if self._held.get(document.key) is not document:  # deleted meanwhile
+            self._llm.loop.close(row)
+        elif row.no_reuse:  # every question reads it anew
+            self._llm.loop.close(row)
+            self._settle(document, "")
+        self._wake()
+        self._ended.wait()
+
+    def _submits(self, row: Row) -> bool:
+        """Put a row into the line of the loop, unless that is full."""
+        try:
+            self._llm.loop.submit(row)
+        except InputError:
+            return False
+        return True
+
+    def _row(self, document: HeldDocument[Question]) -> Row:
+        ids = DocumentPrompts(self._form, document.text).ids
+        if not ids:
+            raise InputError("the chat template has no place for a document.")
+        document.tokens = len(ids)
+        self._llm.check_prompts([ids], 1, self._plan)
+        row = self._new_row(document, ids)
+        if document.kept is not None:
+            row.source = source_of(document.kept, self._llm, row)
+        return row
+
+    def _new_row(self, document: HeldDocument[Question], ids: Sequence[int]) -> Row:
+        def on_end() -> None:
+            if document.kept is not None and row.source is None and self._held.get(document.key) is document:
+                keep(document.kept, self._llm, row, document.text)
+
+        document.output = DocumentReading(on_end)
+        plan = self._llm.composed_plan(self._plan)
+        row = Row(
+            ids, plan, 1, document.output, client=f"documents of {document.client}", salt=document.salt, patient=True
+        )
+        return row
+
+    def _settle(self, document: HeldDocument[Question], error: str) -> None:
+        """The document is read, or cannot be."""
+        with self._lock:
+            if document.is_settled:
+                return
+            document.is_settled, document.error = True, error
+            waiting, document.waiting = document.waiting, []
+        self._tell(document, "failed" if error else "ready")
+        for question in waiting:
+            self._answer(document, question)
+
+    def _answer(self, document: HeldDocument[Question], question: Question) -> None:
+        if document.error:
+            self._refuse(question, document.error)
+        else:
+            self._begin(question)
+
+    def _tell(self, document: HeldDocument[Question], status: str) -> None:
+        row = document.row
+        message: dict[str, Any] = {"op": "document", "document": document.key, "status": status}
+        if status == "failed":
+            message |= {"error": document.error, "pinned": False}
+        else:
+            read = document.tokens if status == "ready" else document.num_read
+            message |= {"read": read, "error": None, "pinned": row is None or not row.no_reuse}
+        self._send({**message, "tokens": document.tokens or None})
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, InputError):
+        return str(error)
+    return f"reading it failed ({type(error).__name__}); the log has the reason."

@@ -1,0 +1,53 @@
+"""What was read of a document, kept on the disk: a saved document (``engine.saved_document``) of a row of the loop."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvsift.batching.row import Row
+from kvsift.engine.llm import LLM
+from kvsift.engine.prompt import DocumentText
+from kvsift.engine.saved_document import SavedDocument, check_saving, save
+from kvsift.errors import InputError
+from kvsift.models.transformers_cache import SparseCache
+
+
+def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] | None:
+    """Return the source of a row whose prompt was kept; None, with a line of the log, if it cannot be used."""
+    if not path.exists():
+        return None
+    try:
+        with SavedDocument(path) as saved:
+            saved.check(llm, row.plan)
+            if saved.ids != row.ids or saved.rotation != llm.rotation(row.length):
+                raise InputError("it has other tokens, or other positions.")
+    except InputError as error:
+        drop(path, error)
+        return None
+
+    def fill(cache: SparseCache) -> None:
+        with SavedDocument(path) as saved:
+            saved.fill(cache, llm)
+
+    return fill
+
+
+def keep(path: Path, llm: LLM, row: Row, text: str) -> None:
+    """Save the prompt of a row that was read just now; a failure is a line of the log."""
+    assert row.cache is not None
+    if row.no_reuse:
+        return
+    try:
+        check_saving(llm, row.plan, len(row.ids), path)
+        save(path, llm, row.cache, DocumentText(text), row.ids, 0.0, {})
+        path.chmod(0o600)
+    except (InputError, OSError) as error:
+        print(f"kvsift: what was read of {path.stem} is not kept: {error}", file=sys.stderr)
+
+
+def drop(path: Path, error: InputError | str) -> None:
+    """Remove a file that cannot be used."""
+    print(f"kvsift: {path.stem} is read again from its text: {error}", file=sys.stderr)
+    path.unlink(missing_ok=True)

@@ -1,0 +1,96 @@
+"""One document that a client has uploaded, and how far the engine has read it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from time import monotonic, time
+from typing import Any, Literal
+
+from kvsift.server.api_errors import ApiError
+
+Status = Literal["reading", "ready", "failed"]
+
+
+@dataclass(eq=False)
+class ServedDocument:
+    """A document of an API key.
+
+    Attributes:
+        key, name, text: the name is shown, and never opened.
+        owner: client and salt (``Door``).
+        num_bytes: as uploaded.
+        tokens: None until the engine has counted them.
+        read: tokens that are cached.
+        pinned: they stay cached for questions.
+        is_begun: the engine is reading it, or has read it.
+        crashes: times that the engine died while it read it.
+        error: why it failed.
+        news: is set, and replaced, when something changes.
+    """
+
+    key: str
+    name: str
+    text: str
+    owner: tuple[str, str]
+    num_bytes: int
+    created: int = field(default_factory=lambda: int(time()))
+    status: Status = "reading"
+    tokens: int | None = None
+    read: int = 0
+    pinned: bool = True
+    crashes: int = 0
+    error: str | None = None
+    is_begun: bool = False
+
+    def __post_init__(self) -> None:
+        self._begun: tuple[float, int] | None = None  # time and tokens of the first news while it is read
+        self.news = asyncio.Event()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object of the API."""
+        return {
+            "id": self.key,
+            "object": "document",
+            "name": self.name,
+            "created": self.created,
+            "bytes": self.num_bytes,
+            "characters": len(self.text),
+            "tokens": self.tokens,
+            "status": self.status,
+            "read_tokens": self.read,
+            "seconds_left": self.seconds_left,
+            "error": self.error,
+            "pinned": self.pinned,
+        }
+
+    @property
+    def seconds_left(self) -> float | None:
+        """By the rate so far; None if that is not known."""
+        if self.status != "reading":
+            return 0.0 if self.status == "ready" else None
+        if self._begun is None or self.tokens is None or self.read <= self._begun[1]:
+            return None
+        rate = (self.read - self._begun[1]) / max(monotonic() - self._begun[0], 1e-3)
+        return round((self.tokens - self.read) / rate, 1)
+
+    def check_readable(self) -> None:
+        """Refuse questions about a document that cannot be read (``ApiError``)."""
+        if self.status == "failed":
+            raise ApiError(400, f"the document cannot be read: {self.error}", "document_failed", "document")
+
+    def update(self, **news: Any) -> None:
+        """Take what is new, and tell who waits for it."""
+        for name, value in news.items():
+            setattr(self, name, value)
+        if self.status != "reading" or not self.tokens:
+            self._begun = None
+        elif self._begun is None:
+            self._begun = monotonic(), self.read
+        told, self.news = self.news, asyncio.Event()
+        told.set()
+
+    def read_message(self) -> dict[str, Any]:
+        """Return what the engine is asked."""
+        client, salt = self.owner
+        return {"op": "read", "document": self.key, "text": self.text, "client": client, "salt": salt}

@@ -1,0 +1,51 @@
+"""Clients that others have written, in processes and environments of their own, against servers in theirs."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server.serving import OPTIONS, Served, write_endless_model
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ROOT / ".venv-protocol" / "bin"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = not TOOLS.exists() or shutil.which("node") is None
+    for item in items:
+        if Path(__file__).parent in item.path.parents and missing:
+            item.add_marker(pytest.mark.skip(reason="make test-protocol installs the clients, and needs node"))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model that is served."""
+    return write_endless_model(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of it, whose line is short."""
+    served = Served(tmp_path_factory.mktemp("server"), str(tiny), *OPTIONS, "--max-waiting", "2")
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def locked(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that asks for a key."""
+    served = Served(tmp_path_factory.mktemp("locked"), str(tiny), *OPTIONS, KVSIFT_API_KEY="secret")
+    yield served
+    served.stop()
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of the embedded model."""
+    options = "--plan", "sketch:budget=256", "--threads", "1", "--device", "cpu"
+    served = Served(tmp_path_factory.mktemp("embedded"), *options)
+    yield served
+    served.stop()

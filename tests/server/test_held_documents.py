@@ -1,0 +1,140 @@
+"""Documents in the engine process: questions wait for theirs, and end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.tiny_directory import text_of
+from server.serving import until
+
+from kvsift import LLM
+from kvsift.batching.row import Row
+from kvsift.engine.prompt import PromptFormat
+from kvsift.engine.rows import RunnerRows
+from kvsift.server.held_documents import HeldDocuments
+
+
+class Held:
+    """Held documents, and what they say."""
+
+    def __init__(self, model: Path, plan: str = "quest:budget=96:window=32") -> None:
+        self.llm = LLM(model, plan, device="cpu", path="composed", chunk_size=64)
+        self.llm.load()
+        self.told: list[dict[str, Any]] = []
+        self.begun: list[str] = []
+        self.refused: list[tuple[str, str]] = []
+        self.documents = HeldDocuments[str](
+            self.llm, PromptFormat(self.llm.tokenizer), self.llm.plan, self.told.append, self.begun.append,
+            lambda question, reason: self.refused.append((question, reason)), lambda: None,
+        )  # fmt: skip
+
+    def add(self, key: str, text: str) -> None:
+        message = {"op": "read", "document": key, "text": text, "client": "me", "salt": "", "kept": None}
+        self.documents.add(message)
+
+    def step(self, done: Callable[[], object]) -> None:
+        def stepped() -> object:
+            self.llm.loop.step(unless=lambda: not self.llm.loop.rows)
+            self.llm.loop.check()
+            self.documents.report()
+            return done()
+
+        until(stepped)
+
+    def of(self, key: str) -> list[dict[str, Any]]:
+        return [message for message in self.told if message["document"] == key]
+
+
+def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_line(model: Path) -> None:
+    held = Held(model)
+    held.add("a", text_of(900))
+    held.add("b", "B " + text_of(500))
+    held.documents.ask("b", "about b")
+    held.documents.ask("a", "about a")
+    held.documents.ask("a", "gone")
+    held.documents.drop(lambda question: question == "gone")
+    held.step(lambda: len(held.begun) == 2)
+    assert held.begun == ["about a", "about b"]
+    held.documents.ask("a", "at once")
+    assert held.begun[-1] == "at once"
+    told = held.of("a")
+    assert [message["status"] for message in told[-1:]] == ["ready"]
+    read = [message["read"] for message in told]
+    assert read == sorted(read)
+    assert read[-1] == told[-1]["tokens"] > 900
+    assert len(set(read)) > 5, "chunk by chunk"
+    used = held.llm.loop.kv.pages.num_used
+    assert used >= 1300 // 16, "both are held"
+    held.documents.forget("a")
+    assert 0 < held.llm.loop.kv.pages.num_used < used
+    held.documents.forget("b")
+    assert held.llm.loop.kv.pages.num_used == 0
+    assert not held.refused
+
+
+def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(model: Path) -> None:
+    held = Held(model)
+    held.add("a", text_of(900))
+    held.documents.ask("a", "about a")
+    held.step(lambda: any(message.get("read") for message in held.of("a")))
+    held.documents.forget("a")
+    assert held.refused == [("about a", "the document was deleted.")]
+    held.documents.ask("a", "later")
+    assert held.refused[-1] == ("later", "the document was deleted.")
+    held.add("b", text_of(300))
+    held.step(lambda: held.of("b") and held.of("b")[-1]["status"] == "ready")
+    held.documents.forget("b")
+    assert held.llm.loop.kv.pages.num_used == 0
+    assert not held.begun
+
+
+def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, read = Held(model), RunnerRows.read
+
+    def failing(self: RunnerRows, cache: object, ids: Any, pause: Any = None) -> Any:
+        if len(held.of("b")) == 0:
+            raise RuntimeError("a fault")
+        return read(self, cache, ids, pause)
+
+    monkeypatch.setattr(RunnerRows, "read", failing)
+    held.add("a", text_of(300))
+    held.documents.ask("a", "about a")
+    held.step(lambda: held.refused)
+    assert held.refused == [("about a", "reading it failed (RuntimeError); the log has the reason.")]
+    held.documents.ask("a", "again")
+    assert len(held.refused) == 2
+    held.add("b", text_of(300))
+    held.step(lambda: held.of("b") and held.of("b")[-1]["status"] == "ready")
+
+
+def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> None:
+    held = Held(model, "snapkv:budget=96:window=32")
+    held.add("a", text_of(300))
+    held.documents.ask("a", "about a")
+    held.step(lambda: held.begun)
+    assert held.of("a")[-1]["pinned"] is False
+    assert held.of("a")[-1]["status"] == "ready"
+    assert held.llm.loop.kv.pages.num_used == 0
+
+
+def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsift.errors import InputError
+    from kvsift.server import held_documents
+
+    held, tries = Held(model), list[Row]()
+    submit = held.llm.loop.submit
+
+    def full(row: Row) -> None:
+        tries.append(row)
+        if len(tries) < 3:
+            raise InputError("too many requests are waiting.")
+        submit(row)
+
+    monkeypatch.setattr(held.llm.loop, "submit", full)
+    monkeypatch.setattr(held_documents, "LINE_S", 0.01)
+    held.add("a", text_of(300))
+    held.step(lambda: held.of("a") and held.of("a")[-1]["status"] == "ready")
+    assert len(tries) == 3

@@ -1,0 +1,110 @@
+"""What was read of a document, kept in a file: another engine goes on from it, and the answers are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.tiny_directory import text_of
+
+from kvsift import LLM
+from kvsift.batching.row import Row
+from kvsift.engine.prompt import DocumentPrompts, PromptFormat
+from kvsift.engine.rows import RunnerRows, TextOutput
+from kvsift.engine.transcript import Request
+from kvsift.plan.plan import Plan
+from kvsift.server.held_documents import DocumentReading
+from kvsift.server.kept_prompts import keep, source_of
+
+PLANS = ["quest:budget=96:window=32", "sketch:budget=80:window=16:dense_layers=none", "dense",
+         "prefill=quoka:budget=80:window=16,decode=quest:budget=96:window=32"]  # fmt: skip
+TEXT = text_of(700)
+
+
+def new_llm(model: Path, plan: str, **options: Any) -> LLM:
+    return LLM(model, plan, device="cpu", path="composed", **{"chunk_size": 64, "dtype": "float32", **options})
+
+
+def run(llm: LLM, row: Row) -> Row:
+    llm.loop.submit(row)
+    while not row.is_ended:
+        llm.loop.step(unless=lambda: False)
+        llm.loop.check()
+    return row
+
+
+def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
+    """Read the document, from the file if there is one."""
+    ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
+
+    def on_end() -> None:
+        if row.source is None:
+            keep(kept, llm, row, TEXT)
+
+    row = Row(ids, llm.plan if plan is None else plan, 1, DocumentReading(on_end))
+    row.source = source_of(kept, llm, row)
+    return run(llm, row)
+
+
+def answer(llm: LLM) -> tuple[list[int], int]:
+    """Tokens of an answer about it, and how many of its prompt were cached."""
+    ids = PromptFormat(llm.tokenizer).encode(TEXT, "Which mill?")
+    output = TextOutput(Request(ids, 12), llm.tokenizer, llm.device)
+    row = run(llm, Row(ids, llm.plan, 12, output))
+    llm.loop.close(row)
+    return output.transcript.new_ids, row.num_reused
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_another_engine_goes_on_from_the_file(
+    model: Path, tmp_path: Path, plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "doc-1.kvsift"
+    first = new_llm(model, plan)
+    row = reading(first, kept)
+    assert kept.stat().st_mode & 0o077 == 0
+    expected = answer(first)
+    whole_chunks = len(row.ids) // 64 * 64
+    assert expected[1] == whole_chunks
+
+    read: list[int] = []
+    original = RunnerRows.read
+    monkeypatch.setattr(
+        RunnerRows,
+        "read",
+        lambda self, cache, ids, pause=None: (read.append(len(ids)), original(self, cache, ids, pause))[1],
+    )
+    second = new_llm(model, plan)
+    again = reading(second, kept)
+    assert again.error is None
+    assert sum(read) == len(row.ids) - whole_chunks < 64, "the rest of a chunk is read again"
+    assert answer(second) == expected
+    second.loop.close(again)
+    assert second.loop.kv.pages.num_used == 0
+
+
+@pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"chunk_size": 128}, {"plan": PLANS[3]}])
+def test_a_file_of_other_settings_is_removed_with_a_reason(
+    model: Path, tmp_path: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "doc-1.kvsift"
+    reading(new_llm(model, PLANS[0]), kept)
+    llm = new_llm(model, **{"plan": PLANS[0], **change})
+    row = Row(DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids, llm.plan, 1, DocumentReading(lambda: None))
+    assert source_of(kept, llm, row) is None
+    assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
+    assert not kept.exists()
+
+
+def test_a_damaged_file_ends_its_row_alone(model: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "doc-1.kvsift"
+    reading(new_llm(model, PLANS[0]), kept)
+    data = bytearray(kept.read_bytes())
+    data[len(data) // 2] ^= 1
+    kept.write_bytes(data)
+    llm = new_llm(model, PLANS[0])
+    row = reading(llm, kept)
+    assert "checksum" in str(row.error)
+    assert llm.loop.kv.pages.num_used == 0
+    assert answer(llm)[1] == 0
