@@ -91,6 +91,17 @@ def test_compare_answers_under_the_other_plan_too(ask: Run) -> None:
     assert "compare" not in ask("--plan", PLAN, "--json").document
 
 
+def test_exact_answers_stand_beside_plain_dense_ones(ask: Run) -> None:
+    document = ask("--plan", PLAN, "--exact", "--compare", "dense", "--json").document
+    [exact], [dense] = document["answers"], document["compare"]["answers"]
+    assert exact["token_ids"] == dense["token_ids"]
+    assert sum(exact["exact"]["verified"].values()) > 0
+    assert dense["exact"] is None
+    [alone] = ask("--plan", "dense", "--exact", "--json").document["answers"]
+    assert alone["token_ids"] == dense["token_ids"]
+    assert alone["exact"]["drafted"] == 0
+
+
 def test_how_the_document_was_read_is_proved_too(ask: Run) -> None:
     sifted = "prefill=quoka:budget=64:chunk=64:window=16:dense_layers=none"
     document = ask("--plan", sifted, "--compare", "dense", "--json").document

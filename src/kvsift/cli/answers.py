@@ -25,11 +25,13 @@ from kvsift.cli.escaping import plain
 from kvsift.cli.option_groups import PrintOptions, SamplingOptions
 from kvsift.cli.progress import ProgressBar
 from kvsift.cli.questions import lines_to, write_line
+from kvsift.cli.stripped_text import StrippedText
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM, Document
     from kvsift.engine.options import Options
     from kvsift.engine.result import Answer
+    from kvsift.plan.plan import Plan
 
 Item = dict[str, Any]  # a question with the other fields of its line
 
@@ -117,7 +119,7 @@ def answer_all(
         for plan in plans:
             answers = []
             for item in items:
-                options["plan"] = plan
+                options["plan"], options["exact"] = plan, sampling.exact and not is_baseline(plan, plans)
                 answer = document.ask(
                     item["question"], on_text=printer.begin(item["question"]), question_phase=question_phase, **options
                 )
@@ -130,6 +132,11 @@ def answer_all(
     _finish(llm, document, items, columns, output)
     for column in columns:
         column.check_skipped(strict)
+
+
+def is_baseline(plan: Plan, plans: Sequence[Plan]) -> bool:
+    """Whether a plan is what exact answers are compared with: plain dense decoding beside another plan."""
+    return plan.decode is None and len(plans) > 1
 
 
 class AnswerPrinter:
@@ -150,11 +157,11 @@ class AnswerPrinter:
         self._llm, self._document, self._progress, self._quiet = llm, document, progress, output.printed.quiet
         self._streams = streams and not (output.printed.as_json or output.by_line)
         self._total, self._done = total, 0
-        self._text = self._question = ""
+        self._text, self._question = StrippedText(), ""
 
     def begin(self, question: str) -> Callable[[str], None] | None:
         """Begin the next question. Returns the callback for pieces of its answer; None if they are not shown."""
-        self._text, self._question = "", question
+        self._text, self._question = StrippedText(), question
         if self._streams:
             return self._print
         return self._follow if sys.stderr.isatty() and not self._quiet else None
@@ -162,7 +169,7 @@ class AnswerPrinter:
     def end(self, answer: Answer) -> None:
         """End the question with its complete answer."""
         if self._streams:
-            if not self._text.strip():
+            if not self._text.text.strip():
                 self._print_head()
                 print("(nothing)", end="")
             print("" if self._quiet else f"{cut_mark(answer)}\n", flush=True)
@@ -171,17 +178,16 @@ class AnswerPrinter:
             self._progress.answering(self._done, self._total)
 
     def _follow(self, piece: str) -> None:
-        self._text += piece
-        self._progress.answering(self._done, self._total, self._text)
+        self._text.add(piece)
+        self._progress.answering(self._done, self._total, self._text.text)
 
     def _print(self, piece: str) -> None:
         """Print a piece, without white space at both ends of the answer."""
-        before, self._text = self._text, self._text + piece
-        if not self._text.strip():
-            return
-        if not before.strip():
-            self._print_head()
-        print(plain(self._text.strip()[len(before.strip()) :]), end="", flush=True)
+        is_first = not self._text.text.strip()
+        if new := self._text.add(piece):
+            if is_first:
+                self._print_head()
+            print(plain(new), end="", flush=True)
 
     def _print_head(self) -> None:
         self._progress.clear()

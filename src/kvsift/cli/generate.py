@@ -63,13 +63,19 @@ def generate(
             max_new_tokens=max_new_tokens,
             sampling=chosen,
             stop=stop,
+            exact=sampling.exact,
             progress=progress.reading,
             on_text=None if printed.as_json or out is not None else show,
         )
     column = Column(parsed, [answer], Reading(density=answer.stats["phases"]["prefill"]["density"]))
     content = answer.text
     if printed.as_json:
-        fields = {"text": content, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+        fields = {
+            "text": content,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "exact": answer.exact,
+        }
         content = json.dumps({**column.summary(), **fields}, indent=2) + "\n"
     if out is not None:
         o.write_whole(out, content)

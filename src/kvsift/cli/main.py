@@ -12,6 +12,7 @@ from kvsift import __version__
 from kvsift.cli.ask import ask
 from kvsift.cli.bench import bench
 from kvsift.cli.calibrate import calibrate
+from kvsift.cli.chat import chat
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
 from kvsift.cli.escaping import plain
@@ -48,7 +49,7 @@ app = typer.Typer(
     help="Long-context inference that reads, for every query, only what it needs of the KV cache.",
     pretty_exceptions_enable=False,
 )
-for command in (demo, ask, generate, explain, report, methods, calibrate, doctor):
+for command in (demo, ask, chat, generate, explain, report, methods, calibrate, doctor):
     app.command()(command)
 app.command("eval")(evaluate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)

@@ -48,6 +48,7 @@ class SamplingOptions:
     temperature: o.TemperatureOption = 0.0
     top_p: o.TopPOption = 1.0
     seed: o.SeedOption = 0
+    exact: o.ExactOption = False
 
     def sampling(self) -> Sampling:
         """Return the sampling; imports torch."""

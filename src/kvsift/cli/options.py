@@ -49,6 +49,9 @@ TopPOption = Annotated[
 SeedOption = Annotated[
     int, typer.Option("--seed", help="Seed of the random draws; used when the temperature is above 0.")
 ]
+ExactOption = Annotated[
+    bool, typer.Option("--exact", help="Answers of dense attention, token by token: the plan drafts them.")
+]
 StopOption = Annotated[str | None, typer.Option("--stop", help="End the text when this appears; it is left out.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no table of numbers.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers, not only the main ones.")]

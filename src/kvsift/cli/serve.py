@@ -56,6 +56,9 @@ def serve(
     drain: Annotated[
         float, typer.Option("--drain", min=0, help="Seconds that answers have to end after SIGTERM.")
     ] = 30.0,
+    documents: Annotated[
+        Path | None, typer.Option("--documents", help="Folder that keeps uploaded documents between starts.")
+    ] = None,
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", help="File with API keys, one per line; also KVSIFT_API_KEY.")
     ] = None,
@@ -99,6 +102,7 @@ def serve(
         origins=cors_origin or [],
         max_waiting=max_waiting,
         drain_s=drain,
+        documents=documents,
     )
     raise typer.Exit(run(settings))
 
