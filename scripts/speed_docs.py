@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kvsift.benchmarks import attention_report, chart, decode_report, prefill_report
+from kvsift.benchmarks import attention_report, chart, decode_report, prefill_report, serve_report
 from kvsift.benchmarks.numbers import tokens
 from kvsift.eval.packed import read_stored, stored
 
@@ -17,7 +17,10 @@ SKETCH_ATTENTION, SKETCH_DECODE = "attention-sketch-h200.json", "decode-sketch-h
 PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
+SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
 IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
+EXACT = "exact-cpu.json"
+SCRIPTS = {IN_VLLM: "vllm_decode.py", EXACT: "exact_decoding.py"}  # that make these
 CHART = "docs/attention-h200.svg"
 README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
 
@@ -40,8 +43,8 @@ def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], st
         result = load(name)
         if result is None:
             bench = f"kvsift bench {name.partition('-')[0]} --out results/{name}"
-            command = "python scripts/vllm_decode.py" if name == IN_VLLM else bench
-            return f"Not measured yet: `{command}` on an H200, then `make docs`."
+            command = f"python scripts/{SCRIPTS[name]}" if name in SCRIPTS else bench
+            return f"Not measured yet: `{command}`, then `make docs`."
         return "\n\n".join(filter(None, (part(result) for part in parts)))
 
     return render
@@ -121,6 +124,28 @@ def first_tokens() -> str:
     return "\n\n".join(["Seconds:", prefill_report.ttft_table(together), *sources])
 
 
+def served() -> str:
+    """Return the numbers of servers under load, all results in one table."""
+    results = {name: result for name in SERVE if (result := load(name)) is not None}
+    if not results:
+        return f"Not measured yet: `kvsift bench serve --out results/{SERVE[0]}`, then `make docs`."
+    table = serve_report.serve_table([point for result in results.values() for point in result["points"]])
+    return "\n\n".join([table, *(conditions_of(name, result) for name, result in results.items())])
+
+
+def conditions_of(name: str, result: dict[str, Any]) -> str:
+    """Return machine, versions and commit of a result of a server, its turns, and how busy the machine was."""
+    point, recipe = result["points"][0], result["recipe"]
+    alone = {plan: serve_report.overhead(point, plan) for plan in serve_report.plans_of(point)}
+    direct = ", ".join(f"{ratio:.2f}x (`{plan}`)" for plan, ratio in alone.items() if ratio is not None)
+    cost = f" The engine alone, in the same turns: {direct} the tokens per second." if direct else ""
+    return (
+        f"{place(name)}: {result['machine']}, torch {result['versions']['torch']}, commit {result['commit'][:10]}; "
+        f"{recipe['clients']} clients, {recipe['tokens']} tokens each, {recipe['repeats']} turns of each plan; "
+        f"{serve_report.busy(point)}.{cost}"
+    )
+
+
 def one_token(result: dict[str, Any]) -> str:
     """Return a line on decode steps at batch 1, those that lose included."""
     steps = []
@@ -177,6 +202,29 @@ def in_vllm(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def exactly(result: dict[str, Any]) -> str:
+    """Return accepted drafts and the speed of exact decoding over dense decoding, by task and plan."""
+    heads = "| text | drafts by | accepted | speed-up | without repeats | tokens a pass |"
+    lines = [heads, "|---|---|---|---|---|---|"]
+    for row in result["rows"]:
+        passes = sum(sum(report["verified"].values()) for report in row["last"])
+        accepted = "" if row["accepted"] is None else f"{row['accepted']:.3f}"
+        plan = f"`{row['plan']}`" if row["accepted"] is not None else "none"
+        times = f"{row['speedup']:.2f}x | {row['speedup_without_repeats']:.2f}x"
+        lines.append(f"| {row['task']} | {plan} | {accepted} | {times} | {row['tokens'] / max(passes, 1):.1f} |")
+    return "\n".join(lines)
+
+
+def made_exactly(result: dict[str, Any]) -> str:
+    """Return machine and commit of that result."""
+    dense = sorted(result["rows"][0]["dense_seconds"])
+    return (
+        f"{place(EXACT)}: {result['context']:,} tokens, embedded model in bfloat16, {result['machine']['threads']} "
+        f"threads, {result['machine']['level']}, commit {result['commit']}; medians of {len(dense)} rounds in turns "
+        f"with dense decoding, {1e3 * dense[0]:.1f} to {1e3 * dense[-1]:.1f} ms a token of greedy prose."
+    )
+
+
 def readme() -> str:
     """Return a line per benchmark, as far as they are measured."""
     rows = [shown(DECODE, one_token), shown(ATTENTION, one_layer), shown(PREFILL[0], first_token)]
@@ -196,7 +244,7 @@ BLOCKS = {
         "prefill": first_tokens,
         "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
         "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),
-        "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK)),
+        "serve": served,
     },
     "docs/vllm.md": {
         "vllm": shown(
@@ -204,6 +252,10 @@ BLOCKS = {
             in_vllm,
             lambda result: f"{place(IN_VLLM)}: {result['machine']}, vLLM {result['versions']['vllm']}.",
         )
+    },
+    "results/exact-cpu.md": {"exact": shown(EXACT, exactly, made_exactly)},
+    "results/prefill-chunk-cpu.md": {
+        "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK))
     },
     "results/attention-h200.md": {
         "dense": shown(ATTENTION, baselines, attention_report.dense_tables),

@@ -10,10 +10,19 @@ from types import ModuleType
 import pytest
 from benchmarks.fake_results import attention_result, decode_result, prefill_layer_result, prefill_result
 
+from kvsift.eval.packed import read_stored
+
 IN_VLLM = {
     "machine": "NVIDIA H200", "versions": {"vllm": "0.26.0"}, "runs": [
         {"call": call, "plan": plan, "points": [{"context": 32768, "batch": 4, "tpot_ms": call * times}]}
         for call, plan, times in ((1, "sketch", 3.0), (1, "stock", 6.0), (2, "stock", 4.0), (2, "quest", 4.5))
+    ],
+}  # fmt: skip
+EXACT = {
+    "context": 32000, "machine": {"threads": 2, "level": "avx512"}, "commit": "0123456789", "rows": [
+        {"task": "prose", "plan": plan, "tokens": 30, "accepted": share, "speedup": 1.5,
+         "speedup_without_repeats": 1.25, "dense_seconds": [0.010, 0.011], "last": [{"verified": {"0": 2, "3": 8}}]}
+        for plan, share in (("sketch", 0.95), ("dense", None))
     ],
 }  # fmt: skip
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -39,6 +48,7 @@ def measured(folder: Path) -> None:
         "prefill-chunk-cpu": prefill_layer_result(whole=False),
         "prefill-layer-cpu": prefill_layer_result(),
         "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(), "vllm-h200": IN_VLLM,
+        "exact-cpu": EXACT, "serve-cpu": json.loads(read_stored(SCRIPTS.parent / "results" / "serve-cpu.json")),
     }  # fmt: skip
     for name, result in results.items():
         (folder / "results" / f"{name}.json").write_text(json.dumps(result))
@@ -50,7 +60,7 @@ def rendered(pages: ModuleType) -> dict[str, str]:
 
 def test_without_results_pages_say_how_to_make_them(pages: ModuleType) -> None:
     for text in rendered(pages).values():
-        assert text.startswith(("Not measured yet: `kvsift bench ", "Not measured yet: `python scripts/vllm_decode.py"))
+        assert text.startswith(("Not measured yet: `kvsift bench ", "Not measured yet: `python scripts/"))
         assert "make docs" in text
     assert list(pages.stale_charts()) == []
 
@@ -76,7 +86,9 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
     assert "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x |" in text["vllm"]
-    for name in ("break-even", "breakdown", "losses", "decode", "engine", "kernels"):
+    assert "| prose | `sketch` | 0.950 | 1.50x | 1.25x | 3.0 |\n| prose | none |  | 1.50x |" in text["exact"]
+    assert "10.0 to 11.0 ms a token" in text["exact"]
+    for name in ("break-even", "serve", "breakdown", "losses", "decode", "engine", "kernels"):
         assert text[name].count("|---") >= 1, name
 
 

@@ -11,6 +11,7 @@ BENCHES = {  # name on the command line -> "module:class" of its recipe; --help 
     "host": "kvsift.benchmarks.host:HostRecipe",
     "index": "kvsift.benchmarks.index:IndexRecipe",
     "prefill": "kvsift.benchmarks.prefill:PrefillRecipe",
+    "serve": "kvsift.benchmarks.serve:ServeRecipe",
     "split": "kvsift.benchmarks.split:SplitRecipe",
 }
 
