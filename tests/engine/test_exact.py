@@ -209,5 +209,5 @@ def test_what_followed_the_same_text_before_is_proposed_and_accepted(llm: LLM) -
     assert answer.text == said[:60]
     assert answer.exact is not None
     assert answer.exact["drafted"] == 0
-    assert answer.exact["repeats_accepted"] > 20, "the answer quotes the prompt"
-    assert sum(answer.exact["verified"].values()) < 45, "a pass brings several tokens"
+    assert answer.exact["repeats_accepted"] > 12, "the answer quotes the prompt"
+    assert sum(answer.exact["verified"].values()) < 48, "a pass brings several tokens"

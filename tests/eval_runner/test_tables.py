@@ -46,13 +46,13 @@ def test_the_table_has_a_row_per_plan_and_a_column_per_budget(made_by_hand: dict
     assert quality_table(upgraded(made_by_hand)) == (
         "| needle (3 questions) | 64 | 256 |\n"
         "|---|---|---|\n"
-        "| dense | 0.67 (2/3) | 0.67 (2/3) |\n"
-        "| quest | 0.33 (1/3) | 0.67 (2/3) |\n"
-        "| quest:score_by=mean_std | 1.00 (3/3) | - |\n"
+        "| dense | 2/3 | 2/3 |\n"
+        "| quest | 1/3 | 2/3 |\n"
+        "| quest:score_by=mean_std | 3/3 | - |\n"
         "\n"
         "| facts (3 questions) | 64 | 256 |\n"
         "|---|---|---|\n"
-        "| dense | 0.67 (2/3) | 0.67 (2/3) |\n"
+        "| dense | 2/3 | 2/3 |\n"
         "| quest | - | - |\n"
         "| quest:score_by=mean_std | - | - |"
     )
@@ -143,7 +143,7 @@ def test_older_results_are_still_read(tmp_path: Path, name: str) -> None:
     assert {(cell["task"], cell["score"]) for cell in result["cells"]} == {("needle", 1.0), ("facts", 0.0)}
     counted = {cell["counted_tokens"] for cell in result["cells"] if cell["budget"]}
     assert counted == {512.0 if "prefilled" in name else 500.0}
-    assert "| dense | 1.00 (1/1) | 1.00 (1/1) |" in quality_table(result)
+    assert "| dense | 1/1 | 1/1 |" in quality_table(result)
     assert "1 contexts are not finished" in page([("older", result)]) or name != "stopped"
 
 

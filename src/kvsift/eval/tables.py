@@ -9,7 +9,8 @@ from typing import Any
 
 
 def quality_table(result: dict[str, Any]) -> str:
-    """Return a table per task and length: a row per plan, a column per budget, mean scores with counts."""
+    """Return a table per task and length: a row per plan, a column per budget: right answers, or the mean
+    score where an answer may be partly right."""
     names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
     cells: dict[tuple[str, Any, str, int | None], list[float]] = defaultdict(list)
     for sample in result["samples"]:
@@ -157,8 +158,9 @@ def _mean(values: Iterable[float]) -> float | None:
 def _cell(scores: Sequence[float] | None) -> str:
     if not scores:
         return "-"
-    mean = f"{sum(scores) / len(scores):.2f}"
-    return f"{mean} ({sum(scores):.0f}/{len(scores)})" if set(scores) <= {0, 1} else f"{mean} ({len(scores)})"
+    if set(scores) <= {0, 1}:
+        return f"{sum(scores):.0f}/{len(scores)}"
+    return f"{sum(scores) / len(scores):.2f} ({len(scores)})"
 
 
 def _interval_cell(cell: dict[str, Any] | None) -> str:
