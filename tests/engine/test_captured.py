@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine.mixed_rows import decode
-from engine.tiny_directory import text_of, write_model
+from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
@@ -110,6 +110,20 @@ def test_other_architectures_answer_as_on_the_composed_path(
     assert [answer.decode("density") for answer in fast] == [answer.decode("density") for answer in slow]
     if family != "GptOss":  # its experts may be looked up by the host
         assert {answer.path for answer in fast} == {"captured"}
+
+
+def test_layers_that_reuse_are_captured(directory: Path, tmp_path: Path) -> None:
+    models = [llm(directory, path) for path in ("captured", "eager", "composed")]
+    plan = f"sketch:budget=128:window=32:dense_layers=none:anchors={write_anchors(tmp_path, models[0].model)}"
+    captured, eager, composed = (answers(model, plan=plan, max_new_tokens=24) for model in models)
+    assert {answer.path for answer in captured} == {"captured"}
+    assert tokens(captured) == tokens(eager) == tokens(composed)
+    for one, other in zip(captured, composed):
+        assert one.decode("visible_tokens") == other.decode("visible_tokens")
+        assert one.decode("sparse_queries") == other.decode("sparse_queries")
+        assert one.decode("recovery") == (
+            other.decode("recovery") and pytest.approx(other.decode("recovery"), abs=2e-3)
+        )
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.tiny_directory import text_of, write_model
+from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
@@ -97,6 +97,12 @@ def test_other_architectures_take_steps_by_their_own_forward(
     assert tokens(fast) == tokens(slow)
     for one, other in zip(fast, slow):
         assert {key: one.decode(key) for key in COUNTERS} == {key: other.decode(key) for key in COUNTERS}
+
+
+def test_layers_that_reuse_answer_as_on_the_composed_path(eager: LLM, composed: LLM, tmp_path: Path) -> None:
+    plan = f"sketch:budget=64:window=16:page_size=8:dense_layers=none:anchors={write_anchors(tmp_path, eager.model)}"
+    test_rows_of_a_ragged_batch_answer_as_they_do_alone(plan, eager, composed)
+    assert answers(eager, plan=plan)[0].decode("estimated_share") > 0, "of the layer that selects"
 
 
 @pytest.mark.parametrize("plan", PLANS)

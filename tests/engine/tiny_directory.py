@@ -9,6 +9,10 @@ from models.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from kvsift.methods import anchors
+from kvsift.methods.anchors import AnchorMap, Reuse
+from kvsift.models.transformers_origin import origin_of
+
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 POSITIONS = 4096
 CHAT_TEMPLATE = (
@@ -54,3 +58,12 @@ def text_of(num_bytes: int) -> str:
     while len(text) < num_bytes:
         text += next(sentences)
     return text[: num_bytes - 1] + "."
+
+
+def write_anchors(folder: Path, model: Any) -> Path:
+    """An anchor file for a model of three layers: the first selects; the heads of the second exchange its lists."""
+    path, heads, origin = folder / "anchors.json", range(model.config.num_key_value_heads), origin_of(model)
+    assert origin is not None
+    reuse = {1: Reuse(0, tuple(reversed(heads)), 0.9), 2: Reuse(0, tuple(heads), 0.9)}
+    anchors.write(path, AnchorMap.of(origin, [0], reuse, [], {}))
+    return path

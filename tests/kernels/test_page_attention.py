@@ -190,3 +190,17 @@ def test_without_lists_only_dense_rows_are_attended_and_with_lists_only_the_othe
         for row in range(len(LENGTHS)):
             assert torch.equal(out[row], whole[row] if row in active else torch.full_like(whole[row], 7.0))
             assert counted[row] == (expected[row] if row in active else 0)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["per KV head", "per query head"])
+@pytest.mark.parametrize(
+    "function", [page_attention_reference, pytest.param(page_attention_triton, marks=needs_triton)]
+)
+def test_heads_attend_the_lists_of_the_heads_that_are_named(function: Any, shared: bool) -> None:
+    case = draw_case(LENGTHS, *SHAPES[2], torch.float32)
+    units, counts = lists_of(case, shared)
+    heads = torch.arange(units.shape[1], dtype=torch.int32, device=DEVICE).flip(0)
+    heads[0] = 0  # and one list twice
+    moved = attend(function, case, (units[:, heads].contiguous(), counts[:, heads].contiguous()))
+    assert torch.equal(attend(function, case, (units, counts), heads=heads), moved)
+    assert not torch.equal(attend(function, case, (units, counts)), moved)

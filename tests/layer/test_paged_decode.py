@@ -325,9 +325,8 @@ def test_a_method_with_features_of_its_own_answers_as_on_the_composed_path() -> 
 def test_groups_of_any_size(num_kv_heads: int) -> None:
     both = SideBySide(f"{QUEST}:budget=40:sinks=4:window=5", SHAPE._replace(num_kv_heads=num_kv_heads))
     both.check()
-    pages, counts = both.layer.units, both.layer.counts
-    assert pages is not None
-    assert counts is not None
+    assert both.layer.lists is not None
+    pages, counts = both.layer.lists
     assert pages.shape == (3, num_kv_heads, both.batch.capacity)
     assert counts.tolist() == [[10] * num_kv_heads, [3] * num_kv_heads, [10] * num_kv_heads]
 
@@ -354,10 +353,10 @@ def test_a_layer_may_have_a_table_of_its_own() -> None:
 def test_buffers_stay_where_they_are() -> None:
     """Captured steps read and write the memory they were captured with."""
     both = SideBySide(f"{QUEST}:budget=40:sinks=4:window=5")
-    buffers = (both.batch.lengths, both.batch.spans, both.layer.units, both.layer.counts, both.layer.visible)
+    buffers = (both.batch.lengths, both.batch.spans, *(both.layer.lists or ()), both.layer.visible)
     before = [buffer.data_ptr() for buffer in buffers if buffer is not None]
     both.check()
-    after = (both.batch.lengths, both.batch.spans, both.layer.units, both.layer.counts, both.layer.visible)
+    after = (both.batch.lengths, both.batch.spans, *(both.layer.lists or ()), both.layer.visible)
     assert [buffer.data_ptr() for buffer in after if buffer is not None] == before
 
 

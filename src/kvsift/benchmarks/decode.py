@@ -27,6 +27,10 @@ class DecodeRecipe(r.BenchRecipe):
     contexts: tuple[int, ...] = r.contexts("32K,128K")
     batches: tuple[int, ...] = r.option("1,4", "Sequences, for instance 1,4.", flag="--batch", parse=r.counts)
     plan: str = r.option("quest:budget=2048", "Plan that is compared with dense.")
+    anchors: int | None = r.option(
+        None, "Layers that select for the others, evenly spaced, to measure time; calibrate --layers finds good ones.",
+        kind=int | None, minimum=1,
+    )  # fmt: skip
     steps: int = r.option(32, "Tokens decoded for a sample.", minimum=2)
     repeats: int = r.repeats(5)
     profile: bool = r.option(False, "Also sum the kernels of a step by name.")
@@ -35,6 +39,7 @@ class DecodeRecipe(r.BenchRecipe):
 
     def __post_init__(self) -> None:
         from kvsift.layer.paged_decode import reason_against, rule_of
+        from kvsift.methods.anchors import AnchoredMethod
         from kvsift.models.transformers_random import SHAPES
         from kvsift.plan.syntax import parse_plan
 
@@ -45,3 +50,5 @@ class DecodeRecipe(r.BenchRecipe):
         reason = "it skips nothing" if rule_of(plan) is None else reason_against(plan)
         if reason is not None:
             raise InputError(f"plan {self.plan!r} cannot be measured against dense captured steps: {reason}.")
+        if self.anchors and not (plan.decode and isinstance(plan.decode.method, AnchoredMethod)):
+            raise InputError(f"--anchors {self.anchors}: no layer reuses selections under {self.plan!r}; sketch can.")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,8 +20,10 @@ from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
+from kvsift.methods.anchors import AnchoredMethod, AnchorMap, Reuse, write
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.transformers_origin import origin_of
 from kvsift.plan.plan import Plan, Rule
 
 
@@ -61,6 +65,26 @@ def filled_cache(model: Any, plan: Plan, context: int, batch: int, steps: int) -
             for kind, summary_rows in summaries.items():
                 fill_summary(kind, keys, values, summary_rows)
     return cache
+
+
+def with_anchors(plan: Plan, model: Any, count: int, path: Path) -> Plan:
+    """Let so many sparse layers, evenly spaced, select for those above, by a file that is written. Each KV head takes
+    the list of another one."""
+    config, origin = model.config.get_text_config(decoder=True), origin_of(model)
+    assert plan.decode is not None
+    assert isinstance(plan.decode.method, AnchoredMethod)
+    assert origin is not None
+    dense = plan.decode.budget.dense_layers
+    layers = [layer for layer in range(config.num_hidden_layers) if layer not in dense]
+    anchors = [layers[number * len(layers) // count] for number in range(min(count, len(layers)))]
+    heads = tuple(reversed(range(config.num_key_value_heads)))
+    reuse = {
+        layer: Reuse(max(anchor for anchor in anchors if anchor < layer), heads, 1.0)
+        for layer in layers
+        if layer not in anchors
+    }
+    write(path, AnchorMap.of(origin, anchors, reuse, dense, {}))
+    return replace(plan, decode=replace(plan.decode, method=replace(plan.decode.method, anchors=str(path))))
 
 
 def new_slots(step: Step, cache: SparseCache, plan: Plan, batch: int, capture: bool) -> Slots:

@@ -7,6 +7,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
@@ -25,6 +27,7 @@ from kvsift.benchmarks.decode_case import (
     pool_bytes,
     read_bytes,
     weight_bytes,
+    with_anchors,
 )
 from kvsift.benchmarks.decode_report import point_text, summary
 from kvsift.benchmarks.timing import digits, gpu_seconds, rotated
@@ -105,7 +108,14 @@ class DecodeBench(Bench):
         return json.dumps(summary(result))
 
     def measure(self, point: tuple[int, int]) -> dict[str, Any]:
-        (context, batch), started, steps, plan = point, perf_counter(), self.recipe.steps, parse_plan(self.recipe.plan)
+        with TemporaryDirectory() as folder:
+            plan, anchors = parse_plan(self.recipe.plan), self.recipe.anchors
+            if anchors is not None:
+                plan = with_anchors(plan, self.model, anchors, Path(folder) / "anchors.json")
+            return self._measure(point, plan)
+
+    def _measure(self, point: tuple[int, int], plan: Plan) -> dict[str, Any]:
+        (context, batch), started, steps = point, perf_counter(), self.recipe.steps
         config = self.model.config.get_text_config(decoder=True)
         pools = pool_bytes(config, plan, context, batch, steps, self.model.dtype.itemsize)
         machine.require_room(self.model.device, pools * (1 + ROOM_SHARE))
@@ -132,7 +142,8 @@ class DecodeBench(Bench):
             tallies = decode(slots, context, steps).tallies
             read, first = read_bytes(tallies) / steps, tallies[0].report()
             samples[name] = {
-                "name": name, "plan": str(slots.plan), "bytes": weights + read, "kv_bytes": read,
+                "name": name, "plan": "dense" if slots.plan.decode is None else self.recipe.plan,
+                "bytes": weights + read, "kv_bytes": read,
                 "visible_tokens": first["visible_tokens"], "density": first["density"], "tpot_s": [], "replay_s": [],
             }  # fmt: skip
         for number in range(self.recipe.repeats):

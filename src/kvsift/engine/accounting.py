@@ -115,7 +115,7 @@ def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer], over_bus: bool = F
         kv_bytes = _add(row.stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
         if over_bus:
             row.stats.tally(layer.shape.layer, "decode").kv_bytes_copied += kv_bytes
-        if row.rule is None or is_dense or layer.summary is None:
+        if row.rule is None or is_dense or layer.method is None:
             continue
         start = 0
         for stop, budget in [*row.budgets, (row.steps, row.rule.budget)]:
@@ -143,7 +143,6 @@ def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, v
 
 def _add_selection(stats: RunStats, layer: DecodeLayer, lengths: Tensor, budget: Budget) -> None:
     """Count the steps that selected, of those at these lengths."""
-    assert layer.summary is not None
     if not len(lengths):
         return
     tally, unit_size, page_size = stats.tally(layer.shape.layer, "decode"), layer.batch.unit_size, layer.kv.page_size
@@ -152,6 +151,8 @@ def _add_selection(stats: RunStats, layer: DecodeLayer, lengths: Tensor, budget:
     tally.sparse_queries += int(selects.sum())
     if layer.estimates:
         tally.estimated_queries += int(selects.sum())
+    if layer.summary is None:  # the layer reuses what another selected
+        return
     pages = -(-stop * unit_size // page_size) - first * unit_size // page_size
     per_page = layer.shape.num_kv_heads * layer.summary.shape[2] * layer.summary.element_size()
     tally.index_bytes_read += int(pages[selects].sum()) * per_page

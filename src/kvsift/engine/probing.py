@@ -72,9 +72,8 @@ def _sparse_layers(slots: Slots, row: DecodeRow) -> list[int]:
 
 def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple[float, float]:
     """Return recall and recovery; queries [num_query_heads, head_dim]."""
-    assert layer.units is not None
-    assert layer.counts is not None
-    units, counts = layer.units[slot], layer.counts[slot]
+    assert layer.lists is not None
+    units, counts = (each[slot] for each in layer.lists)
     physical = layer.kv.table[slot, : -(-length // layer.kv.page_size)].long()
     keys = layer.kv.keys[:, physical].flatten(1, 2)[:, :length]
     listed = torch.arange(units.shape[1], device=units.device) < counts.unsqueeze(1)

@@ -6,7 +6,7 @@ page in every step, so that a batch of three can run as one of four.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvsift.engine.sampling import Sampling, draw, likeliest
 from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, unit_size_of
 from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.methods.anchors import AnchoredMethod
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
@@ -97,7 +98,10 @@ class Slots:
         self.tokens = self.results[0]
         self._dense_below = torch.full((len(attentions), num_slots), ALWAYS, dtype=torch.int32, device=device)
         per_layer = zip(attentions, self._dense_below, *self.results[1:].unflatten(0, (2, -1)))
-        self.layers = [_layer(attention, self.batch, rules, *views) for attention, *views in per_layer]
+        layers: dict[int, DecodeLayer] = {}
+        for attention, *views in per_layer:
+            layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
+        self.layers = list(layers.values())
         self._summaries = [attention.store.pools().summaries for attention in attentions]
         self._knobs = torch.zeros(2, num_slots, dtype=torch.float64, device=device)  # temperature, top_p
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
@@ -232,15 +236,20 @@ def warm_up(run: Callable[[], None]) -> None:
 
 
 def _layer(
-    attention: SparseAttention, batch: DecodeBatch, rules: Sequence[Rule | None], below: Tensor, visible: Tensor,
-    estimated: Tensor,
+    attention: SparseAttention, batch: DecodeBatch, rules: Sequence[Rule | None], lower: Mapping[int, DecodeLayer],
+    below: Tensor, visible: Tensor, estimated: Tensor,
 ) -> DecodeLayer:  # fmt: skip
+    """A layer above ``lower``, which are given by their true indices."""
     shape, (keys, values, summaries) = attention.shape, attention.store.pools()
     methods = [rule.method for rule in rules if rule is not None and shape.layer not in rule.budget.dense_layers]
     assert all(method == methods[0] for method in methods), "rows of one batch rank pages by one method"
     if not methods:
         return DecodeLayer(shape, batch, keys, values)
-    summary = summaries[methods[0].summaries[0]]
+    method = methods[0]
+    reuse = method.new_state(shape) if isinstance(method, AnchoredMethod) else None
+    anchor, heads = (None, ()) if reuse is None else (lower[reuse.anchor], reuse.heads)
+    summary = summaries[method.summaries[0]] if anchor is None else None
     return DecodeLayer(
-        shape, batch, keys, values, summary, methods[0], dense_below=below, visible=visible, estimated=estimated
-    )
+        shape, batch, keys, values, summary, method, dense_below=below, visible=visible, estimated=estimated,
+        anchor=anchor, heads=heads,
+    )  # fmt: skip

@@ -46,7 +46,7 @@ def page_attention(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None,
+    unit_size: int | None = None, heads: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention of one query per sequence.
 
@@ -66,6 +66,7 @@ def page_attention(
             lists, and only the others with lists. None: all of them.
         out: written where a sequence is attended; a new one by default.
         unit_size: tokens per unit of the lists, a divisor of the page size; a page by default.
+        heads: int32 [num_kv_heads or num_query_heads], whose list each head attends; its own by default.
 
     Returns:
         [batch, num_query_heads, head_dim] in the dtype of ``queries``.
@@ -73,7 +74,7 @@ def page_attention(
     run = page_attention_triton if runs_on_triton(queries) else page_attention_reference
     return run(
         queries, kv, units, counts, scale=scale, softcap=softcap, sink_logit=sink_logit, space=space, visible=visible,
-        dense_below=dense_below, out=out, unit_size=unit_size,
+        dense_below=dense_below, out=out, unit_size=unit_size, heads=heads,
     )  # fmt: skip
 
 
@@ -81,8 +82,10 @@ def page_attention_reference(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None,
+    unit_size: int | None = None, heads: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    if heads is not None and units is not None and counts is not None:
+        units, counts = units[:, heads], counts[:, heads]
     output = torch.zeros_like(queries) if out is None else out
     for row in range(kv.batch):
         if dense_below is not None and bool(kv.lengths[row] < dense_below[row]) == (units is not None):
@@ -122,7 +125,7 @@ def page_attention_triton(
     queries: Tensor, kv: PagedKV, units: Tensor | None, counts: Tensor | None, *, scale: float,
     softcap: float | None = None, sink_logit: Tensor | None = None, space: SplitSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None,
-    unit_size: int | None = None, estimates: int = 0, estimated: Tensor | None = None,
+    unit_size: int | None = None, heads: Tensor | None = None, estimates: int = 0, estimated: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """``page_attention``, merged with the last ``estimates`` records of each row of the workspace
     (``kernels.split_attention``); ``estimated`` as in ``kernels.sketch_attention``."""
@@ -138,11 +141,12 @@ def page_attention_triton(
         queries, kv.keys, kv.values, kv.table, kv.lengths, kv.table if units is None else units,
         kv.lengths if counts is None else counts, output, *space, queries if sink_logit is None else sink_logit,
         kv.lengths if visible is None else visible, kv.lengths if estimated is None else estimated,
-        kv.lengths if dense_below is None else dense_below, *attention_strides(kv), kv.table.shape[1], capacity or 0,
+        kv.lengths if dense_below is None else dense_below, kv.lengths if heads is None else heads,
+        *attention_strides(kv), kv.table.shape[1], capacity or 0,
         num_rows, *logit_factors(scale, softcap),
         **attention_constants(kv, group, num_rows, unit_size, space, estimates), LISTED=units is not None,
-        MIXED=dense_below is not None, COUNTED=visible is not None, CAPPED=softcap is not None,
-        SINK=sink_logit is not None, STAGES=3, num_warps=8 if group == 1 else 4,
+        MAPPED=heads is not None, MIXED=dense_below is not None, COUNTED=visible is not None,
+        CAPPED=softcap is not None, SINK=sink_logit is not None, STAGES=3, num_warps=8 if group == 1 else 4,
     )  # fmt: skip
     return output
 
@@ -192,12 +196,12 @@ def attention_constants(
 @jit
 def _page_attention_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, list_ptr, counts_ptr, out_ptr, parts_ptr, arrived_ptr,
-    sink_ptr, visible_ptr, estimated_ptr, below_ptr, key_head, key_page, key_token, value_head, value_page, value_token,
-    max_pages, capacity, num_rows, scale, softcap,
+    sink_ptr, visible_ptr, estimated_ptr, below_ptr, heads_ptr, key_head, key_page, key_token, value_head, value_page,
+    value_token, max_pages, capacity, num_rows, scale, softcap,
     G: tl.constexpr, GP: tl.constexpr, ROWS_PER_KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     PAGE: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, ESTIMATES: tl.constexpr,
-    RECORDSP: tl.constexpr, RECORD: tl.constexpr, LISTED: tl.constexpr, MIXED: tl.constexpr, COUNTED: tl.constexpr,
-    CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
+    RECORDSP: tl.constexpr, RECORD: tl.constexpr, LISTED: tl.constexpr, MAPPED: tl.constexpr, MIXED: tl.constexpr,
+    COUNTED: tl.constexpr, CAPPED: tl.constexpr, SINK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
     if MIXED:
@@ -205,8 +209,11 @@ def _page_attention_kernel(
         if dense == LISTED:
             return
     if LISTED:
-        count = tl.load(counts_ptr + row)
-        list_ptr += row * capacity
+        source = row
+        if MAPPED:
+            source += tl.load(heads_ptr + row % num_rows) - row % num_rows
+        count = tl.load(counts_ptr + source)
+        list_ptr += source * capacity
     else:
         count = (tl.load(lengths_ptr + row // num_rows) + PAGE - 1) // PAGE
     attend_split(

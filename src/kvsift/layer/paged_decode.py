@@ -72,8 +72,6 @@ def _reason_of_method(method: Method, name: str) -> str | None:
 def _reason_of_sketch(method: Sketch, name: str) -> str | None:
     if replaced := [part for part in RANKING if getattr(type(method), part) is not getattr(Sketch, part)]:
         return f"{name} has its own {' and '.join(replaced)}; the kernels rank tokens as sketch does"
-    if method.anchors is not None:
-        return "anchors= lets layers take the selections of others; the kernels choose in every layer"
     if method.heads == "query":
         return "heads=query gives every query head tokens of its own; the kernels choose them for each KV head"
     return None
@@ -172,35 +170,49 @@ class DecodeLayer:
         visible: int64 [batch], to which the visible tokens of each row's lists are added, step by step.
         estimated: int64 [batch], to which the shares of attention that are estimated are added, head by head
             (``kernels.sketch_attention``).
+        anchor: the layer whose lists this one attends, instead of a summary.
+        heads: of each KV head, that of the anchor whose list it attends.
     """
 
     def __init__(
         self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,
         method: Method | None = None, table: Tensor | None = None, sink_logit: Tensor | None = None,
         dense_below: Tensor | None = None, visible: Tensor | None = None, estimated: Tensor | None = None,
+        anchor: DecodeLayer | None = None, heads: Sequence[int] = (),
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.summary, self.sink_logit = shape, batch, summary, sink_logit
         self.kv = PagedKV(keys, values, batch.table if table is None else table, batch.lengths)
-        self.method = method if isinstance(method, CAPTURED) and summary is not None else None
-        self.units: Tensor | None = None  # int32 [batch, num_rows, capacity], the lists of the last step
-        self.counts: Tensor | None = None  # int32 [batch, num_rows]
-        if self.method is not None:
+        self.method = method if isinstance(method, CAPTURED) and (summary is not None or anchor is not None) else None
+        self.anchor = anchor
+        self._heads: Tensor | None = None
+        self._lists: tuple[Tensor, Tensor] | None = None if anchor is None else anchor._lists
+        if tuple(heads) != tuple(range(len(heads))):
+            self._heads = torch.tensor(heads, dtype=torch.int32, device=keys.device)
+        if self.method is not None and anchor is None:
             num_rows = self.method.num_selections(shape)
-            self.units = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
-            self.counts = torch.zeros(self.kv.batch, num_rows, dtype=torch.int32, device=keys.device)
+            units = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
+            self._lists = units, torch.zeros(self.kv.batch, num_rows, dtype=torch.int32, device=keys.device)
         self.dense_below = torch.zeros_like(batch.lengths) if dense_below is None else dense_below
         self.visible = torch.zeros_like(batch.lengths, dtype=torch.int64) if visible is None else visible
         self.estimated = torch.zeros_like(self.visible) if estimated is None else estimated
 
     @property
+    def lists(self) -> tuple[Tensor, Tensor] | None:
+        """Of the last step: units int32 [batch, num_rows, capacity], and how many of them count, [batch, num_rows]."""
+        if self._lists is None or self._heads is None:
+            return self._lists
+        units, counts = self._lists
+        return units[:, self._heads], counts[:, self._heads]
+
+    @property
     def shares(self) -> bool:
         """Whether the query heads of a KV head share a list."""
-        return self.units is not None and self.units.shape[1] == self.shape.num_kv_heads
+        return self._lists is not None and self._lists[0].shape[1] == self.shape.num_kv_heads
 
     @property
     def estimates(self) -> bool:
         """Whether what the lists leave out is estimated."""
-        return isinstance(self.method, Sketch) and self.method.rest
+        return isinstance(self.method, Sketch) and self.method.rest and self.anchor is None
 
     def attend(self, queries: Tensor, mode: StepMode, early: bool = False) -> Tensor:
         """Return attention, [batch, num_query_heads, head_dim] like ``queries``.
@@ -224,22 +236,37 @@ class DecodeLayer:
     ) -> Tensor:
         kv, method, summary = self.kv, self.method, self.summary
         assert method is not None
+        assert self._lists is not None
+        if self.anchor is not None:
+            return self._attend_reused(queries, *self._lists, out, dense_below)
         assert summary is not None
-        assert self.units is not None
-        assert self.counts is not None
         if isinstance(method, Sketch):
             return sketch_attention(
-                queries, kv, summary, self.batch.spans, self.units, self.counts, bits=method.bits, rest=method.rest,
+                queries, kv, summary, self.batch.spans, *self._lists, bits=method.bits, rest=method.rest,
                 visible=self.visible, estimated=self.estimated, out=out, dense_below=dense_below,
                 space=self._sketch_space(queries), early=early, **self._logits,
             )  # fmt: skip
         space = None
-        if single_launch_runs(queries, kv, summary, self.units, method.ranking):
+        if single_launch_runs(queries, kv, summary, self._lists[0], method.ranking):
             key = (kv.keys.shape[0], *self.shape[1:4])
             space = self.batch.space(SiftSpace.make, kv, self.shape.group_size, key=key)
         return sifted_attention(
-            queries, kv, summary, self.batch.spans, self.units, self.counts, kind=method.ranking, space=space,
+            queries, kv, summary, self.batch.spans, *self._lists, kind=method.ranking, space=space,
             visible=self.visible, early=early, out=out, dense_below=dense_below, **self._logits,
+        )  # fmt: skip
+
+    def _attend_reused(
+        self, queries: Tensor, units: Tensor, counts: Tensor, out: Tensor | None, dense_below: Tensor | None
+    ) -> Tensor:
+        space, unit_size = None, self.batch.unit_size
+        if self.kv.keys.is_cuda:
+            rows = self.kv.batch * units.shape[1]
+            splits = split_count(self.kv, units.shape[2], rows, unit_size)
+            sizes = (rows, splits, self.shape.num_query_heads // units.shape[1], self.shape.head_dim, units.device)
+            space = self.batch.space(SplitSpace.make, *sizes, key=sizes)
+        return page_attention(
+            queries, self.kv, units, counts, space=space, visible=self.visible, dense_below=dense_below, out=out,
+            unit_size=unit_size, heads=self._heads, **self._logits,
         )  # fmt: skip
 
     def _attend_dense(

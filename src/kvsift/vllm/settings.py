@@ -97,6 +97,8 @@ def read_plan(spec: Any) -> Plan:
         )
     if plan.is_guarded:
         raise InputError(f"{plan} probes its own answers, which is not done under vLLM. Leave out min_recovery.")
+    if plan.decode is not None and plan.decode.method.reused:
+        raise InputError(f"{plan} cannot run under vLLM: there every layer selects for itself. Leave out anchors.")
     if reason := reason_against(plan):
         raise InputError(f"{plan} cannot run under vLLM: {reason}. Take quest or sketch with a budget in tokens.")
     return plan
