@@ -12,6 +12,7 @@ from paper_docs import RESULTS, result_of
 from speed_docs import measured_on, place, shown
 
 from kvsift.benchmarks import host_report, index_report
+from kvsift.eval.packed import read_stored
 from kvsift.eval.tables import quality_table
 
 HOST, HOST_SKETCH = "host-cpu.json", "host-sketch-cpu.json"
@@ -19,7 +20,7 @@ SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
 SPLIT_SKETCH = ("split-sketch-h200.json", "split-sketch-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
 WRITTEN = "generation-recall-cpu.json"
-BUSY = "busy-machine*.json"
+BUSY = "busy-machine*.json*"
 INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
 
@@ -75,7 +76,7 @@ def _row(name: str, cells: list[str]) -> str:
 
 def busy() -> str:
     """Return the time per token beside busy loops, for each measured machine."""
-    results = [(path.name, json.loads(path.read_text())) for path in sorted(RESULTS.glob(BUSY))]
+    results = [(path.name, json.loads(read_stored(path))) for path in sorted(RESULTS.glob(BUSY))]
     if not results:
         return "Not measured yet: `python scripts/busy_machine.py results/busy-machine.json`, then `make docs`."
     return "\n\n".join(

@@ -214,6 +214,7 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
         "fidelity-prefill": when_measured("fidelity-prefill", fidelity("fidelity-prefill")),
         "sketches": when_measured("sketch-32k", paper_docs.grid(["sketch-32k"], paper_docs.by_task, "mean")),
         "one-choice": paper_docs.grid(["one-choice-32k"], paper_docs.by_task, "mean"),
+        "anchors": paper_docs.grid(["anchors-32k"], paper_docs.by_task, "mean"),
         "dropping": paper_docs.grid(["dropping-32k"], paper_docs.by_task, "mean"),
     },
     "docs/adding-a-method.md": {"example": example},

@@ -14,6 +14,7 @@ from kvsift.eval.packed import read_stored, stored
 ROOT = Path(__file__).parent.parent
 ATTENTION, DECODE = "attention-h200.json", "decode-h200.json"
 SKETCH_ATTENTION, SKETCH_DECODE = "attention-sketch-h200.json", "decode-sketch-h200.json"
+ANCHORS_DECODE = "decode-anchors-h200.json"
 PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
@@ -94,7 +95,9 @@ def right(result: dict[str, Any]) -> str:
 
 def end_to_end(result: dict[str, Any]) -> str:
     """Return the decode table, in milliseconds."""
-    title = f"Milliseconds per token, {_shape(result)}, `{result['recipe']['plan']}`:"
+    anchors = result["recipe"].get("anchors")
+    selecting = f", {anchors} of its layers select" if anchors else ""
+    title = f"Milliseconds per token, {_shape(result)}, `{result['recipe']['plan']}`{selecting}:"
     return f"{title}\n\n{decode_report.decode_table(result)}"
 
 
@@ -189,12 +192,19 @@ def _source(name: str, result: dict[str, Any]) -> str:
     return f"{place(name)}: {result['gpu']['name']}, commit {result['commit'][:10]}."
 
 
+def longest_kernels(result: dict[str, Any]) -> str:
+    """Return the kernel tables of the longest context."""
+    longest = max(point["context"] for point in result["points"])
+    points = [point for point in result["points"] if point["context"] == longest]
+    return decode_report.kernel_tables({**result, "points": points})
+
+
 def in_vllm(result: dict[str, Any]) -> str:
     """Return milliseconds per token in vLLM, its own attention beside plans in the same run."""
     lines = ["| plan | context | batch | vLLM's own | with the plan | |", "|---|---|---|---|---|---|"]
     stock = {run["call"]: run["points"] for run in result["runs"] if run["plan"] == "stock"}
-    for run in result["runs"]:
-        for own, point in zip(stock[run["call"]], run["points"]) if run["plan"] != "stock" else ():
+    for run in (run for run in result["runs"] if run["plan"] != "stock" and run["call"] in stock):
+        for own, point in zip(stock[run["call"]], run["points"]):
             times, where = (own["tpot_ms"], point["tpot_ms"]), f"{tokens(point['context'])} | {point['batch']}"
             lines.append(
                 f"| `{run['plan']}` | {where} | {times[0]:.2f} | {times[1]:.2f} | {times[0] / times[1]:.2f}x |"
@@ -239,8 +249,9 @@ BLOCKS = {
         "losses": shown(ATTENTION, attention_report.losses_table),
         "decode": shown(DECODE, end_to_end, made(DECODE)),
         "sketch-decode": shown(SKETCH_DECODE, end_to_end, made(SKETCH_DECODE)),
+        "anchors-decode": shown(ANCHORS_DECODE, end_to_end, made(ANCHORS_DECODE)),
         "engine": shown(DECODE, decode_report.engine_table),
-        "kernels": shown(DECODE, decode_report.kernel_tables),
+        "kernels": shown(DECODE, longest_kernels),
         "prefill": first_tokens,
         "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
         "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),

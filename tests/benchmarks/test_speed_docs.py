@@ -47,7 +47,8 @@ def measured(folder: Path) -> None:
         "prefill-256k-h200": prefill_result((262144,)), "prefill-layer-h200": prefill_layer_result(),
         "prefill-chunk-cpu": prefill_layer_result(whole=False),
         "prefill-layer-cpu": prefill_layer_result(),
-        "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(), "vllm-h200": IN_VLLM,
+        "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(),
+        "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM,
         "exact-cpu": EXACT, "serve-cpu": json.loads(read_stored(SCRIPTS.parent / "results" / "serve-cpu.json")),
     }  # fmt: skip
     for name, result in results.items():
