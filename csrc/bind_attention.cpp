@@ -114,6 +114,14 @@ void bind_attention(nb::module_& m) {
       free_gil);
 
   m.def(
+      "all_scores",
+      [](const Shape& shape, Address queries, Address keys, std::int64_t key_stride, bool bf16, int threads, Address scores) {
+        const PackedQueries packed(at<const float>(queries), shape.num_query_heads, shape.width);
+        all_scores(packed, shape.num_query_heads, rows_at(keys, key_stride, shape, bf16), threads, at<float>(scores));
+      },
+      free_gil);
+
+  m.def(
       "scan_codes",
       [](const Shape& shape, Address queries, Address keys, std::int64_t key_stride, bool bf16, Address codes,
          std::int64_t code_stride, Address code_scale, std::int64_t k, std::int64_t num_candidates, int threads, Address ids,

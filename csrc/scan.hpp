@@ -179,6 +179,20 @@ inline void write_matches(Best& best, std::int64_t k, std::int64_t* ids, float* 
   }
 }
 
+// The score of every key, [num_query_heads, length].
+inline void all_scores(const PackedQueries& queries, int num_query_heads, const HeadRows& keys, int threads, float* scores) {
+  const int group = num_query_heads / keys.num_kv_heads;
+  const std::int64_t length = keys.length(), part = 8 * kScanRows, parts = (length + part - 1) / part;
+  std::vector<std::int64_t> ids;
+  const Slots slots = keys.slots(ids);
+  parallel_for(parts * keys.num_kv_heads, threads, [&](std::int64_t task, int) {
+    const int h = int(task / parts);
+    const std::int64_t start = task % parts * part, count = std::min(part, length - start);
+    kernels().dots(queries.heads(h * group, group), keys.rows(h, slots.part(start, count)),
+                   scores + std::int64_t(h) * group * length + start, length);
+  });
+}
+
 inline void scan(const PackedQueries& queries, int num_query_heads, const HeadRows& keys, std::int64_t k, int threads,
                  const Matches& out) {
   const int group = num_query_heads / keys.num_kv_heads;

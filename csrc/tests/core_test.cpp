@@ -154,6 +154,11 @@ void check_search(const Case& c, std::int64_t k, int threads) {
   std::vector<float> scores(ids.size());
   scan(PackedQueries(c.q.data(), c.queries(), c.width), c.queries(), c.keys(), k, threads, {ids.data(), scores.data()});
 
+  std::vector<float> all(std::size_t(c.queries() * c.length));
+  all_scores(PackedQueries(c.q.data(), c.queries(), c.width), c.queries(), c.keys(), threads, all.data());
+  for (int h = 0; h < c.queries(); ++h)
+    for (std::int64_t t = 0; t < c.length; ++t) CHECK(all[std::size_t(h * c.length + t)] == c.dot(h, t));
+
   // codes that are the numbers themselves
   const std::int64_t blocks = (c.length + 15) / 16;
   std::vector<std::uint8_t> codes(std::size_t(c.heads * blocks * 16 * c.width));

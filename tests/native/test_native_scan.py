@@ -34,6 +34,7 @@ def test_scan_finds_what_brute_force_finds(level: str, dim: int, group: int, dty
         expected_ids, expected = twins.scan(queries, keys, k)
         assert torch.equal(ids, expected_ids)
         assert torch.equal(scores, expected)
+        assert torch.equal(native.all_scores(queries, keys), twins.all_scores(queries, keys))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -46,6 +47,7 @@ def test_scores_of_any_numbers_are_float32_products(level: str, dtype: torch.dty
     assert (scores[:, :-1] >= scores[:, 1:]).all()
     products = (queries.unflatten(0, (2, 4)) @ keys.float().mT).flatten(0, 1)
     torch.testing.assert_close(scores, products.gather(1, ids), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(native.all_scores(queries, keys), products, rtol=1e-5, atol=1e-4)
 
 
 def test_random_sizes_and_duplicate_keys(level: str) -> None:
@@ -74,6 +76,7 @@ def test_answers_do_not_depend_on_the_number_of_threads(level: str) -> None:
     for call in (
         lambda threads: native.scan(queries, keys, 100, threads=threads),
         lambda threads: native.scan_codes(queries, codes, keys, 100, threads=threads),
+        lambda threads: [native.all_scores(queries, keys, threads=threads)] * 2,
     ):
         one, two = call(1), call(2)
         assert torch.equal(one[0], two[0])

@@ -124,6 +124,7 @@ def test_units_and_spans_across_runs_have_the_bits_of_consecutive_rows(
 def test_search_has_the_bits_of_consecutive_rows(level: str, case: Case, k: int) -> None:
     queries, keys, pooled_keys = case.queries, case.keys, case.pooled_keys
     check(native.scan(queries, pooled_keys, k), native.scan(queries, keys, k))
+    check((native.all_scores(queries, pooled_keys),), (native.all_scores(queries, keys),))
     codes = Codes.of(keys)
     check(native.scan_codes(queries, codes, pooled_keys, k), native.scan_codes(queries, codes, keys, k))
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsift import native
 from kvsift.layer.accounting import RECALL_TOP_K
+from kvsift.native import twins
+from kvsift.native.shapes import HeadRows, supports
 from kvsift.types import LayerShape, Selection
 
 
 def probe(
-    shape: LayerShape, queries: Tensor, keys: Tensor, spans: tuple[int, int], selection: Selection | None
+    shape: LayerShape, queries: Tensor, keys: HeadRows, spans: tuple[int, int], selection: Selection | None
 ) -> tuple[float, float]:
     """(recall, recovery), means over query heads.
 
@@ -19,7 +22,7 @@ def probe(
     (sinks_stop, window_start).
     """
     weights = exact_shares(shape, queries, keys)
-    visible = visible_tokens(shape, keys.shape[1], spans, selection, keys.device)
+    visible = visible_tokens(shape, keys.shape[1], spans, selection, weights.device)
     return recall_and_recovery(weights, visible)
 
 
@@ -31,10 +34,10 @@ def recall_and_recovery(weights: Tensor, visible: Tensor) -> tuple[float, float]
     return float(recall), float(recovery)
 
 
-def exact_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
+def exact_shares(shape: LayerShape, queries: Tensor, keys: HeadRows) -> Tensor:
     """Exact attention of one query per head to each key, float32 [num_query_heads, num_keys]; arguments as above."""
-    q = queries.float().unflatten(0, (shape.num_kv_heads, -1)).squeeze(2)  # [num_kv_heads, group_size, head_dim]
-    logits = (q @ keys.float().mT).flatten(0, 1) * shape.scale
+    scores = native.all_scores if supports(queries[:, 0], keys) else twins.all_scores
+    logits = scores(queries[:, 0], keys) * shape.scale
     if shape.softcap is not None:
         logits = shape.softcap * torch.tanh(logits / shape.softcap)
     return logits.softmax(-1)

@@ -177,7 +177,8 @@ class SparseAttention(LayerCache):
         if self.store.num_stored(row) < self.store.lengths[row]:
             return  # what was missed is evicted
         started = perf_counter()
-        keys = self.store.reader(row).keys()
+        reader = self.store.reader(row)
+        keys = reader.keys_in_place() if reader.in_place else reader.keys()
         recall, recovery = probe(self.shape, segment.queries[0].to(keys.device), keys, spans, selection)
         tally.add_probe(recall, recovery)
         if guarded:

@@ -9,7 +9,7 @@ from kvsift.native.codes import Codes
 from kvsift.native.loader import available, core, level, levels, num_threads, use_level, why_missing
 from kvsift.native.memory import advise_huge, bandwidth
 from kvsift.native.pages import choose_pages, page_scores
-from kvsift.native.scan import scan, scan_codes
+from kvsift.native.scan import all_scores, scan, scan_codes
 from kvsift.native.shapes import PooledRows
 from kvsift.native.sketch import choose_sketched, sketches_fit
 from kvsift.native.sketch_rows import sketch_rows, takes_tokens
@@ -18,6 +18,7 @@ __all__ = [
     "Codes",
     "PooledRows",
     "advise_huge",
+    "all_scores",
     "attend_dense",
     "attend_units",
     "available",

@@ -29,6 +29,17 @@ def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None)
     return ids, scores
 
 
+def all_scores(queries: Tensor, keys: HeadRows, *, threads: int | None = None) -> Tensor:
+    """The scores q.k of all keys, float32 [num_query_heads, n]; arguments as for ``scan``."""
+    q, _, _ = _prepared(queries, keys, 0)
+    scores = q.new_empty(q.shape[0], keys.shape[1])
+    core().all_scores(
+        shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, num_threads(threads),
+        scores.data_ptr(),
+    )  # fmt: skip
+    return scores
+
+
 def scan_codes(
     queries: Tensor, codes: Codes, keys: HeadRows, k: int, overfetch: float = 1.5, *, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:

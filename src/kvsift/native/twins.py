@@ -102,6 +102,11 @@ def scan(queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor]:
     return _best(_products(queries, keys), k)
 
 
+def all_scores(queries: Tensor, keys: HeadRows) -> Tensor:
+    """Twin of native.all_scores."""
+    return _products(queries, keys)
+
+
 def scan_codes(queries: Tensor, codes: Codes, keys: HeadRows, k: int, overfetch: float = 1.5) -> tuple[Tensor, Tensor]:
     """Twin of native.scan_codes; it does not round queries to codes, so that candidates may differ."""
     rows = (
