@@ -202,3 +202,23 @@ def test_bytes_are_those_of_all_pools() -> None:
     pages = store.keys.shape[1]
     row = {"minmax": 4 * 6, "centroid_radius": 4 * 4, "minmax_fp8": 6}  # bytes
     assert store.num_bytes == 2 * pages * (4 * 2 * 4 * 3 + sum(row[kind] for kind in KINDS))
+
+
+def test_the_page_being_filled_is_summarised_once_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(kind: str, keys: Tensor, valid: Tensor | None, values: Tensor) -> Tensor:
+        calls.append(kind)
+        return summarise(kind, keys, valid, values)
+
+    monkeypatch.setattr("kvsift.stores.paged.summarise", counted)
+    store = store_of(10)  # pages of 4
+    calls.clear()
+    store.append(0, *tokens(1, 1))
+    store.reader(0).summary("minmax", slice(0, 2))
+    assert calls == []
+    for _ in range(2):
+        store.reader(0).summary("minmax", slice(0, 3))
+        assert calls == list(store.kinds)
+    store.append(0, *tokens(1, 2))  # it is full
+    assert calls == 2 * list(store.kinds)

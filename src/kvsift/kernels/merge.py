@@ -34,8 +34,9 @@ def merge(a: Part, b: Part) -> Part:
 
 def merge_reference(a: Part, b: Part) -> Part:
     lse = torch.logaddexp(a.lse, b.lse)
-    output = a.output.float() * _share(a.lse, lse) + b.output.float() * _share(b.lse, lse)
-    return Part(output.to(a.output.dtype), lse)
+    # exp(-inf - -inf) is NaN: a row without visible tokens in either part takes nothing of b
+    share = torch.exp(b.lse - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
+    return Part(torch.lerp(a.output.float(), b.output.float(), share).to(a.output.dtype), lse)
 
 
 def merge_triton(a: Part, b: Part) -> Part:
@@ -52,11 +53,6 @@ def merge_triton(a: Part, b: Part) -> Part:
                 lse.numel(), num_heads, num_queries, D=head_dim, DP=width, ROWS=rows, num_warps=4,
             )  # fmt: skip
     return Part(output, lse)
-
-
-def _share(lse: Tensor, total: Tensor) -> Tensor:
-    # exp(-inf - -inf) is NaN: a row without visible tokens in either part has share 0
-    return torch.exp(lse - total.masked_fill(total == -torch.inf, 0.0)).unsqueeze(-1)
 
 
 def with_sink_logit(part: Part, sink_logit: Tensor) -> Part:

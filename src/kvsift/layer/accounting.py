@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsift.layer.observer import Observer
@@ -76,9 +77,9 @@ class Tally:
 
     def add_estimated(self, visible: Part, merged: Part) -> None:
         """Count queries whose attention to visible tokens was merged with an estimate of the rest."""
-        shares = 1 - (visible.lse - merged.lse).exp()  # [1, num_query_heads, num_queries]
-        self.estimated_queries += shares.shape[2]
-        self.estimated = self.estimated + shares.mean(1).sum()
+        negative_shares = torch.expm1(visible.lse - merged.lse)  # [1, num_query_heads, num_queries]
+        self.estimated_queries += negative_shares.shape[2]
+        self.estimated = self.estimated - negative_shares.sum() / negative_shares.shape[1]
 
     def add_transfers(self, store: Store) -> None:
         """Count what a store has copied to the device since the last call."""

@@ -131,9 +131,11 @@ class LayerCache:
             self._states.follow(row, length, "prefill", self.store.reader(row), self.messages, self.stats)
 
     def prepare(self) -> None:
-        """Let the method of decode build its structures over what is stored."""
+        """Let the method of decode build its structures over what is stored; captured steps may follow."""
         if not self._preparation.wait():
             self._prepare()
+        for row in range(self.store.num_rows):
+            self.store.summarise_open_page(row)
 
     def prepare_after_next(self, thread: ThreadPoolExecutor) -> None:
         """Do that in a thread once the next chunk is attended, while the layers above continue; the next call of this

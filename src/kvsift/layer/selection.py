@@ -39,7 +39,7 @@ def with_estimates(part: Part, selection: Selection) -> Part:
     """Attention over what is visible, and a method's estimate of what is not."""
     if selection.extra is not None:
         estimate = selection.extra
-        part = merge(part, Part(estimate.output.to(part.output), estimate.lse.to(part.lse.device)))
+        part = merge(part, Part(estimate.output.to(part.output.device), estimate.lse.to(part.lse.device)))
     if selection.rest is not None:  # a part whose weight is its share
         value, share = selection.rest.value.to(part.output), selection.rest.share.to(part.lse.device)
         part = merge(part, Part(value, part.lse + logit(share)))

@@ -98,7 +98,7 @@ def check_queries(queries: Tensor, num_kv_heads: int, head_dim: int) -> None:
 
 def check_finite(queries: Tensor) -> None:
     """Raise InputError if a query holds NaN or infinity, which rank nothing."""
-    if not math.isfinite(float(queries.float().abs().sum())) and not bool(queries.isfinite().all()):
+    if not math.isfinite(float(queries.sum())) and not bool(queries.isfinite().all()):
         raise InputError("queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them.")
 
 

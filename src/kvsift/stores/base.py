@@ -194,6 +194,9 @@ class Store(ABC):
         """Tokens of a row that are still stored."""
         return self.lengths[row]
 
+    def summarise_open_page(self, row: int) -> None:  # noqa: B027 (nothing to do where no page is summarised)
+        """Summarise the page being filled, which otherwise waits until its summary is read."""
+
     def checkpoint(self) -> None:  # noqa: B027 (nothing to do where nothing is evicted)
         """Remember the present lengths: rows may be rolled back to them."""
 

@@ -233,7 +233,7 @@ class LeftReader(RowReader):
     """
 
     def __init__(self, store: PagedStore, left: LeftTokens, length: int) -> None:
-        super().__init__(store.pool, store.table, 0, length)
+        super().__init__(store.pool, store.table, 0, length, store.summarise_open_page)
         self._left = left
 
     @property

@@ -189,7 +189,7 @@ class OffloadReader(HostReader):
     """A row on the device: summaries, sinks and window are there, the rest is copied when it is read."""
 
     def __init__(self, store: OffloadStore, row: int) -> None:
-        super().__init__(store.pool, store.table, row, store.lengths[row])
+        super().__init__(store.pool, store.table, row, store.lengths[row], store.summarise_open_page)
         self._store = store
 
     @property

@@ -41,6 +41,7 @@ class PagedStore(Store):
     ) -> None:  # fmt: skip
         self.shape, self.page_size, self.reserve = shape, page_size, reserve
         self.lengths = [0] * num_rows
+        self._open: set[int] = set()  # rows whose page being filled has no summary of its present tokens
         self._like = like.new_empty(0)
         self._use(PageTable(num_rows) if table is None else table)
         self.repage(page_size, summaries)
@@ -142,12 +143,13 @@ class PagedStore(Store):
             self.table.clear()
         self._steps += 1
         self.lengths = [0] * self.num_rows
+        self._open.clear()
 
     def reader(self, row: int) -> RowReader:
         return self._reader(row)
 
     def _reader(self, row: int) -> RowReader:
-        return RowReader(self.pool, self.table, row, self.lengths[row])
+        return RowReader(self.pool, self.table, row, self.lengths[row], self.summarise_open_page)
 
     def attend_all(self, row: int, segment: Segment) -> Part:
         return attend_dense(self.shape, segment, self.reader(row))
@@ -189,6 +191,7 @@ class PagedStore(Store):
             self.table.fork(sources)
         self._steps += 1
         self.lengths = [self.lengths[source] for source in sources]
+        self._open = {row for row, source in enumerate(sources) if source in self._open}
         for row in range(self.num_rows):
             self._own_partial_page(row)
 
@@ -206,6 +209,7 @@ class PagedStore(Store):
         table.adopt(0, self.table.runs(row))
         other = PagedStore(self.shape, 1, self.page_size, self._like, (), self.reserve, table)
         other.lengths, other.kinds = [self.lengths[row]], self.kinds
+        other._open = {0} if row in self._open else set()
         other._maintain()
         other._own_partial_page(0)
         return other
@@ -235,23 +239,29 @@ class PagedStore(Store):
 
     @torch.inference_mode()
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
+        """Summarise full pages from ``first_page`` on. The one being filled waits: most plans never score it."""
         # Always from the keys themselves, never from the old summary: token by token, by chunk and after a
         # rollback the row is the same, bit for bit. At most one page is read twice.
-        stop_page = -(-self.lengths[row] // self.page_size)  # other layers may have made the table longer
-        if first_page >= stop_page or not kinds:
-            return
-        whole, step = self.lengths[row] // self.page_size, max(1, SUMMARISED_TOKENS // self.page_size)
-        parts = [(first, min(first + step, whole)) for first in range(first_page, whole, step)]
-        if whole < stop_page:  # the last page is not full
-            parts.append((whole, stop_page))
-        for first, stop in parts:
-            keys, values = self._pages(row, first, stop)
-            valid: Tensor | None = None
-            if first == whole:
-                slots = torch.arange(self.page_size, device=keys.device).unsqueeze(0)
-                valid = slots < self.lengths[row] % self.page_size
-            pages = self._reader(row).pages(first, stop)
-            for kind in kinds:
-                rows = summarise(kind, keys, valid, values)
-                with self.pool.lock:
-                    self.pool.summaries[kind][:, pages] = rows.to(self.pool.summaries[kind].device)
+        whole, partial = divmod(self.lengths[row], self.page_size)
+        step = max(1, SUMMARISED_TOKENS // self.page_size)
+        for first in range(first_page, whole, step) if kinds else ():
+            self._write_summaries(row, (first, min(first + step, whole)), kinds)
+        (self._open.add if partial else self._open.discard)(row)
+
+    @torch.inference_mode()
+    def summarise_open_page(self, row: int) -> None:
+        whole, partial = divmod(self.lengths[row], self.page_size)
+        with self.pool.lock:
+            if row in self._open and partial:
+                self._write_summaries(row, (whole, whole + 1), self.kinds, partial)
+            self._open.discard(row)
+
+    def _write_summaries(self, row: int, pages: tuple[int, int], kinds: Iterable[str], partial: int = 0) -> None:
+        """Summarise pages; of one that is not full, the first ``partial`` tokens."""
+        keys, values = self._pages(row, *pages)
+        valid = torch.arange(self.page_size, device=keys.device).unsqueeze(0) < partial if partial else None
+        places = self._reader(row).pages(*pages)
+        for kind in kinds:
+            rows = summarise(kind, keys, valid, values)
+            with self.pool.lock:
+                self.pool.summaries[kind][:, places] = rows.to(self.pool.summaries[kind].device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,10 +21,13 @@ class RowReader:
         table: pages of the rows.
         row: of the table.
         length: tokens that the layer has cached of it.
+        complete: summarises the page of a row that is being filled; called before that summary is read.
     """
 
-    def __init__(self, pool: LayerPool, table: PageTable, row: int, length: int) -> None:
-        self._pool, self._table, self._row, self._length = pool, table, row, length
+    def __init__(
+        self, pool: LayerPool, table: PageTable, row: int, length: int, complete: Callable[[int], None] | None = None
+    ) -> None:
+        self._pool, self._table, self._row, self._length, self._complete = pool, table, row, length, complete
 
     @property
     def page_size(self) -> int:
@@ -47,6 +52,7 @@ class RowReader:
 
     def summary_in_place(self, kind: str, units: slice) -> HeadRows:
         """As ``summary``, on the host without a copy."""
+        self._complete_summaries(units)
         pool = self._pool.summaries[kind]
         return self._in_place(pool, units.start, units.stop, 1) if pool.is_cpu else self.summary(kind, units)
 
@@ -86,10 +92,16 @@ class RowReader:
 
     def summary(self, kind: str, units: slice | Tensor) -> Tensor:
         """[num_kv_heads, len(units), width]; of pages chosen per head, [num_heads, count]: [num_heads, count, width]"""
+        self._complete_summaries(units)
         pool = self._pool.summaries[kind]
         if isinstance(units, slice):
             return pool[:, self.pages(units.start, units.stop)]
         return pool[self._kv_heads(units), self.physical(units, 1)]
+
+    def _complete_summaries(self, units: slice | Tensor) -> None:
+        full = isinstance(units, slice) and units.stop * self.page_size <= self._length
+        if not full and self._complete is not None:
+            self._complete(self._row)
 
     def keys_of(self, pages: Tensor) -> Tensor:
         """Keys of complete pages chosen per head, [num_heads, count]: [num_heads, count * page_size, head_dim]"""

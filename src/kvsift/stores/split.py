@@ -168,7 +168,7 @@ class SplitStore(PagedStore):
         return self._reader(row)
 
     def _reader(self, row: int) -> HostReader:
-        return HostReader(self.pool, self.table, row, self.lengths[row])
+        return HostReader(self.pool, self.table, row, self.lengths[row], self.summarise_open_page)
 
     def near(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of positions start to stop on the device, [num_kv_heads, stop - start, head_dim]: sinks if
