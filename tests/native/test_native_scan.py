@@ -169,3 +169,10 @@ def test_queries_that_rank_nothing_are_refused(core: None, bad: float) -> None:
         native.scan(queries, keys, 3)
     with pytest.raises(InputError, match="NaN or infinity"):
         native.scan_codes(queries, Codes.of(keys), keys, 3)
+
+
+def test_scores_of_a_query_without_numbers_are_none(level: str) -> None:
+    queries = torch.randn(4, 64)
+    queries[1, 3] = torch.nan
+    scores = native.all_scores(queries, torch.randn(2, 100, 64))
+    assert scores.isnan().any(1).tolist() == [False, True, False, False]

@@ -30,8 +30,10 @@ def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None)
 
 
 def all_scores(queries: Tensor, keys: HeadRows, *, threads: int | None = None) -> Tensor:
-    """The scores q.k of all keys, float32 [num_query_heads, n]; arguments as for ``scan``."""
-    q, _, _ = _prepared(queries, keys, 0)
+    """The scores q.k of all keys, float32 [num_query_heads, n]; arguments as for ``scan``, of any numbers."""
+    check_rows("keys", keys)
+    check_queries(queries, keys.shape[0], keys.shape[2])
+    q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], keys.shape[1])
     core().all_scores(
         shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, num_threads(threads),

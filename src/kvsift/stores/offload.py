@@ -86,6 +86,7 @@ class OffloadStore(SplitStore):
         super().advance(row, length, stale_from)
         self._fresh = None
         self._settle()
+        self.summarise_open_page(row)
         self._forget(self._reader(row).slots(start, length))
 
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:

@@ -137,6 +137,7 @@ class PagedStore(Store):
         self.lengths[row] = length
         if stale_from is not None:
             self._summarise(row, stale_from // self.page_size, self.kinds)
+            self.summarise_open_page(row)
 
     def clear(self) -> None:
         if self.table.take_step(self._steps, "clear"):
