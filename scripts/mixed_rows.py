@@ -25,6 +25,7 @@ from kvsift.engine.sampling import Sampling
 from kvsift.engine.slots import Assignment, Slots, StepKind
 from kvsift.layer.paged_decode import StepMode, rule_of
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_random import random_model
 from kvsift.plan.syntax import parse_plan
 
@@ -38,7 +39,7 @@ RECIPE: dict[str, Any] = {
 }
 
 
-def sample(slots: Slots, rows: list[int], dense: int) -> float:
+def sample(cache: SparseCache, slots: Slots, rows: list[int], dense: int) -> float:
     """Return the seconds of a step whose first ``dense`` rows are dense."""
     rule, steps = rule_of(parse_plan(RECIPE["plan"])), RECIPE["steps"]
     mode: StepMode = "sparse" if dense == 0 else "dense" if dense == len(rows) else "mixed"
@@ -46,7 +47,8 @@ def sample(slots: Slots, rows: list[int], dense: int) -> float:
     slots.prepare(kind)
     rules = [None] * dense + [rule] * (len(rows) - dense)
     assignments = [
-        Assignment(row, length, row, Sampling(), 1, own) for row, (length, own) in enumerate(zip(rows, rules))
+        Assignment(cache.table.planned(row), length, row, Sampling(), 1, own)
+        for row, (length, own) in enumerate(zip(rows, rules))
     ]
     slots.assign(assignments, steps)
     return gpu_seconds(lambda: [slots.run(kind, number) for number in range(steps)]) / steps
@@ -62,7 +64,7 @@ def measure(model: Any, step: DecoderStep, rows: list[int]) -> dict[str, Any]:
     samples: dict[int, list[float]] = {number: [] for number in numbers}
     for turn in range(RECIPE["rounds"] + 2):  # the first two warm up
         for number in numbers[turn % len(numbers) :] + numbers[: turn % len(numbers)]:
-            seconds = sample(slots, rows, number)
+            seconds = sample(cache, slots, rows, number)
             if turn > 1:
                 samples[number].append(float(f"{seconds:.6g}"))
     dearer = max(median(samples[0]), median(samples[batch]))

@@ -76,7 +76,7 @@ def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summ
 @pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)
 def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, model: Any) -> None:
     cache = filled_cache(model, plan, 256, 2, steps=4)
-    host = FixedSlots(new_slots(DecoderStep(model), cache, plan, 2, capture=False), plan)
+    host = FixedSlots(cache, new_slots(DecoderStep(model), cache, plan, 2, capture=False), plan)
     for _ in range(2):  # the second time begins where the first began
         seconds, tallies, tokens = decode_rows(host, 256, 4)
         assert min(seconds) > 0

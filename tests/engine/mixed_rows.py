@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.captured_rows import CapturedRows
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.session import Session, row_lengths
-from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
@@ -39,17 +37,21 @@ def decode(
     rows = []
     for number, (prompt, sampling, rule) in enumerate(zip(prompts, samplings, rules)):
         num_new = steps + 1 - (fewer[number] if fewer else 0)
-        stats, transcript = RunStats(probe_every=4), Transcript(Request(prompt, num_new, sampling), tokenizer=None)
+        stats = RunStats(probe_every=4)
         cache.turn_to(number, stats)
         with torch.inference_mode(), feeding(cache, "prefill"):
             ids = torch.tensor([prompt], device=model.device)
             logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
-        transcript.take(sampling.chooser(model.device)(logits[0, -1]), perf_counter())
-        rows.append(DecodeRow(number, transcript, stats, len(prompt), rule))
+        token = sampling.chooser(model.device)(logits[0, -1])
+        rows.append(DecodeRow(cache, number, stats, len(prompt), num_new - 1, token, rule, sampling))
     session = Session(DecoderStep(model), cache, lambda *_: dense_below, capture, rules)
-    for _ in DecodeLoop(session, rows):
-        pass
+    captured, tokens = CapturedRows(session), {row.row: [row.token] for row in rows}
+    while running := [row for row in rows if not row.done]:
+        for row, token in zip(running, captured.step(running)):
+            tokens[row.row].append(token)
+            if row.steps == row.most:
+                captured.leave(row)
     if doubled is not None:
         doubled += [[widening.after for widening in row.stats.widenings] for row in rows]
     reports = [row.stats.report()["phases"]["decode"] for row in rows]
-    return [(row.transcript.new_ids, {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]
+    return [(tokens[row.row], {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]

@@ -13,7 +13,7 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
-from kvsift.engine import decode_loop
+from kvsift.engine import captured_rows
 from kvsift.engine.result import Answer
 
 pytestmark = [
@@ -181,7 +181,7 @@ def test_rows_end_where_they_say_so_themselves(directory: Path, tmp_path: Path) 
 def test_what_is_left_moves_to_fewer_slots(
     sampling: Sampling | None, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_loop, "MOVE_STEPS", 1)
+    monkeypatch.setattr(captured_rows, "MOVE_STEPS", 1)
     free = answers(llm(directory), max_new_tokens=80)
     ends = [free[0].token_ids[5], free[3].token_ids[11], free[1].token_ids[20]]
     ending = write_model(tmp_path, eos_token_id=ends, **SIZES)

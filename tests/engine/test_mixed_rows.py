@@ -11,7 +11,7 @@ from engine.mixed_rows import decode
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine import decode_loop
+from kvsift.engine import captured_rows
 from kvsift.engine.slots import Slots
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
@@ -104,7 +104,7 @@ def test_a_mixed_batch_goes_on_in_the_mode_of_the_rows_that_are_left(
     free = LLM(llama, QUEST, path="composed", dense_below=BELOW).generate(texts, max_new_tokens=60)
     directory = write_model(tmp_path, eos_token_id=free[0].token_ids[9])
     for move_steps in (1, 512):
-        monkeypatch.setattr(decode_loop, "MOVE_STEPS", move_steps)
+        monkeypatch.setattr(captured_rows, "MOVE_STEPS", move_steps)
         fast, slow = (
             LLM(directory, QUEST, path=path, dense_below=BELOW).generate(texts, max_new_tokens=60)  # type: ignore[arg-type]
             for path in ("eager", "composed")

@@ -30,6 +30,7 @@ from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
 PATIENCE_S = 0.005  # between two looks at what another thread's step has brought
@@ -71,7 +72,26 @@ class RowModel(ExactModel, Protocol):
         """The most pages' worth of memory that a row needs."""
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-        """Rows that one pass decodes together."""
+        """Rows that one pass decodes together, of all that decode; some may wait for the next step."""
+
+    def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
+        """Feed the next token of each row of a group: logits [vocabulary] of each, or the token that was chosen."""
+
+    def recall(self, row: Row) -> None:
+        """Let a row that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for it."""
+
+    def leave(self, row: Row) -> None:
+        """Count what a row has done in captured steps: it ends."""
+
+    def runs(self, kv: KVPool) -> Sequence[Run]:
+        """Pages of a pool that the model keeps for itself."""
+
+    @property
+    def holds_pool(self) -> bool:
+        """Whether steps are captured over the pool, so that it should stay while no row needs it."""
+
+    def spare(self, num_pages: int) -> int:
+        """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
 
     def room(self) -> int | None:
         """Pages for which there is memory beside the pool; None if unknown."""
@@ -131,7 +151,8 @@ class Loop:
         """Count rows and pages. It waits for no step, so during one the numbers may be a moment apart."""
         states, pages, tree = Counter(row.state for row in self.rows), self.kv.pages, self.tree
         free, kept = pages.num_free, tree.num_pages
-        owned = {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept, 0)}
+        loose = sum(run.num_pages for run in self._model.runs(self.kv))
+        owned = {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept - loose, 0)}
         return Books({state: states[state] for state in OPEN_STATES}, owned)
 
     def submit(self, row: Row) -> None:
@@ -201,7 +222,7 @@ class Loop:
         with self._lock:
             tables = [row.cache.run.table for row in self._rows.values() if row.cache is not None]
             owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
-            wrong = audit(self.kv.pages, [*owned, *self.tree.runs])
+            wrong = audit(self.kv.pages, [*owned, *self.tree.runs, *self._model.runs(self.kv)])
         self._leave()
         assert not wrong, wrong[:5]
 
@@ -247,7 +268,12 @@ class Loop:
         beside = self._model.room()
         if beside is None:
             beside = max(map(self._model.pages_of, self._rows.values()), default=0)
-        return self.kv.pages.num_free + self.tree.droppable() + beside
+        return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + beside
+
+    def _num_allocated(self) -> int:
+        """Pages that are allocated, and not in the pool yet."""
+        allocated = min((pool.keys.shape[1] for pool in self.kv.layers.values()), default=0)
+        return max(allocated - self.kv.pages.num_pages, 0)
 
     def _found(self, row: Row) -> list[Node]:
         """Chunks that a row begins with; its last token is read in any case."""
@@ -303,13 +329,15 @@ class Loop:
         """Reserve the pages of a row, and the memory for them, for which old prompts may have to go."""
         room = self._model.room()
         missing = num_pages - table.num_pages(0)
-        self.tree.drop(missing - self.kv.pages.num_free - (missing if room is None else room), self.clock())
+        present = self.kv.pages.num_free + self._num_allocated()
+        self.tree.drop(missing - present - (missing if room is None else room), self.clock())
         pools = list(self.kv.layers.values())
         try:
             table.reserve(0, num_pages)
+            spare = self._model.spare(self.kv.pages.num_pages)
             for pool in pools:
                 with pool.lock:
-                    pool.fit(exactly=True)
+                    pool.fit(exactly=True, spare=spare)
         except BaseException:  # or the rows that run would be the next to fail
             table.close(0)
             self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
@@ -398,13 +426,12 @@ class Loop:
         self._schedule.has_decoded(self.clock() - started)
 
     def _decode_together(self, group: Sequence[Row]) -> None:
-        caches = [row.cache for row in group if row.cache is not None]
-        counted = [cache.stats.snapshot() for cache in caches]
+        counted = [None if row.steps is not None or row.cache is None else row.cache.stats.snapshot() for row in group]
         try:
             if group[0].exact is not None:
                 self._decode_exactly(group[0])
                 return
-            every = self._model.decode(caches, [row.token for row in group])
+            every = self._model.decode_rows(group)
         except Exception as error:
             if len(group) == 1:
                 self._end(group[0], "error", error)
@@ -443,7 +470,7 @@ class Loop:
         most = row.length - row.num_cached - 1
         row.exact.step(self._model, row.cache, row.token, most, row.output.foresee, take)
 
-    def _tell(self, row: Row, logits: Tensor | None) -> None:
+    def _tell(self, row: Row, logits: Tensor | int | None) -> None:
         """Tell the client what is cached, and let it choose a token from the logits, if there are any."""
         assert row.cache is not None
         try:
@@ -457,8 +484,11 @@ class Loop:
             if not isinstance(error, Exception):
                 raise
 
-    def _undo(self, row: Row, counters: Snapshot) -> bool:
+    def _undo(self, row: Row, counters: Snapshot | None) -> bool:
         """Forget what a failed pass has stored and counted; False if the row cannot."""
+        if counters is None:
+            self._model.recall(row)
+            return True
         if row.cache is None or not can_undo(row.plan) or not row.cache.can_undo:
             return False
         row.cache.stats.set_back(counters)
@@ -473,6 +503,7 @@ class Loop:
         cache, row.cache = row.cache, None
         if cache is not None:
             try:
+                self._model.leave(row)
                 row.report = CacheReport.of(cache)
             except Exception as failure:  # of a method that describes itself
                 reason, error = "error", error or failure
@@ -487,7 +518,7 @@ class Loop:
         excess = self.tree.droppable() - self._keep_pages
         if excess > 0:
             self.tree.drop(excess, self.clock())
-        if not self._rows and not len(self.tree):
+        if not self._rows and not len(self.tree) and not self._model.holds_pool:
             self._begin()
 
 

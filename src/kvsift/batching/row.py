@@ -51,8 +51,9 @@ class RowOutput(Protocol):
     def foresee(self, logits: Tensor, ahead: int) -> int:
         """The token that ``take`` would choose from logits [vocabulary], ``ahead`` tokens from now."""
 
-    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
-        """Choose the next token from logits [vocabulary], after ``probe_s`` seconds of probes in all; "" goes on."""
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        """Choose the next token from logits [vocabulary], after ``probe_s`` seconds of probes in all; "" goes on. Steps
+        that choose tokens themselves give the token."""
 
 
 @dataclass(eq=False)
@@ -77,6 +78,9 @@ class Row:
         no_reuse: why none could be; empty if that was possible.
         in_pool: its pages are in the pool that rows share.
         report: of the cache, once the row has ended.
+        steps: what the model keeps of a row that takes captured steps.
+        composed: why it takes none; empty if it does, or has not decoded yet.
+        setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
     """
 
     ids: Sequence[int]
@@ -103,6 +107,10 @@ class Row:
     no_reuse: str = ""
     in_pool: bool = True
     report: CacheReport | None = None
+    steps: Any = None
+    composed: str = ""
+    setup_s: float = 0.0
+    dense_below: int = 0
 
     @property
     def length(self) -> int:

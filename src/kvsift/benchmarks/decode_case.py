@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -12,11 +13,10 @@ import torch
 
 from kvsift.benchmarks.attention_point import fill_summary
 from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.captured_rows import CapturedRows
 from kvsift.engine.fast_path import SPARE_TOKENS
 from kvsift.engine.session import row_lengths
 from kvsift.engine.slots import Slots
-from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
@@ -28,16 +28,19 @@ from kvsift.plan.plan import Plan, Rule
 
 
 class FixedSlots:
-    """Slots of one plan over shared pools, for a decode loop.
+    """Slots of one plan over shared pools, for rows that stay.
 
     Args:
+        cache: of as many sequences.
         slots: one per sequence.
         plan: of the slots.
         dense_below: shorter contexts decode densely.
     """
 
-    def __init__(self, slots: Slots, plan: Plan, dense_below: int = 0) -> None:
-        self.steps, self.plan, self._dense_below = slots, plan, dense_below
+    holds = True
+
+    def __init__(self, cache: SparseCache, slots: Slots, plan: Plan, dense_below: int = 0) -> None:
+        self.cache, self.steps, self.plan, self._dense_below = cache, slots, plan, dense_below
 
     def slots(self, num_slots: int, rules: Any) -> Slots:
         assert num_slots == self.steps.num_slots
@@ -116,11 +119,19 @@ class Decoded(NamedTuple):
 
 def decode(slots: FixedSlots, context: int, steps: int) -> Decoded:
     """Generate through the engine's own loop from a full context."""
-    rows = [_row(number, context, steps, rule_of(slots.plan)) for number in range(slots.steps.num_slots)]
-    for _ in DecodeLoop(slots, rows):
-        pass
-    tallies = [row.stats.phase("decode") for row in rows]
-    return Decoded(rows[0].transcript.itl_s, tallies, [row.transcript.new_ids for row in rows])
+    rows = [
+        DecodeRow(slots.cache, number, RunStats(probe_every=0), context, steps, number, rule_of(slots.plan))
+        for number in range(slots.steps.num_slots)
+    ]
+    captured, tokens, times = CapturedRows(slots), [[row.token] for row in rows], [perf_counter()]
+    for _ in range(steps):
+        for chosen, token in zip(tokens, captured.step(rows)):
+            chosen.append(token)
+        times.append(perf_counter() - rows[0].stats.probe_s)
+    for row in rows:
+        captured.leave(row)
+    itl_s = [after - before for before, after in pairwise(times)]
+    return Decoded(itl_s, [row.stats.phase("decode") for row in rows], tokens)
 
 
 def read_bytes(tallies: Sequence[Tally]) -> float:
@@ -135,12 +146,6 @@ def weight_bytes(model: Any) -> int:
     embedding = model.get_input_embeddings().weight
     tied = model.get_output_embeddings().weight is embedding
     return int(total - (0 if tied else embedding.numel() * embedding.element_size()))
-
-
-def _row(number: int, context: int, steps: int, rule: Rule | None) -> DecodeRow:
-    transcript = Transcript(Request([0], steps + 1), tokenizer=None)  # its text is never decoded
-    transcript.take(number, perf_counter())
-    return DecodeRow(number, transcript, RunStats(probe_every=0), context, rule)
 
 
 def pool_bytes(config: Any, plan: Plan, context: int, batch: int, steps: int, itemsize: int) -> int:

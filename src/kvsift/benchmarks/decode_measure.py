@@ -123,9 +123,9 @@ class DecodeBench(Bench):
         sparse = new_slots(self.step, cache, plan, batch, self.capture)
         dense = new_slots(self.step, cache, Plan(), batch, self.capture)
         dense_below = _dense_below(sparse, plan.decode) if self.capture and plan.decode else 0
-        variants = {"dense": FixedSlots(dense, Plan()), "sifted": FixedSlots(sparse, plan)}
+        variants = {"dense": FixedSlots(cache, dense, Plan()), "sifted": FixedSlots(cache, sparse, plan)}
         if context + 1 < dense_below:  # what the engine does by itself
-            variants["auto"] = FixedSlots(sparse, plan, dense_below)
+            variants["auto"] = FixedSlots(cache, sparse, plan, dense_below)
         weights = weight_bytes(self.model)
         return {
             "weight_bytes": weights,
@@ -176,8 +176,9 @@ def _replay(slots: FixedSlots, context: int, steps: int) -> None:
 
 
 def _assign(slots: FixedSlots, context: int, steps: int) -> None:
-    rule, rows = rule_of(slots.plan), range(slots.steps.num_slots)
-    slots.steps.assign([Assignment(row, context, row, Sampling(), 1, rule) for row in rows], steps)
+    rule, pages = rule_of(slots.plan), slots.cache.table.planned
+    rows = range(slots.steps.num_slots)
+    slots.steps.assign([Assignment(pages(row), context, row, Sampling(), 1, rule) for row in rows], steps)
 
 
 def _launch(slots: FixedSlots, context: int, steps: int) -> None:

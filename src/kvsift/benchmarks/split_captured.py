@@ -38,7 +38,7 @@ def measure_captured(model: Any, plan: Plan, context: int, place: Placement, ste
     fill_s = perf_counter() - started
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
-    slots = FixedSlots(new_slots(step, cache, plan, 1, on_gpu), plan)
+    slots = FixedSlots(cache, new_slots(step, cache, plan, 1, on_gpu), plan)
     decode(slots, context, 2)  # captures
     decoded = decode(slots, context, steps)
     peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0

@@ -8,27 +8,33 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvsift.engine.transcript import Transcript
+from kvsift.engine.sampling import Sampling
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import widened_rule
 from kvsift.layer.paged_decode import DecodeLayer, StepMode, page_spans
+from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.budget import Budget
 from kvsift.plan.guard import Guard
 from kvsift.plan.plan import Rule
 
 
-@dataclass
+@dataclass(eq=False)
 class DecodeRow:
-    """A request that is being decoded.
+    """A sequence that captured steps decode.
 
     Attributes:
-        row: of the cache.
-        transcript: its answer so far; it begins with the token after the prompt.
+        cache: that it is a row of.
+        row: its number there.
         stats: its counters.
         start: tokens cached before the first step.
+        most: steps that may be needed.
+        token: the next to feed, as far as the tokens of steps were read.
         rule: of decode, its budget as it is now; None is dense.
+        sampling: how tokens are chosen.
         guard: of its budget.
+        steps: whose tokens were read.
+        done: it needs no more.
         dense: of each step launched for it, whether it was dense.
         sparse_steps: number of sparse steps so far, those before ``start`` included; probes go by it.
         stale_from: the first position whose page has no summary yet, since dense steps write none.
@@ -38,16 +44,20 @@ class DecodeRow:
         budgets: budgets that it had before, each with the number of steps launched for it when it changed.
         counted: int64 [2 * layers], visible tokens and estimated shares (``Slots.results``) in the slots that it had
             before.
-        counted_in_slot: int64 [2 * layers], those in its present slot, up to the last step with a token in the
-            transcript.
+        counted_in_slot: int64 [2 * layers], those in its present slot, up to the last step that was read.
     """
 
+    cache: SparseCache
     row: int
-    transcript: Transcript
     stats: RunStats
     start: int
+    most: int
+    token: int
     rule: Rule | None
+    sampling: Sampling = field(default_factory=Sampling)
     guard: Guard = field(default_factory=Guard)
+    steps: int = 0
+    done: bool = False
     dense: list[bool] = field(default_factory=list)
     sparse_steps: int = 0
     stale_from: int | None = None
@@ -63,18 +73,13 @@ class DecodeRow:
 
     @property
     def written(self) -> int:
-        """Tokens in the cache, those of steps launched after its end included."""
+        """Tokens in the cache, those of steps that were launched and not read included."""
         return self.start + len(self.dense)
 
     @property
-    def steps(self) -> int:
-        """Steps whose tokens are in the transcript."""
-        return len(self.transcript.times) - 1
-
-    @property
     def remaining(self) -> int:
-        """Steps that may still be needed."""
-        return 0 if self.transcript.done else self.transcript.request.max_new_tokens - 1 - len(self.dense)
+        """Steps that may still have to be launched."""
+        return 0 if self.done else self.most - len(self.dense)
 
     def mode(self, ahead: int = 0) -> StepMode:
         """Return the mode that this row needs in the next step, or in one that many steps later."""
@@ -90,8 +95,25 @@ class DecodeRow:
         """Whether its budget grows before the next step."""
         return self.is_guarded and self._planned is not None and self.guard.widens(self._planned.budget)
 
+    def recall(self) -> None:
+        """Forget the steps that were launched and not read: they will be launched again."""
+        del self.dense[self.steps :]
+        self.count_slot()
+        if self.stale_from is not None:
+            self.stale_from = min(self.stale_from, self.written)
+
+    def count_slot(self) -> None:
+        """Keep what was counted in a slot that the row leaves."""
+        self.counted, self.counted_in_slot = self.counted + self.counted_in_slot, 0
+
+    def write_summaries(self) -> None:
+        """Write the summaries that dense steps have left out."""
+        for attention in self.cache.attentions:
+            attention.store.advance(self.row, self.written, self.stale_from)
+        self.stale_from = None
+
     def widen(self) -> None:
-        """Take the budget that the guard has decided on, before a step whose token will be in the transcript."""
+        """Take the budget that the guard has decided on, before a step whose token will be read."""
         if not self.is_guarded:
             return
         assert self._planned is not None

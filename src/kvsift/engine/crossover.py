@@ -44,7 +44,9 @@ def measure_crossover(slots: Slots, rule: Rule, reserved: int) -> int | None:
     with on_device(queries.device):
         graphs = [_captured(partial(_attend_all, slots, queries, mode)) for mode in MODES]
         for length in (short, long):
-            slots.assign([Assignment(row, length - 1, 0, Sampling(), 0, rule) for row in range(slots.num_slots)], 0)
+            pages = -(-length // slots.batch.page_size)
+            rows = [_pages(slots, row * pages, pages) for row in range(slots.num_slots)]
+            slots.assign([Assignment(row, length - 1, 0, Sampling(), 0, rule) for row in rows], 0)
             slots.batch.advance()
             times[length] = (_seconds(graphs[0]), _seconds(graphs[1]))
     slots.assign([], 0)
@@ -66,6 +68,12 @@ def crossover_length(times: dict[int, tuple[float, float]]) -> int:
     if slope <= 0:
         return 0 if min(gain, gain_long) > 0 else NEVER
     return min(max(0, round(short - gain / slope)), NEVER)
+
+
+def _pages(slots: Slots, first: int, count: int) -> list[int]:
+    """Return pages of the pool, whoever has written into them; a small one is gone through again."""
+    num_pages = slots.layers[0].kv.keys.shape[1]
+    return [page % num_pages for page in range(first, first + count)]
 
 
 def _attend_all(slots: Slots, queries: torch.Tensor, mode: StepMode) -> None:

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.decode_loop import DecodeLoop
+from kvsift.engine.captured_rows import CapturedRows
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Transcript
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import SparseCache
 
@@ -28,7 +30,7 @@ class CapturedDecode:
     Args:
         runner: of the model.
         cache: its rows are fed one by one; some tokens of a prompt may be cached.
-        rows: without a token yet.
+        rows: transcripts without a token yet, and the counters of each.
         session: opens captured steps over the cache, once every layer has attended a token.
         phase: of the prompts' tokens.
         progress: called while each prompt is prefilled.
@@ -36,29 +38,56 @@ class CapturedDecode:
     Attributes:
         setup_s: seconds spent on capturing steps and measuring the crossover.
         dense_below: steps were dense in contexts shorter than this.
+        rows: that decode, by number.
     """
 
     def __init__(
-        self, runner: ModelRunner, cache: SparseCache, rows: Sequence[DecodeRow],
+        self, runner: ModelRunner, cache: SparseCache, rows: Sequence[tuple[Transcript, RunStats]],
         session: Callable[[], AbstractContextManager[Session]], phase: Phase = "prefill",
         progress: ProgressCallback | None = None,
     ) -> None:  # fmt: skip
-        self._runner, self._cache, self._rows, self._session = runner, cache, rows, session
+        self._runner, self._cache, self._answers, self._session = runner, cache, rows, session
         self._phase, self._progress = phase, progress
         self.setup_s, self.dense_below = 0.0, 0
+        self.rows: dict[int, DecodeRow] = {}
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        for row in self._rows:
-            self._cache.turn_to(row.row, row.stats)
-            pieces = first_token(self._runner, self._cache, row.transcript, self._phase, self._progress)
-            yield from ((row.row, piece) for piece in pieces)
-            tallies = [tally for (_, phase), tally in row.stats.tallies.items() if phase == "decode"]
-            row.sparse_steps = max((tally.sparse_queries for tally in tallies), default=0)
+        for number, (transcript, stats) in enumerate(self._answers):
+            self._cache.turn_to(number, stats)
+            pieces = first_token(self._runner, self._cache, transcript, self._phase, self._progress)
+            yield from ((number, piece) for piece in pieces)
+            if not transcript.done:
+                self.rows[number] = self._row(number, transcript, stats)
         self._cache.prepare()  # no thread is left that could synchronise while steps are captured
         with self._session() as session:
-            loop = DecodeLoop(session, self._rows)
-            yield from loop
-        self.setup_s, self.dense_below = loop.setup_s, loop.dense_below
+            captured = CapturedRows(session)
+            try:
+                yield from self._decode(captured)
+            finally:
+                for row in self.rows.values():
+                    if not row.done:
+                        captured.leave(row)
+                self.setup_s, self.dense_below = captured.setup_s, captured.dense_below
+
+    def _row(self, number: int, transcript: Transcript, stats: RunStats) -> DecodeRow:
+        cache, request = self._cache, transcript.request
+        start, most, guard = len(request.ids), request.max_new_tokens - 1, cache.run.guards.of(number)
+        rule, token = rule_of(cache.run.plan), transcript.new_ids[-1]
+        row = DecodeRow(cache, number, stats, start, most, token, rule, request.sampling, guard)
+        tallies = [tally for (_, phase), tally in stats.tallies.items() if phase == "decode"]
+        row.sparse_steps = max((tally.sparse_queries for tally in tallies), default=0)
+        return row
+
+    def _decode(self, captured: CapturedRows) -> Iterator[tuple[int, str]]:
+        while running := [row for row in self.rows.values() if not row.done]:
+            tokens, pieces = captured.step(running), list[tuple[int, str]]()
+            time = perf_counter() - max(row.stats.probe_s for row in running)  # all have waited for the longest
+            for row, token in zip(running, tokens):
+                transcript = self._answers[row.row][0]
+                pieces.append((row.row, transcript.take(token, time)))
+                if transcript.done:
+                    captured.leave(row)
+            yield from ((number, piece) for number, piece in pieces if piece)
 
 
 @torch.inference_mode()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from time import perf_counter
@@ -13,7 +12,6 @@ from typing import Any, Unpack
 import torch
 
 from kvsift.batching.row import CacheReport
-from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.decode_paths import CapturedDecode, decode_composed, decode_exactly
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of, check_captured, log_of
@@ -28,7 +26,6 @@ from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
-from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
@@ -280,10 +277,9 @@ class Document:
         exact = exact_decoder(transcript.request, cache.run.plan)
         if reason is None:
             check_captured([transcript.request])
-            rule, length = rule_of(cache.run.plan), len(transcript.request.ids)
-            row = DecodeRow(0, transcript, cache.stats, length, rule, cache.run.guards.of(0))
-            captured = CapturedDecode(runner, cache, [row], partial(self._steps, cache, row), phase)
-            pieces: Iterator[str] = (piece for _, piece in captured)
+            rows = [(transcript, cache.stats)]
+            captured = decode = CapturedDecode(runner, cache, rows, lambda: self._steps(cache, decode), phase)
+            pieces: Iterator[str] = (piece for _, piece in decode)
         elif exact is not None:
             pieces = decode_exactly(runner, cache, transcript, phase, exact)
         else:
@@ -301,12 +297,13 @@ class Document:
             cache.stats.observer = None
 
     @contextmanager
-    def _steps(self, cache: SparseCache, row: DecodeRow) -> Iterator[Session]:
+    def _steps(self, cache: SparseCache, decode: CapturedDecode) -> Iterator[Session]:
         """Captured steps over the cache, which are kept for the next question; tokens beyond the answer are removed."""
-        runner, request = self._runner, row.transcript.request
-        total = len(request.ids) + request.max_new_tokens
+        runner = self._runner
+        total = max((row.start + row.most + 1 for row in decode.rows.values()), default=cache.get_seq_length())
         self._session = runner.fast_path.extend(runner.model, cache, total, self._session)
         try:
             yield self._session
         finally:
-            cache.advance(0, row.written, row.start + row.steps, row.stale_from)
+            for row in decode.rows.values():
+                cache.advance(0, row.written, row.start + row.steps, row.stale_from)

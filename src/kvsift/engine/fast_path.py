@@ -162,15 +162,20 @@ class FastPath:
 
     def extend(self, model: Any, cache: SparseCache, length: int, kept: Session | None) -> Session:
         """Captured steps over a document's cache, which will grow to a length; ``kept`` if it still fits."""
-        if kept is not None and not (kept.has_room([length + SPARE_TOKENS]) and kept.holds):
+        if kept is not None and not (kept.has_room([length + SPARE_TOKENS]) and kept.fits):
             kept.forget()  # old pools are free before new ones grow
         cache.reserve_rows([length + SPARE_TOKENS])
         return self._session(model, cache, kept)
 
     def _session(self, model: Any, cache: SparseCache, kept: Session | None) -> Session:
-        if kept is not None and kept.cache is cache and kept.holds:
+        if kept is not None and kept.cache is cache and kept.fits:
             return kept
         return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
+
+    def over_pool(self, model: Any, cache: SparseCache, max_pages: int) -> Session:
+        """Captured steps over the pool of a cache, which may grow, for rows of so many pages."""
+        capture = self._path != "eager"
+        return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages)
 
     def _step_of(self, model: Any, cache: SparseCache) -> Step:
         if DecoderStep.reason_against(model) is not None:
@@ -214,7 +219,7 @@ class FastPath:
         if self._path == "eager":
             return 0
         key = (slots.num_slots, str(rule))
-        reserved = cache.table.longest * cache.page_size
+        reserved = slots.batch.table.shape[1] * cache.page_size
         if key not in self._crossovers:
             measured = measure_crossover(slots, rule, reserved)
             if measured is None:  # this cache is too small to measure

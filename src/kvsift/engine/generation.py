@@ -13,7 +13,6 @@ from kvsift import native
 from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import CacheReport, Row
-from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.decode_paths import CapturedDecode
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.fast_path import SPARE_TOKENS, in_turns
@@ -28,7 +27,6 @@ from kvsift.engine.transcript import Request, Transcript
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
-from kvsift.layer.paged_decode import rule_of
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.models.transformers import SparseCache
 from kvsift.native.shapes import supports
@@ -109,24 +107,13 @@ class Generation:
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
         cache, kept = self._pooled_cache(requests)
-        rule, every, guards = rule_of(self._plan), runner.probe_every, cache.run.guards
-        rows = [
-            DecodeRow(
-                number,
-                Transcript(request, runner.tokenizer),
-                RunStats(every),
-                len(request.ids),
-                rule,
-                guards.of(number),
-            )
-            for number, request in enumerate(requests)
-        ]
+        rows = [(Transcript(request, runner.tokenizer), RunStats(runner.probe_every)) for request in requests]
         session = partial(runner.fast_path.session, runner.model, cache, kept)
         decode = CapturedDecode(runner, cache, rows, session, progress=self._report)
         yield from ((indices[row], piece) for row, piece in decode)
         self._answers |= {
-            index: answer_of(runner, CacheReport.of(cache, row.stats), row.transcript, self._started, captured=decode)
-            for index, row in zip(indices, rows)
+            index: answer_of(runner, CacheReport.of(cache, stats), transcript, self._started, captured=decode)
+            for index, (transcript, stats) in zip(indices, rows)
         }
 
     def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:

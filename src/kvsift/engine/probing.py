@@ -17,7 +17,7 @@ from kvsift.types import Selection
 
 
 class Probe(NamedTuple):
-    """Recall and recovery of one layer's list for one row. It counts if the step's token is in the transcript."""
+    """Recall and recovery of one layer's list for one row. It counts if the step's token is read."""
 
     row: DecodeRow
     layer: int
@@ -39,7 +39,7 @@ def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> t
     """
     spent, probes = 0.0, []
     for slot, row in enumerate(rows):
-        layers = [] if row.transcript.done else _sparse_layers(slots, row)
+        layers = [] if row.done else _sparse_layers(slots, row)
         if not layers:
             continue
         position, every = row.written - 1, row.stats.probe_every

@@ -1,9 +1,10 @@
-"""The loop over the rows of a model whose steps are composed, and texts as its outputs."""
+"""The loop over the rows of a model, and texts as its outputs."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -16,10 +17,15 @@ from kvsift.batching.sharing import can_undo
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
+from kvsift.engine.row_groups import PoolSession, RowGroup
+from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.models.decoder_prefill import MAX_SEQUENCES, DecoderPrefill
 from kvsift.models.transformers_cache import SparseCache
+from kvsift.plan.plan import Plan, Rule
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 from kvsift.types import LayerShape
 
@@ -36,6 +42,7 @@ class RunnerRows:
         self._runner = runner
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
+        self._groups: list[RowGroup] = []  # of rows that take captured steps
 
     def reason_apart(self, row: Row) -> str | None:
         if self._runner.placement in ("split", "offload"):
@@ -52,6 +59,12 @@ class RunnerRows:
         if row.exact is not None:
             cache.run.is_exact, cache.stats.probe_every = True, 0
         return cache
+
+    def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
+        if rows[0].steps is not None:
+            group: RowGroup = rows[0].steps
+            return group.step(rows)
+        return self.decode([row.cache for row in rows if row.cache is not None], [row.token for row in rows])
 
     def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
         cache.adopt(self._shapes, self._like, length, stale, grid)
@@ -90,6 +103,68 @@ class RunnerRows:
         return fused.verify(torch.tensor(tokens), cache)
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+        for row in rows:
+            if row.steps is None and not row.composed:
+                self._begin_steps(row)
+        captured = [[row for row in rows if row.steps is group] for group in self._groups]
+        ready = [group.ready(present) for group, present in zip(self._groups, captured) if present]
+        return [*ready, *self._composed_groups([row for row in rows if row.steps is None])]
+
+    def _begin_steps(self, row: Row) -> None:
+        """Decide whether a row takes captured steps, and let it join others."""
+        assert row.cache is not None
+        row.composed = self._composed_reason(row) or ""
+        if row.composed:
+            return
+        rotation, kv = row.cache.rotation, row.cache.table.kv
+        self._groups = [group for group in self._groups if group.serves(kv)]
+        group = next((group for group in self._groups if group.takes(row, rotation)), None)
+        if group is None:
+            group = RowGroup(PoolSession(kv, partial(self._open_session, rotation)), rotation)
+            self._groups.append(group)
+        group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
+        row.steps = group
+
+    def _composed_reason(self, row: Row) -> str | None:
+        """Why the steps of a row are composed; None: they are captured."""
+        transcript = getattr(row.output, "transcript", None)
+        if row.observer is not None:
+            return "what is selected is recorded"
+        if row.exact is not None:
+            return "drafts are verified"
+        if transcript is None or transcript.request.logprobs is not None:
+            return "probabilities are kept"
+        return self._runner.composed_reason(row.plan) or (None if row.in_pool else row.no_reuse)
+
+    def _open_session(self, rotation: int | None, rule: Rule | None, table: PageTable, max_pages: int) -> Session:
+        """Captured steps over the pool of a table."""
+        runner = self._runner
+        cache = runner.new_cache(Plan(None, rule), 0)
+        cache.run.kv, cache.run.table = table.kv, table
+        cache.pin(rotation)
+        cache.adopt(self._shapes, self._like, 0, False, runner.chunk_size)
+        cache.reserve_rows([0])  # and the scratch page
+        return runner.fast_path.over_pool(runner.model, cache, max_pages)
+
+    def recall(self, row: Row) -> None:
+        row.steps.recall()
+
+    def leave(self, row: Row) -> None:
+        if row.steps is not None:
+            row.steps.leave(row)
+
+    def runs(self, kv: KVPool) -> Sequence[Run]:
+        return [run for group in self._groups for run in group.runs(kv)]
+
+    @property
+    def holds_pool(self) -> bool:
+        return bool(self._groups)
+
+    def spare(self, num_pages: int) -> int:
+        room = self.room() if self._runner.fast_path.enabled else 0
+        return min(num_pages // 2, (room or 0) // 4)
+
+    def _composed_groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         fused = self._fused()
         if fused is None or not fused.joins:
             return [[row] for row in rows]
@@ -144,9 +219,9 @@ class TextOutput:
     def foresee(self, logits: Tensor, ahead: int) -> int:
         return self._choose.foresee(logits, ahead)
 
-    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
-        token = self._choose(logits)
-        piece = self.transcript.take(token, perf_counter() - probe_s, logits)
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        token = logits if isinstance(logits, int) else self._choose(logits)
+        piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
         if piece:
             self.pieces.append(piece)
         return token, self.transcript.finish_reason if self.transcript.done else ""

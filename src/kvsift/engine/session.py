@@ -24,22 +24,25 @@ class Session:
         crossover: returns the context length below which dense steps are faster.
         capture: False runs steps without graphs, for tests on a CPU.
         rules: decode rules that rows may have (``Slots``); the cache's own by default.
+        max_pages: of a row, in a pool that may grow: ``KVPool.moves`` tells when these steps are of no use any more. By
+            default those of the cache's longest row, and its pool does not grow.
     """
 
     def __init__(
         self, step: Step, cache: SparseCache, crossover: Crossover, capture: bool = True,
-        rules: Sequence[Rule | None] | None = None,
+        rules: Sequence[Rule | None] | None = None, max_pages: int | None = None,
     ) -> None:  # fmt: skip
         self.cache = cache
         self._step, self._crossover = step, crossover
         self._rules = [rule_of(cache.run.plan)] if rules is None else rules
         self._made_for = self._fingerprint()
-        self._max_pages = round_up(cache.table.longest)
-        self._angles = step.angles(self._max_pages * cache.page_size)
+        self.max_pages = round_up(cache.table.longest if max_pages is None else max_pages)
+        self._angles = step.angles(self.max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
-        self._slots: dict[tuple[int, int], Slots] = {}  # by number and units of a list
+        self._slots: dict[tuple[object, ...], Slots] = {}
         self._held = cache.table.pool
-        self._held.hold(self)
+        if max_pages is None:
+            self._held.hold(self)
 
     def forget(self) -> None:
         """Release graphs and pools; this session is of no use afterwards."""
@@ -49,13 +52,18 @@ class Session:
 
     @property
     def holds(self) -> bool:
+        """Whether the pools have not moved; they cannot, unless a cache has taken other ones."""
+        return bool(self._made_for)
+
+    @property
+    def fits(self) -> bool:
         """Whether the steps are valid for the cache as it is: plan, pools, and rows that fit."""
-        return self.cache.table.longest <= self._max_pages and self._fingerprint() == self._made_for
+        return self.cache.table.longest <= self.max_pages and self._fingerprint() == self._made_for
 
     def has_room(self, rows: Sequence[int]) -> bool:
         """Return whether rows of these lengths fit into what is allocated."""
         table, pages = self.cache.table, [-(-length // self.cache.page_size) for length in rows]
-        fits = len(rows) <= table.num_rows and max(pages) <= self._max_pages
+        fits = len(rows) <= table.num_rows and max(pages) <= self.max_pages
         return fits and sum(pages) <= table.num_reserved + table.pool.num_free
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None] = ()) -> Slots:
@@ -63,8 +71,8 @@ class Session:
         may have grown."""
         key = self._key(num_slots, rules)
         if key not in self._slots:
-            every = [*self._rules, *rules]
-            self._slots[key] = Slots(self._step, self._angles, self.cache, every, key[0], self._max_pages, self._pool)
+            every, number = [*self._rules, *rules], _bucket(num_slots)
+            self._slots[key] = Slots(self._step, self._angles, self.cache, every, number, self.max_pages, self._pool)
         return self._slots[key]
 
     def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
@@ -72,12 +80,14 @@ class Session:
         key = self._key(num_slots, rules)
         return key in self._slots and self._slots[key].captured(kind)
 
-    def _key(self, num_slots: int, rules: Sequence[Rule | None]) -> tuple[int, int]:
+    def _key(self, num_slots: int, rules: Sequence[Rule | None]) -> tuple[object, ...]:
+        """Of slots: their number, the units of a list, and which layers are dense under some rule."""
         every, page_size = [*self._rules, *rules], self.cache.page_size
         unit_size = unit_size_of(every, page_size)
-        max_units = self._max_pages * page_size // unit_size
+        max_units = self.max_pages * page_size // unit_size
         needs = [list_capacity(rule.budget, max_units, unit_size) for rule in every if rule is not None]
-        return _bucket(num_slots), max(needs, default=0)
+        dense = {tuple(rule.budget.dense_layers) for rule in every if rule is not None}
+        return _bucket(num_slots), max(needs, default=0), frozenset(dense)
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:
         """Return the context length below which dense steps are to be preferred."""

@@ -39,7 +39,7 @@ class CapturedStep(NamedTuple):
 class Assignment(NamedTuple):
     """A row that takes a slot."""
 
-    row: int  # of the cache
+    pages: Sequence[int]  # of its tokens so far, and of those to come
     length: int  # tokens cached
     token: int  # the next to feed
     sampling: Sampling
@@ -91,7 +91,7 @@ class Slots:
         device = angles.device
         attentions, page_size = cache.attentions, cache.page_size
         self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
-        self._pages, self._scratch = cache.table, cache.table.reserve_scratch()
+        self._scratch = cache.table.reserve_scratch()
         self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
         self.batch = SlotBatch(self._table, page_size, rules)
         self.results = torch.zeros(1 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
@@ -147,7 +147,7 @@ class Slots:
         free = self.num_slots - len(rows)
         self._table.fill_(self._scratch)
         for slot, row in enumerate(rows):
-            pages = self._pages.planned(row.row)[: self._table.shape[1]]
+            pages = row.pages[: self._table.shape[1]]
             self._table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self._assign_rules(rows, free)
         self.batch.lengths.copy_(torch.tensor([row.length for row in rows] + [1] * free))
@@ -196,15 +196,10 @@ class Slots:
             self._run(kind, queries)
         return CapturedStep(None, queries)
 
-    def catch_up(self, row: int, written: int, stale_from: int) -> None:
-        """Write the summaries that dense steps have left out."""
-        for attention in self._attentions:
-            attention.store.advance(row, written, stale_from)
-
     @torch.inference_mode()
     def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
         self.batch.advance()
-        # summaries are read once contexts are long, and written then (``catch_up``), not token by token
+        # summaries are read once contexts are long, and written then (``DecodeRow``), not token by token
         summaries = [{}] * len(self.layers) if kind.mode == "dense" else self._summaries
         logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.mode, watched=queries)
         temperature, top_p = self._knobs

@@ -46,7 +46,7 @@ class DocumentReading:
         """Return the token that is never fed."""
         return 0
 
-    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
         """End; the token is never fed."""
         self._on_end()
         return 0, "stop"

@@ -47,13 +47,13 @@ class Reply:
         """Return the token that would be chosen ``ahead`` tokens from now."""
         return self._choose.foresee(logits, ahead)
 
-    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
         """Choose a token, or repeat the one that was sent."""
         transcript, position = self.transcript, len(self.transcript.new_ids)
-        token = self._choose(logits)  # in any case: random draws are counted by token
+        token = logits if isinstance(logits, int) else self._choose(logits)  # in any case: it counts random draws
         if is_sent := position < len(self._sent):
             token = self._sent[position]
-        piece = transcript.take(token, perf_counter() - probe_s, logits)
+        piece = transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
         if self._strips:
             piece = piece.lstrip()
             self._strips = not piece

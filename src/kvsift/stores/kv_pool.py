@@ -36,6 +36,7 @@ class LayerPool:
         keys, values: [num_kv_heads, num_pages, page_size, width].
         summaries: kind -> [num_kv_heads, num_pages, width].
         lock: held while tokens are written or the tensors grow.
+        moves: how often tensors were replaced.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LayerPool:
     ) -> None:  # fmt: skip
         self.page_size, self.pages, self.lock = page_size, pages, PoolLock()
         self._pinned = pinned
+        self.moves = 0
         self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
         width = shape.head_dim if value_width is None else value_width
         self.values = self.keys.new_empty(shape.num_kv_heads, 0, page_size, width, dtype=value_dtype or like.dtype)
@@ -69,15 +71,18 @@ class LayerPool:
         """Whether there is memory for every page."""
         return self.pages.num_pages <= self.keys.shape[1]
 
-    def fit(self, exactly: bool = False) -> None:
-        """Allocate memory for every page, and by default for as many again as there were."""
+    def fit(self, exactly: bool = False, spare: int = 0) -> None:
+        """Allocate memory for every page, and by default for as many again as there were; ``exactly``: for so many to
+        ``spare``."""
         present, needed = self.keys.shape[1], self.pages.num_pages
         if needed <= present:
             return
-        target = needed if exactly or self.pages.size is not None else max(needed, 2 * present)
+        fixed = exactly or self.pages.size is not None
+        target = needed + spare if fixed else max(needed, 2 * present)
         keys, values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
         summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
         self.keys, self.values, self.summaries = keys, values, summaries  # all or none, should memory be short
+        self.moves += 1
 
     def maintain(self, user: object, kinds: Iterable[str], device: torch.device | None = None) -> None:
         """Note the kinds of page summary that a store maintains, each stored from now on; drop those that none does."""
@@ -87,6 +92,7 @@ class LayerPool:
                 if kind not in self.summaries:
                     width, dtype = row_format(kind, self.keys.shape[3], self.page_size)
                     self.summaries[kind] = self.keys.new_empty(*self.keys.shape[:2], width, dtype=dtype, device=device)
+                    self.moves += 1
             for kind in self.summaries.keys() - {kind for user in self._present_users() for kind in self._users[user]}:
                 del self.summaries[kind]
 
@@ -133,6 +139,11 @@ class KVPool:
                 f"plan page_size={pool.page_size}, or the cache a pool of its own."
             )
         return pool
+
+    @property
+    def moves(self) -> int:
+        """How often tensors were replaced."""
+        return sum(layer.moves for layer in self.layers.values())
 
     def leave(self, index: int, user: object) -> None:
         """Free the tensors of a layer unless another store than ``user`` uses them."""

@@ -1,0 +1,147 @@
+"""Captured steps over the pool of a loop, for rows that join and leave while others decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvsift.batching.row import Row
+from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.captured_rows import CapturedRows
+from kvsift.engine.session import Session
+from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.transcript import Request
+from kvsift.layer.paged_decode import rule_of
+from kvsift.plan.plan import Rule
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import Run
+from kvsift.stores.page_table import PageTable
+
+MOST_ROWS = 16  # of a step; more take another one
+
+
+class PoolSession:
+    """Slots over the pool of a loop, captured again when its tensors have moved or a row is longer than any before.
+
+    Args:
+        kv: the pool.
+        open_session: returns captured steps for a rule, over the pool of a table and for rows of so many pages.
+    """
+
+    def __init__(self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session]) -> None:
+        self.kv, self._open = kv, open_session
+        self.table = PageTable(1, kv)  # of the scratch page
+        self._session: Session | None = None
+        self._moves = 0
+        self._pages = 1  # of the longest row
+
+    def need(self, num_pages: int) -> None:
+        """Make room for a row of so many pages, and soon for twice as many: it is said in powers of two."""
+        self._pages = max(self._pages, 1 << (num_pages - 1).bit_length())
+
+    def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots for at least so many sequences with these rules, all of one method."""
+        rule = next((rule for rule in rules if rule is not None), None)
+        if not self.holds or not self._session_takes(rule):
+            if self._session is not None:
+                self._session.forget()
+            self._session = self._open(rule, self.table, self._pages)
+            self._moves = self.kv.moves
+        return self._open_session.slots(num_slots, rules)
+
+    @property
+    def _open_session(self) -> Session:
+        assert self._session is not None, "slots come first"
+        return self._session
+
+    def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
+        """Return whether a step for them is captured."""
+        return self.holds and self._open_session.captured(num_slots, rules, kind)
+
+    def dense_below(self, slots: Slots, rule: Rule) -> int:
+        """Return the context length below which dense steps are to be preferred."""
+        return self._open_session.dense_below(slots, rule)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the pool is where it was."""
+        return self._session is not None and self._moves == self.kv.moves
+
+    def _session_takes(self, rule: Rule | None) -> bool:
+        session = self._open_session
+        own = rule_of(session.cache.run.plan)
+        return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
+
+
+class GroupRow(NamedTuple):
+    """A row, its captured steps, and what its group had spent on captures when it joined."""
+
+    steps: DecodeRow
+    setup_s: float
+
+
+class RowGroup:
+    """Rows of a loop that take captured steps together.
+
+    Args:
+        source: of their slots.
+        rotation: of their keys (``models.transformers_pinning``).
+    """
+
+    def __init__(self, source: PoolSession, rotation: int | None) -> None:
+        self._source, self._rotation = source, rotation
+        self._steps = CapturedRows(source)
+        self._rows: dict[Row, GroupRow] = {}
+
+    def serves(self, kv: KVPool) -> bool:
+        """Return whether the group decodes over a pool, or still has a row."""
+        return self._source.kv is kv or bool(self._rows)
+
+    def runs(self, kv: KVPool) -> list[Run]:
+        """Pages of a pool that are of no row."""
+        return self._source.table.all_runs if self._source.kv is kv else []
+
+    def takes(self, row: Row, rotation: int | None) -> bool:
+        """Return whether a row may join: steps rank by one method, rows without a rule beside."""
+        assert row.cache is not None
+        rule, rules = rule_of(row.plan), (each.steps.rule for each in self._rows.values())
+        methods = {each.method for each in rules if each is not None}
+        fits = self._source.kv is row.cache.table.kv and rotation == self._rotation and len(self._rows) < MOST_ROWS
+        return fits and (rule is None or not methods or methods == {rule.method})
+
+    def join(self, row: Row, request: Request) -> None:
+        """Take a row whose prompt is read."""
+        assert row.cache is not None
+        cache, start, most = row.cache, row.num_cached, row.max_new_tokens - 1
+        guard = cache.run.guards.of(0)
+        steps = DecodeRow(cache, 0, cache.stats, start, most, row.token, rule_of(row.plan), request.sampling, guard)
+        self._rows[row] = GroupRow(steps, self._steps.setup_s)
+        self._source.need(cache.table.longest)
+
+    def ready(self, rows: Sequence[Row]) -> list[Row]:
+        """Those of the group's rows, all of them, that the next step has a token for. The others join after it."""
+        present = self._steps.ready([self._rows[row].steps for row in rows])
+        if not present:
+            self._steps.recall()
+            return list(rows)
+        if len(present) < len(rows):
+            self._steps.stop_ahead()
+        return [row for row in rows if self._rows[row].steps in present]
+
+    def step(self, rows: Sequence[Row]) -> list[int]:
+        """Return the next token of each row that is ready."""
+        if any(row.token != self._rows[row].steps.token for row in rows):  # their clients took others
+            self.recall()
+        return self._steps.step([self._rows[row].steps for row in rows])
+
+    def recall(self) -> None:
+        """Forget what was launched ahead, and go on from where the rows are."""
+        for row, (steps, _) in self._rows.items():
+            steps.steps, steps.token = row.num_cached - steps.start, row.token
+        self._steps.recall()
+
+    def leave(self, row: Row) -> None:
+        """Let a row go, and count its steps."""
+        steps, setup_s = self._rows.pop(row)
+        self._steps.leave(steps)
+        row.setup_s, row.dense_below = self._steps.setup_s - setup_s, self._steps.dense_below
