@@ -1,10 +1,12 @@
 """Chats about long documents on one machine: tokens per second of all, and waits beside each other.
 
-    python scripts/chats.py results/chats-cpu.json [chunk_size]
+    python scripts/chats.py cpu results/chats-cpu.json
+    python scripts/chats.py gpu results/chats-h200.json
+    python scripts/chats.py gpu-shared results/chats-shared-h200.json
 
-The embedded model and a document of 32K tokens for each of four chats. Every document is read once; then plans are
-measured in turns: all chats decode; one alone; a second question comes beside three that decode; another document is
-read beside three that decode.
+On a CPU the embedded model; on a GPU an 8B model's shape with random weights. Every document is read once; then plans
+are measured in turns: all chats decode; one alone; a second question comes beside the others; another document is read
+beside them.
 """
 
 from __future__ import annotations
@@ -13,27 +15,37 @@ import json
 import sys
 from pathlib import Path
 from statistics import median, quantiles
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsift import LLM
 from kvsift.batching.row import FinishReason, Row
+from kvsift.benchmarks import machine
 from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
 from kvsift.engine.provenance import versions_and_machine
+from kvsift.engine.transcript import Request, Transcript
+from kvsift.models.transformers_load import embedded_model
+from kvsift.models.transformers_random import random_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 
-RECIPE: dict[str, Any] = {
-    "tokens": 32768,
-    "chats": 4,
-    "plans": ["dense", "sketch:budget=1024:dense_layers=none", "quest:budget=1024:dense_layers=none"],
-    "steps": 32,
-    "rounds": 5,
-    "max_new_tokens": 2000,
-}
+PLANS = ["dense", "sketch:budget=1024:dense_layers=none", "quest:budget=1024:dense_layers=none"]
+GPU_PLANS = ["dense", "sketch:budget=1024", "quest:budget=2048", PLANS[1], "quest:budget=2048:dense_layers=none"]
+QUOKA = "prefill=quoka:budget=4096,decode=quest:budget=2048"
+RECIPES: dict[str, dict[str, Any]] = {
+    "cpu": {"tokens": 32768, "documents": 4, "chats": 4, "plans": PLANS, "steps": 32, "rounds": 5, "new_tokens": 8192},
+    "gpu": {"tokens": 65536, "documents": 8, "chats": 8, "plans": GPU_PLANS, "steps": 64, "rounds": 5, "new_tokens": 0},
+    "gpu-shared": {
+        "tokens": 131072, "documents": 2, "chats": 8, "plans": GPU_PLANS, "steps": 64, "rounds": 3, "new_tokens": 0,
+        "read_beside": [["dense", "quest:budget=2048"], [QUOKA, "quest:budget=2048"]],
+    },
+}  # fmt: skip
+MODEL, GRID, MOST = "llama-3-8b", 1024, 2000
 
 
 class Timed:
@@ -42,93 +54,176 @@ class Timed:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.times: list[float] = []
+        self.transcript = Transcript(Request([0], num_tokens), tokenizer=None)  # says how tokens are chosen
 
     def read(self, num_tokens: int) -> None:
         pass
 
-    def take(self, logits: Tensor, probe_s: float) -> tuple[int, FinishReason]:
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        token = logits if isinstance(logits, int) else int(logits.argmax())
         self.times.append(perf_counter())
-        return int(logits.argmax()), "length" if len(self.times) == self.num_tokens else ""
+        return token, "length" if len(self.times) == self.num_tokens else ""
 
 
-def start(llm: LLM, ids: list[int], plan: str, num_tokens: int) -> Row:
-    row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens))
-    llm.loop.submit(row)
-    return row
+class Chats:
+    """Rows of one recipe over the loop of an LLM whose documents are read."""
 
+    def __init__(self, llm: LLM, recipe: dict[str, Any], documents: list[list[int]], question: list[int]) -> None:
+        self.llm, self.recipe, self.documents, self.question = llm, recipe, documents, question
 
-def step_until(llm: LLM, *rows: Row, tokens: int) -> None:
-    """Take steps until each of these rows has so many tokens."""
-    while any(len(row.output.times) < tokens and not row.is_ended for row in rows):
-        llm.loop.step(unless=lambda: False)
+    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Row:
+        row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens))
+        self.llm.loop.submit(row)
+        return row
 
+    def step_until(self, *rows: Row, tokens: int) -> None:
+        """Take steps until each of these rows has so many tokens."""
+        while any(len(row.output.times) < tokens and not row.is_ended for row in rows):
+            self.llm.loop.step(unless=lambda: False)
+        for row in rows:
+            if row.error is not None:
+                raise row.error
 
-def measure(llm: LLM, documents: list[list[int]], question: list[int], new: list[int], plan: str) -> dict[str, Any]:
-    """One round of a plan."""
-    steps, most = RECIPE["steps"], RECIPE["max_new_tokens"]
-    found: dict[str, Any] = {}
-    rows = [start(llm, document + question, plan, most) for document in documents]
-    step_until(llm, *rows, tokens=2)
-    for name, count in (("all", len(rows)), ("alone", 1)):
-        for row in rows[count:]:
-            llm.loop.close(row)
-        begun = [len(row.output.times) for row in rows[:count]]
+    def close(self, *rows: Row) -> None:
+        for row in rows:
+            self.llm.loop.close(row)
+
+    def prompt(self, chat: int) -> list[int]:
+        return [*self.documents[chat % len(self.documents)], 500 + chat, *self.question]
+
+    def read(self, ids: list[int]) -> float:
+        """Seconds to the first token of a prompt, with nothing beside it."""
         started = perf_counter()
-        for _ in range(steps):
-            llm.loop.step(unless=lambda: False)
-        made = sum(len(row.output.times) for row in rows[:count]) - sum(begun)
-        found[f"{name}_tokens_per_s"] = made / (perf_counter() - started)
-    llm.loop.close(rows[0])
-    rows = [start(llm, document + question, plan, most) for document in documents[1:]]
-    step_until(llm, *rows, tokens=2)
-    for name, ids in (("second_question_s", documents[0] + question[::-1]), ("new_document_s", new + question)):
-        begun = [len(row.output.times) for row in rows]
+        row = self.start(ids, "dense", 1)
+        self.step_until(row, tokens=1)
+        self.close(row)
+        return perf_counter() - started
+
+    def measure(self, plan: str, new: list[int]) -> dict[str, Any]:
+        """One round of a plan."""
+        found: dict[str, Any] = {}
+        rows = [self.start(self.prompt(chat), plan) for chat in range(self.recipe["chats"])]
+        self.step_until(*rows, tokens=4)
+        pages = self.llm.loop.books().pages
+        found["pages"] = pages | {"held": pages["rows"] + pages["kept"]}
+        found["path"] = rows[0].composed or "captured"
+        for name, count in (("all", len(rows)), ("alone", 1)):
+            self.close(*rows[count:])
+            self.step_until(*rows[:count], tokens=len(rows[0].output.times) + 4)
+            begun = [len(row.output.times) for row in rows[:count]]
+            started = perf_counter()
+            for _ in range(self.recipe["steps"]):
+                self.llm.loop.step(unless=lambda: False)
+            made = sum(len(row.output.times) for row in rows[:count]) - sum(begun)
+            found[f"{name}_tokens_per_s"] = made / (perf_counter() - started)
+        self.close(rows[0])
+        again = [*self.documents[0], *self.question[::-1]]
+        asked = self.start(again, plan, 4)
         started = perf_counter()
-        asked = start(llm, ids, plan, 4)
-        step_until(llm, asked, tokens=1)
-        found[name] = asked.output.times[0] - started
-        found[f"{name[:-2]}_reused"] = asked.num_reused
+        self.step_until(asked, tokens=1)
+        found["second_question_alone_s"] = asked.output.times[0] - started
+        self.close(asked)
+        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe["chats"])]
+        self.step_until(*rows, tokens=4)
+        found |= self.beside(rows, "second_question", again, plan)
+        if new:
+            found |= self.beside(rows, "new_document", new, plan)
+        self.close(*rows)
+        return found
+
+    def beside(self, rows: list[Row], name: str, ids: list[int], plan: str) -> dict[str, Any]:
+        """A prompt that comes beside rows that decode: its first token, and what they wait."""
+        begun, started = [len(row.output.times) for row in rows], perf_counter()
+        asked = self.start(ids, plan, 4)
+        self.step_until(asked, tokens=1)
+        self.close(asked)
+        self.step_until(*rows, tokens=max(map(len, (row.output.times for row in rows))) + 3)
         between = [
             after - before
             for row, first in zip(rows, begun)
             for before, after in zip(row.output.times[first - 1 :], row.output.times[first:])
         ]
-        found[f"itl_beside_{name}"] = {"median": median(between), "p99": quantiles(between, n=100)[98]}
-        llm.loop.close(asked)
-    for row in rows:
-        llm.loop.close(row)
-    return found
+        return {
+            f"{name}_s": asked.output.times[0] - started,
+            f"{name}_reused": asked.num_reused,
+            f"itl_beside_{name}_s": {
+                "tokens": len(between), "median": median(between), "p99": quantiles(between, n=100)[98]
+            },
+        }  # fmt: skip
+
+
+def digits(found: Any) -> Any:
+    """Numbers with four digits."""
+    if isinstance(found, dict):
+        return {key: digits(value) for key, value in found.items()}
+    return (
+        [digits(value) for value in found]
+        if isinstance(found, list)
+        else float(f"{found:.4g}")
+        if isinstance(found, float)
+        else found
+    )
+
+
+def gpu_llm(folder: Path, **options: Any) -> LLM:
+    """Random weights of a known shape, with the embedded model's tokenizer."""
+    model = random_model(MODEL, torch.device("cuda"), torch.bfloat16)
+    model.config.save_pretrained(folder)
+    for path in embedded_model().glob("tokenizer*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    llm = LLM(folder, dtype="bfloat16", chunk_size=GRID, **options)
+    llm._model = model
+    return llm
 
 
 def main() -> None:
-    out, chunk = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else None
-    llm = LLM(device="cpu", chunk_size=chunk, keep_tokens=6 * RECIPE["tokens"], probe_every=0)
-    llm.load()
-    result = {"kind": "chats", "recipe": RECIPE, **versions_and_machine(llm.device), "threads": report()}
-    result["free_bytes"], result["grid"] = available_bytes(llm.device), llm.loop.grid
-    ids = llm.tokenizer(make_document(RECIPE["tokens"]))["input_ids"]
-    question = llm.tokenizer("\n\nQuestion: What is the access code?\nAnswer:", add_special_tokens=False)["input_ids"]
-    documents = [[number + 300, *ids] for number in range(RECIPE["chats"])]  # no two begin alike
-    result["read_s"] = []
-    for document in documents:
-        started = perf_counter()
-        row = start(llm, document + question, "dense", 1)
-        step_until(llm, row, tokens=1)
-        llm.loop.close(row)
-        result["read_s"].append(perf_counter() - started)
-        print(f"read {len(document)} tokens in {result['read_s'][-1]:.1f} s", flush=True)
-    result["rounds"] = []
-    for number in range(RECIPE["rounds"]):
-        plans = RECIPE["plans"][number % 3 :] + RECIPE["plans"][: number % 3]
-        for place, plan in enumerate(plans):
-            new = [400 + 3 * number + place, *ids[:8192]]
-            found = {"plan": plan, **measure(llm, documents, question, new, plan)}
-            result["rounds"].append(found)
-            print(
-                {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()},
-                flush=True,
-            )
+    name, out = sys.argv[1], Path(sys.argv[2])
+    recipe, on_gpu = RECIPES[name], name != "cpu"
+    options = {"keep_tokens": 2 * recipe["documents"] * recipe["tokens"], "probe_every": 0}
+    with TemporaryDirectory() as folder:
+        llm = gpu_llm(Path(folder), **options) if on_gpu else LLM(device="cpu", **options)
+        llm.load()
+        result: dict[str, Any] = {"kind": "chats", "recipe": recipe, **versions_and_machine(llm.device)}
+        result |= machine.gpu_environment(None) if on_gpu else {"threads": report()}
+        result |= {"free_bytes": available_bytes(llm.device), "grid": llm.loop.grid}
+        run(llm, recipe, result, out, on_gpu)
+
+
+def run(llm: LLM, recipe: dict[str, Any], result: dict[str, Any], out: Path, on_gpu: bool) -> None:
+    def save(**found: Any) -> None:
+        print({key: digits(value) for key, value in found.items()}, flush=True)
+        for key, value in found.items():
+            result.setdefault(key, []).append(digits(value))
         out.write_text(json.dumps(result, indent=1) + "\n")
+
+    ids = llm.tokenizer(make_document(recipe["tokens"]))["input_ids"]
+    question = llm.tokenizer("\n\nQuestion: What is the access code?\nAnswer:", add_special_tokens=False)["input_ids"]
+    documents = [[number + 300, *ids] for number in range(recipe["documents"])]  # no two begin alike
+    chats = Chats(llm, recipe, documents, question)
+    if on_gpu:
+        chats.read([7, *ids[:2048]])  # compiles
+    for chat in range(recipe["documents"]):
+        save(read_s=chats.read(chats.prompt(chat)))
+    if on_gpu:
+        llm.chunk_size = 8192
+        for _ in range(2):
+            cache, started = llm.new_cache(parse_plan("dense"), recipe["tokens"] + 64), perf_counter()
+            llm.prefill(cache, documents[0])
+            torch.cuda.synchronize()
+            save(read_in_chunks_of_8192_s=perf_counter() - started)
+            del cache
+        llm.chunk_size = GRID
+    for number in range(recipe["rounds"]):
+        shift = number % len(recipe["plans"])
+        for place, plan in enumerate([*recipe["plans"][shift:], *recipe["plans"][:shift]]):
+            new = [400 + number * len(recipe["plans"]) + place, *ids[: recipe["new_tokens"]]]
+            save(rounds={"plan": plan, **chats.measure(plan, new if recipe["new_tokens"] else [])})
+    for number, (new_plan, plan) in enumerate(recipe.get("read_beside", [])):
+        rows = [chats.start(chats.prompt(chat), plan) for chat in range(1, recipe["chats"])]
+        chats.step_until(*rows, tokens=4)
+        found = chats.beside(rows, "new_document", [600 + number, *ids], new_plan)
+        chats.close(*rows)
+        save(read_beside={"new": new_plan, "others": plan, **found})
 
 
 if __name__ == "__main__":

@@ -175,17 +175,17 @@ def log_of(request: Request) -> SelectionLog | None:
 
 
 def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
-    """Return the answer of a row that has ended."""
+    """Return the answer of a row that has ended; ``path`` tells why the steps of rows like it are composed."""
     report = row.report or CacheReport(row.plan, RunStats(), 0, {})
     return answer_of(
-        runner, report, transcript, started, num_cached=row.num_reused, path=path, no_reuse=row.no_reuse,
-        exact=row.exact,
+        runner, report, transcript, started, num_cached=row.num_reused, captured=None if row.composed or path else row,
+        path=row.composed or path, no_reuse=row.no_reuse, exact=row.exact,
     )  # fmt: skip
 
 
 def answer_of(
     runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
-    captured: CapturedDecode | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
+    captured: CapturedDecode | Row | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
     exact: ExactDecoder | None = None,
 ) -> Answer:  # fmt: skip
     """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""

@@ -82,6 +82,8 @@ class RunnerRows:
 
     def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
         logits: Tensor = self._runner.prefill(cache, ids, pause=pause)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)  # what others are owed is measured
         self._remember(cache)
         return logits[0, -1]
 
