@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from kvsift import LLM
@@ -171,6 +172,7 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     model.config.save_pretrained(folder)
     for path in embedded_model().glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
+    save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
     llm = LLM(folder, dtype="bfloat16", chunk_size=GRID, **options)
     llm._model = model
     return llm

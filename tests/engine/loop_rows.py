@@ -1,0 +1,100 @@
+"""Rows of the loop in captured steps, and histories of such rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.tiny_directory import text_of
+
+from kvsift import LLM, Sampling
+from kvsift.batching.row import Row
+from kvsift.engine.rows import TextOutput
+from kvsift.engine.transcript import Request
+from kvsift.plan.syntax import parse_plan
+
+GRID = 64
+BELOW = 260
+QUEST = "quest:budget=128:window=16:dense_layers=0"
+PLANS = [
+    QUEST,
+    "dense",
+    "quest:budget=96:window=16:dense_layers=1",
+    "quest:ratio=0.4:window=32:sinks=20:dense_layers=0+2",
+    "sketch:budget=64:window=16:dense_layers=none",
+    "sketch:budget=80:bits=2:window=16:dense_layers=0",
+    "snapkv:budget=128:window=16:evict=true",
+    "quest:budget=64:window=16:dense_layers=none:min_recovery=0.97",
+]
+KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_to_select", "kv_bytes_dense")
+GREEDY = Sampling()
+
+
+def new_llm(directory: Path, path: str = "eager", device: str = "cpu", **options: Any) -> LLM:
+    settings = {"device": device, "chunk_size": GRID, "dtype": "float32", "probe_every": 3, "dense_below": BELOW}
+    return LLM(directory, "dense", path=path, **{**settings, **options})
+
+
+def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 12, sampling: Sampling = GREEDY, **options: Any) -> Row:
+    ids = llm.tokenizer(text)["input_ids"]
+    request = Request(ids, num_tokens, sampling)
+    parsed = parse_plan(plan)
+    runs_as = parsed if llm.composed_reason(parsed) is None else llm.composed_plan(parsed)
+    return Row(ids, runs_as, num_tokens, TextOutput(request, llm.tokenizer, llm.device), **options)
+
+
+def take_steps(llm: LLM, rows: list[Row], after_step: Callable[[], object] = lambda: None) -> None:
+    while not all(row.is_ended for row in rows):
+        llm.loop.step(unless=lambda: False)
+        llm.loop.check()
+        after_step()
+
+
+def alone(llm: LLM, *arguments: Any, **options: Any) -> Row:
+    row = new_row(llm, *arguments, **options)
+    llm.loop.submit(row)
+    take_steps(llm, [row])
+    llm.loop.close(row)
+    return row
+
+
+def tokens(row: Row) -> list[int]:
+    found: list[int] = row.output.transcript.new_ids  # type: ignore[attr-defined]
+    return found
+
+
+def counters(row: Row) -> dict[str, Any]:
+    assert row.report is not None
+    report = row.report.stats.report()
+    guard = [(event["position"], event["from"], event["to"]) for event in report["guard"]]
+    return {key: report["phases"]["decode"][key] for key in KEYS} | {"guard": guard}
+
+
+def assert_equal(row: Row, other: Row) -> None:
+    assert row.error is None
+    assert tokens(row) == tokens(other)[: len(tokens(row))]
+    if row.finish_reason == other.finish_reason:
+        assert counters(row) == counters(other)
+
+
+def history(llm: LLM, rng: random.Random) -> list[tuple[Row, tuple[Any, ...]]]:
+    """Let rows come and go until all have ended; returns each with its arguments."""
+    rows: list[tuple[Row, tuple[Any, ...]]] = []
+
+    def act() -> None:
+        if rng.random() < 0.3 and len(rows) < 8:
+            sampling = rng.choice([GREEDY, Sampling(1.1, 0.9, seed=4)])
+            case = text_of(rng.choice([70, 200, 250, 330])), rng.choice(PLANS), rng.choice([1, 2, 7, 30]), sampling
+            row = new_row(llm, *case, client=str(rng.randint(0, 1)))
+            llm.loop.submit(row)
+            rows.append((row, case))
+        elif rng.random() < 0.1 and rows:
+            llm.loop.cancel(rng.choice(rows)[0])
+
+    while not rows:
+        act()
+    take_steps(llm, [row for row, _ in rows], act)
+    take_steps(llm, [row for row, _ in rows])
+    return rows
