@@ -46,7 +46,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "read_beside": [["dense", "quest:budget=2048"], [QUOKA, "quest:budget=2048"]],
     },
 }  # fmt: skip
-MODEL, GRID, MOST = "llama-3-8b", 1024, 2000
+MODEL, MOST = "llama-3-8b", 2000
 
 
 class Timed:
@@ -173,7 +173,7 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     for path in embedded_model().glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
     save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
-    llm = LLM(folder, dtype="bfloat16", chunk_size=GRID, **options)
+    llm = LLM(folder, dtype="bfloat16", **options)
     llm._model = model
     return llm
 
@@ -207,14 +207,12 @@ def run(llm: LLM, recipe: dict[str, Any], result: dict[str, Any], out: Path, on_
     for chat in range(recipe["documents"]):
         save(read_s=chats.read(chats.prompt(chat)))
     if on_gpu:
-        llm.chunk_size = 8192
         for _ in range(2):
             cache, started = llm.new_cache(parse_plan("dense"), recipe["tokens"] + 64), perf_counter()
             llm.prefill(cache, documents[0])
             torch.cuda.synchronize()
             save(read_in_chunks_of_8192_s=perf_counter() - started)
             del cache
-        llm.chunk_size = GRID
     for number in range(recipe["rounds"]):
         shift = number % len(recipe["plans"])
         for place, plan in enumerate([*recipe["plans"][shift:], *recipe["plans"][:shift]]):

@@ -537,10 +537,10 @@ def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
         llm.loop.step(unless=lambda: False)
     fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
 
-    def short_of_memory(pool: LayerPool, exactly: bool = False) -> None:
+    def short_of_memory(pool: LayerPool, exactly: bool = False, spare: int = 0) -> None:
         if pool.pages.num_pages > present:
             raise torch.OutOfMemoryError("no memory")
-        fit(pool, exactly)
+        fit(pool, exactly, spare)
 
     monkeypatch.setattr(LayerPool, "fit", short_of_memory)
     llm.loop.submit(large)

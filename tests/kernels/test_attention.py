@@ -172,3 +172,16 @@ def test_keys_may_be_views_into_a_pool() -> None:
     pool[:, :, 20:32] = keys
     part = attention(queries, pool[:, :, 20:32], values, 0.25)
     assert torch.equal(part.output, attention(queries, keys, values, 0.25).output)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("num_keys", [500, 8192, 50_000])
+def test_keys_that_are_cut_into_blocks_are_attended_as_one(num_keys: int) -> None:
+    queries, keys, values = draw(4, 128, 1024, num_keys, torch.bfloat16, "cuda", 1)
+    output, lse = textbook(queries, keys, values, 0.1, None)
+    part = attention(queries, keys, values, 0.1)
+    whole = attention_module._fused(queries, keys, values, 0.1, False)
+    assert part.output.dtype == torch.bfloat16
+    assert distance(part.output, output) <= 1.2 * distance(whole.output, output)
+    assert distance(part.lse, lse) <= 2 * max(distance(whole.lse, lse), rounding(lse))

@@ -16,8 +16,11 @@ from kvsift.layer.accounting import RunStats
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.plan.placement import PlacementSpec
 from kvsift.plan.syntax import parse_plan
+from kvsift.stores import parts
+from kvsift.stores.base import Segment
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
+from kvsift.stores.paged import PagedStore
 from kvsift.stores.reader import RowReader
 from kvsift.types import Chunk, LayerShape
 
@@ -130,3 +133,20 @@ def check(reader: RowReader, keys: Tensor) -> None:
     rows = reader.keys_in_place()
     assert torch.equal(rows.gather() if isinstance(rows, native.PooledRows) else rows, keys)
     assert torch.equal(reader.keys(), keys)
+
+
+@pytest.mark.parametrize("num_queries", [1, 9, 40])
+@pytest.mark.parametrize("length", [40, 61, 160])
+def test_runs_attended_one_by_one_give_the_attention_over_all(num_queries: int, length: int) -> None:
+    """As on a GPU, where a copy of all keys and values would cost more."""
+    torch.manual_seed(length)
+    store = PagedStore(SHAPE, 1, 8, torch.empty(0), (), table=scattered_table(1))
+    store.append(0, *torch.randn(2, 2, length, SHAPE.head_dim))
+    reader, queries = store.reader(0), torch.randn(1, SHAPE.num_query_heads, num_queries, SHAPE.head_dim)
+    segment = Segment(queries, length - num_queries, length)
+    runs = reader.consecutive(length)
+    assert len(runs) > 2
+    assert [*runs[0][:1], *(stop for _, stop in runs)] == [*(start for start, _ in runs), length]
+    one_by_one, together = parts._attend_runs(SHAPE, segment, reader), parts.attend_dense(SHAPE, segment, reader)
+    torch.testing.assert_close(one_by_one.output, together.output)
+    torch.testing.assert_close(one_by_one.lse, together.lse)

@@ -62,6 +62,10 @@ class RowModel(ExactModel, Protocol):
     def root(self, row: Row) -> bytes:
         """Name of what the keys of a prompt depend on, besides its tokens."""
 
+    @property
+    def most_read(self) -> int:
+        """Tokens of a prompt to read densely in one pass when no other row waits for it."""
+
     def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
         """Store and attend tokens of a prompt; logits [vocabulary] of the last one.
 
@@ -348,16 +352,19 @@ class Loop:
         started, cache, last = self.clock(), row.cache, len(row.ids) - 1
         assert cache is not None
         before = row.num_cached
-        stop = min(before - before % self.grid + self.grid, last)
+        alone = not self._schedule.decoding and not self._schedule.waiting and row.plan.prefill is None
+        chunks = max(self._model.most_read // self.grid, 1) if alone else 1
+        stop = min(before - before % self.grid + chunks * self.grid, last)
         counters, done, logits = cache.stats.snapshot(), False, None
         try:
             if stop > before:
                 if stop == last:
                     cache.prepare_after_next()
                 self._model.read(cache, row.ids[before:stop], pauses)
-                row.num_cached, counters = stop, cache.stats.snapshot()
-                if stop % self.grid == 0 and not row.no_reuse:
-                    self._seal(row)
+                counters = cache.stats.snapshot()
+                for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
+                    if row.num_cached % self.grid == 0 and not row.no_reuse:
+                        self._seal(row)
             if stop == last:
                 cache.prepare()
                 logits = self._model.read(cache, row.ids[last:])

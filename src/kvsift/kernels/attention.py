@@ -10,12 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsift.kernels.merge import merge_all
 from kvsift.kernels.unit_attention import dense_attention, reads_in_place
 from kvsift.types import Part
 
 # Scores of one tile of queries in the reference: 2^25 floats are 128 MiB, whatever the context length.
 MAX_TILE_SCORES = 1 << 25
-CUDNN_SCORES = 1 << 26  # of a head, from which on cuDNN's kernel pays on Hopper
+CUDNN_SCORES = 1 << 26  # of a head, from which on cuDNN's kernel pays on Hopper, where its first call is slow
+BLOCK_QUERIES, BLOCK_KEYS = 1024, (32768, 8192)  # of calls whose shapes come again
 
 
 def attention(
@@ -38,6 +40,8 @@ def attention(
     if reads_in_place(queries, keys[0]):
         return dense_attention(queries, keys[0], values[0], scale, softcap)
     if softcap is None and fused_runs(queries, keys, causal):
+        if not causal and _takes_blocks(queries):
+            return _in_blocks(queries, keys, values, scale)
         return _fused(queries, keys, values, scale, causal)
     mask = None
     if causal:
@@ -121,23 +125,41 @@ def fused_runs(queries: Tensor, keys: Tensor, causal: bool) -> bool:
     return queries.device.type == "cpu" and queries.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _cudnn_wins(queries: Tensor, num_keys: int) -> bool:
-    """Whether cuDNN's kernel is the faster one. On an H200 it takes 6.0 ms for 2048 queries on 128K keys, and
-    FlashAttention 2 11.5 ms. Its first call with a shape costs 45 ms, too much for a chunk on few keys, and with few
-    queries it splits the keys too little."""
-    num_rows, _, num_queries, head_dim = queries.shape
-    few = num_queries < 256 or num_rows * num_queries * num_keys < CUDNN_SCORES
-    if not queries.is_cuda or queries.dtype == torch.float32 or few or head_dim not in (64, 128):
+def _has_cudnn(queries: Tensor) -> bool:
+    """Whether cuDNN's kernel runs and may be the faster one. On an H200 it takes 6.0 ms for 2048 queries on 128K keys,
+    and FlashAttention 2 11.5 ms; with few queries it splits the keys too little."""
+    num_queries, head_dim = queries.shape[2:]
+    if not queries.is_cuda or queries.dtype == torch.float32 or num_queries < 256 or head_dim not in (64, 128):
         return False
     return torch.cuda.get_device_capability(queries.device) == (9, 0) and torch.backends.cudnn.is_available()
 
 
+def _takes_blocks(queries: Tensor) -> bool:
+    """Whether queries come in a number that many chunks have. The first call of cuDNN with a shape costs 45 ms, so the
+    keys before such chunks, which grow from one to the next, are cut into blocks of few sizes."""
+    return queries.shape[2] % BLOCK_QUERIES == 0 and _has_cudnn(queries)
+
+
+def _in_blocks(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
+    parts, start = list[Part](), 0
+    for size, attend in ((BLOCK_KEYS[0], _cudnn), (BLOCK_KEYS[1], _cudnn), (keys.shape[2], _fused)):
+        while start < keys.shape[2] and (start + size <= keys.shape[2] or attend is _fused):
+            block = slice(start, start + size)
+            parts.append(attend(queries, keys[:, :, block], values[:, :, block], scale, False))
+            start += size
+    return merge_all(parts)
+
+
+def _cudnn(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Part:
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        queries, keys, values, None, True, 0.0, causal, False, scale=scale
+    )[:2]
+    return Part(out, lse.squeeze(-1))
+
+
 def _fused(queries: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Part:
-    if _cudnn_wins(queries, keys.shape[2]):
-        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            queries, keys, values, None, True, 0.0, causal, False, scale=scale
-        )[:2]
-        return Part(out, lse.squeeze(-1))
+    if _has_cudnn(queries) and queries.shape[0] * queries.shape[2] * keys.shape[2] >= CUDNN_SCORES:
+        return _cudnn(queries, keys, values, scale, causal)
     if queries.is_cuda:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
             queries, keys, values, 0.0, causal, False, scale=scale

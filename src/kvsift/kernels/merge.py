@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -30,6 +33,15 @@ def merge(a: Part, b: Part) -> Part:
         raise ValueError(f"parts differ in shape: {tuple(a.output.shape)} and {tuple(b.output.shape)}")
     run = merge_triton if runs_on_triton(a.output) else merge_reference
     return run(a, b)
+
+
+def merge_all(parts: Sequence[Part]) -> Part:
+    """As ``merge``, of several parts, and rounded once."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    merged = reduce(merge, parts[1:], Part(first.output.float(), first.lse))
+    return Part(merged.output.to(first.output.dtype), merged.lse)
 
 
 def merge_reference(a: Part, b: Part) -> Part:

@@ -117,6 +117,8 @@ class LayerCache:
         self._observe_stored(chunk_size)
 
     def _observe_stored(self, chunk_size: int) -> None:
+        if not self._states.observes:
+            return
         reader = self.store.reader(0)
         for start in range(0, reader.length, chunk_size):
             tokens = start, min(start + chunk_size, reader.length)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.methods.base import Phase
+from kvsift.methods.base import Method, Phase
 from kvsift.plan.plan import PHASES, Plan, Rule
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Limit
@@ -62,6 +62,11 @@ class MethodStates:
         for phase, rule in self._rules():
             if phase in phases:
                 rule.method.observe(self.of(phase, row), self.shape, queries, keys, values, start)
+
+    @property
+    def observes(self) -> bool:
+        """Whether some method observes tokens."""
+        return any(type(rule.method).observe is not Method.observe for _, rule in self._rules())
 
     def follow(
         self, row: int, num_new: int, phase: Phase, reader: RowReader, messages: LayerMessages, stats: RunStats

@@ -31,7 +31,6 @@ from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.errors import InputError
-from kvsift.models.transformers_load import choose_device
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_plan
@@ -40,7 +39,6 @@ from kvsift.server.heap import trim
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.replies import Reply, usage_of
 
-GPU_CHUNK = 1024  # tokens: a second question reads fewer again than in the 8,192 of an ``LLM``
 ALIVE_S = 1.0  # between two signs of life
 CHAT_TOKENS = 512  # of an answer in a chat, unless the request says so
 
@@ -63,7 +61,7 @@ class Worker:
     def __init__(self, connection: socket, settings: dict[str, Any]) -> None:
         self._connection, self._sending = connection, Lock()
         specs = settings["plans"]
-        model = {"probe_every": 16, "chunk_size": _chunk_size(settings["model"]), **settings["model"]}
+        model = {"probe_every": 16, **settings["model"]}
         keep = settings["keep_tokens"]
         self._llm = llm = LLM(**model, plan=specs[0], keep_tokens=keep)
         self._plans = [parse_plan(spec) for spec in specs]
@@ -315,12 +313,6 @@ class Worker:
         with self._llm.fast_path.turn:  # counters may be on the device
             answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
         return {"usage": usage_of(answer, row.num_reused)}
-
-
-def _chunk_size(model: dict[str, Any]) -> int | None:
-    """Return the prompt tokens of a pass, between which other rows decode; None: as ``LLM`` has it."""
-    on_cpu = model.get("placement") == "host" or choose_device(model.get("device", "auto")).type == "cpu"
-    return None if on_cpu else GPU_CHUNK
 
 
 class TooLong(Exception):

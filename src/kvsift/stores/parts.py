@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.attention import attention, attention_reference
-from kvsift.kernels.merge import merge
+from kvsift.kernels.merge import merge, merge_all
 from kvsift.kernels.unit_attention import SHARE_TOKENS, dense_attention, reads_in_place, unit_attention
 from kvsift.stores.base import Segment, View
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part, Selection
 
+MOST_RUNS = 16  # of pages, that a GPU attends one by one; more are copied
 IN_PLACE_QUERIES = 8  # of consecutive tokens, for which the compiled core reads keys once; with more, a copy is faster
 
 
@@ -23,8 +24,26 @@ def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
     if _reads_in_place(segment, reader, IN_PLACE_QUERIES):
         keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
         return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap)
+    if segment.queries.is_cuda and 1 < len(reader.consecutive(segment.stop)) <= MOST_RUNS:
+        return _attend_runs(shape, segment, reader)
     keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
     return _past_and_own(shape, segment, keys, values)  # [1, num_kv_heads, stop, head_dim]
+
+
+def _attend_runs(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
+    """As ``_past_and_own``, over tokens in several runs of pages, each where it lies: a copy of all is not made."""
+    own = segment.stop - segment.num_queries if segment.num_queries > 1 else segment.stop
+    parts = [
+        attention(
+            segment.queries, reader.keys(start, stop)[None], reader.values(start, stop)[None], shape.scale,
+            softcap=shape.softcap,
+        )
+        for start, stop in reader.consecutive(own)
+    ]  # fmt: skip
+    if own < segment.stop:
+        keys, values = (read(own, segment.stop)[None] for read in (reader.keys, reader.values))
+        parts.append(attention(segment.queries, keys, values, shape.scale, causal=True, softcap=shape.softcap))
+    return merge_all(parts)
 
 
 def attend_verifying(shape: LayerShape, segment: Segment, reader: RowReader) -> tuple[Part, Tensor]:

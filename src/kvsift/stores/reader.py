@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -71,6 +72,11 @@ class RowReader:
     def values(self, start: int = 0, stop: int | None = None) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]; everything by default."""
         return self._pool.values.flatten(1, 2)[:, self.slots(start, stop)]
+
+    def consecutive(self, stop: int) -> list[tuple[int, int]]:
+        """Positions 0 to stop, cut where one page is not behind the other in the pool."""
+        stops = accumulate((run.num_pages * self.page_size for run in self._table.runs(self._row)), initial=0)
+        return [(start, min(end, stop)) for start, end in pairwise(stops) if start < stop]
 
     def slots(self, start: int, stop: int | None) -> slice | Tensor:
         """Slots of positions start to stop in a pool whose pages are flattened."""
