@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -67,13 +68,14 @@ def test_steps_go_on_while_a_row_joins_and_are_made_anew_when_the_pool_moves(
     llm.loop.submit(rows[0])
     while len(tokens(rows[0])) < 8:
         llm.loop.step(unless=lambda: False)
-    before = llm.loop.kv.moves
+    before, keys = llm.loop.kv.moves, weakref.ref(llm.loop.kv.layers[0].keys)
     assert made.count(1) == 1
     rows.append(new_row(llm, text_of(900), QUEST, 10))
     llm.loop.submit(rows[1])
     take_steps(llm, rows)
     moved = llm.loop.kv.moves - before
     assert moved > 0
+    assert keys() is None, "for a while there were two pools"
     assert made[-1] in (1, 2)
     assert 2 in made
     for row, text, count in zip(rows, (text_of(500), text_of(900)), (40, 10)):

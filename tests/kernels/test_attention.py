@@ -183,5 +183,5 @@ def test_keys_that_are_cut_into_blocks_are_attended_as_one(num_keys: int) -> Non
     part = attention(queries, keys, values, 0.1)
     whole = attention_module._fused(queries, keys, values, 0.1, False)
     assert part.output.dtype == torch.bfloat16
-    assert distance(part.output, output) <= 1.2 * distance(whole.output, output)
+    assert distance(part.output, output) <= 2 * distance(whole.output, output)
     assert distance(part.lse, lse) <= 2 * max(distance(whole.lse, lse), rounding(lse))

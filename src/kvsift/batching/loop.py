@@ -87,6 +87,9 @@ class RowModel(ExactModel, Protocol):
     def leave(self, row: Row) -> None:
         """Count what a row has done in captured steps: it ends."""
 
+    def release(self, kv: KVPool) -> None:
+        """Let go of the tensors of a pool, which is about to grow; rows go on as after ``recall``."""
+
     def runs(self, kv: KVPool) -> Sequence[Run]:
         """Pages of a pool that the model keeps for itself."""
 
@@ -338,6 +341,8 @@ class Loop:
         pools = list(self.kv.layers.values())
         try:
             table.reserve(0, num_pages)
+            if not all(pool.has_room for pool in pools):
+                self._model.release(self.kv)  # or there would be two pools for a while
             spare = self._model.spare(self.kv.pages.num_pages)
             for pool in pools:
                 with pool.lock:

@@ -101,8 +101,9 @@ class CapturedRows:
         row.done = True
         if row in self._rows and self._slots is not None:
             self._slots.release(self._rows.index(row))
-        if row.steps and self._slots is not None:
-            add_counts(row, self._slots.layers, self._slots.over_bus)
+        if row.steps:
+            slots = self._slots or self._source.slots(1, [row.rule])
+            add_counts(row, slots.layers, slots.over_bus)
 
     def recall(self) -> None:
         """Forget what was launched and not read. Rows go on from the tokens that were read."""
@@ -111,6 +112,10 @@ class CapturedRows:
         for row in self._rows:
             row.recall()
         self._rows = []
+
+    def release(self) -> None:
+        """Let go of the slots, after ``recall``."""
+        self._slots = None
 
     def _assign(self, rows: Sequence[DecodeRow]) -> None:
         started = perf_counter()

@@ -43,11 +43,16 @@ class PoolSession:
         """Return slots for at least so many sequences with these rules, all of one method."""
         rule = next((rule for rule in rules if rule is not None), None)
         if not self.holds or not self._session_takes(rule):
-            if self._session is not None:
-                self._session.forget()
+            self.release()
             self._session = self._open(rule, self.table, self._pages)
             self._moves = self.kv.moves
         return self._open_session.slots(num_slots, rules)
+
+    def release(self) -> None:
+        """Let go of the tensors."""
+        if self._session is not None:
+            self._session.forget()
+        self._session = None
 
     @property
     def _open_session(self) -> Session:
@@ -139,6 +144,13 @@ class RowGroup:
         for row, (steps, _) in self._rows.items():
             steps.steps, steps.token = row.num_cached - steps.start, row.token
         self._steps.recall()
+
+    def release(self, kv: KVPool) -> None:
+        """Let go of the tensors of a pool."""
+        if self._source.kv is kv:
+            self.recall()
+            self._steps.release()
+            self._source.release()
 
     def leave(self, row: Row) -> None:
         """Let a row go, and count its steps."""

@@ -161,6 +161,10 @@ class RunnerRows:
         if row.steps is not None:
             row.steps.leave(row)
 
+    def release(self, kv: KVPool) -> None:
+        for group in self._groups:
+            group.release(kv)
+
     def runs(self, kv: KVPool) -> Sequence[Run]:
         return [run for group in self._groups for run in group.runs(kv)]
 
