@@ -97,6 +97,9 @@ class RowModel(ExactModel, Protocol):
     def holds_pool(self) -> bool:
         """Whether steps are captured over the pool, so that it should stay while no row needs it."""
 
+    def forget(self) -> None:
+        """Drop captured steps that no row takes."""
+
     def spare(self, num_pages: int) -> int:
         """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
 
@@ -223,6 +226,13 @@ class Loop:
             finally:
                 self._lock.release()
                 self._leave()
+
+    def release(self) -> None:
+        """Give the memory of the pool back, if no row needs it and no prompt is kept."""
+        with self._lock:
+            self._model.forget()
+            self._trim()
+        self._leave()
 
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""

@@ -37,6 +37,7 @@ class DecodeRow:
         done: it needs no more.
         dense: of each step launched for it, whether it was dense.
         sparse_steps: number of sparse steps so far, those before ``start`` included; probes go by it.
+        sparse_before: that number before each step launched.
         stale_from: the first position whose page has no summary yet, since dense steps write none.
         dense_below: context length below which it is dense, in the slots that it has.
         sparse_mode: of a step in which all rows are sparse and have its rule.
@@ -60,6 +61,7 @@ class DecodeRow:
     done: bool = False
     dense: list[bool] = field(default_factory=list)
     sparse_steps: int = 0
+    sparse_before: list[int] = field(default_factory=list)
     stale_from: int | None = None
     dense_below: int = 0
     sparse_mode: StepMode = "sparse"
@@ -97,7 +99,8 @@ class DecodeRow:
 
     def recall(self) -> None:
         """Forget the steps that were launched and not read: they will be launched again."""
-        del self.dense[self.steps :]
+        self.sparse_steps = [*self.sparse_before, self.sparse_steps][self.steps]
+        del self.dense[self.steps :], self.sparse_before[self.steps :]
         self.count_slot()
         if self.stale_from is not None:
             self.stale_from = min(self.stale_from, self.written)

@@ -160,6 +160,7 @@ class CapturedRows:
                 row.widen()  # notes what was probed; a budget that grows has stopped the launches before
             _follow_summaries(row, kind)
             row.dense.append(row.mode() == "dense")
+            row.sparse_before.append(row.sparse_steps)
         step = slots.run(kind, self._number)
         buffer, event = self._buffers[self._number % len(self._buffers)], None
         self._number += 1

@@ -148,7 +148,7 @@ class Document:
         """An empty cache for the document and ``more`` tokens; the old one is dropped."""
         runner = self._runner
         self._cache = self._session = None  # the memory of the old cache is free before the new one grows
-        runner.fast_path.release()
+        runner.release()
         total = self.num_tokens + max(more or 0, 256)
         captured = runner.composed_reason(plan) is None
         rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if captured else ()

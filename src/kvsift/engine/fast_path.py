@@ -93,6 +93,11 @@ class FastPath:
         return "eager" if self._path == "eager" else "captured"
 
     @property
+    def is_required(self) -> bool:
+        """Whether rows that cannot take captured steps are refused."""
+        return self._path in ("captured", "eager")
+
+    @property
     def enabled(self) -> bool:
         """Whether steps are captured where plan and model allow it."""
         if not self._place.store.captures:

@@ -61,10 +61,16 @@ class Generation:
         return [answer for _, answer in sorted(self._answers.items())]
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        reason = self._runner.composed_reason(self._plan)
-        if reason is None:
+        runner = self._runner
+        reason = runner.composed_reason(self._plan)
+        apart = runner.reason_apart(self._plan)
+        if reason is None and (apart or runner.fast_path.is_required):
             check_captured(self._requests)
-        return in_turns(self._runner.fast_path.turn, self._in_slots()) if reason is None else self._in_rows(reason)
+        if reason is None and apart:
+            self._loop.release()
+            return in_turns(runner.fast_path.turn, self._in_slots())
+        runner.fast_path.release()
+        return self._in_rows(reason or "")
 
     def _in_slots(self) -> Generator[tuple[int, str], None, None]:
         for indices in self._groups():

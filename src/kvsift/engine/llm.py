@@ -108,6 +108,11 @@ class LLM(ModelRunner):
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path)
         self.loop = new_loop(self, keep_tokens)
 
+    def release(self) -> None:
+        """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
+        super().release()
+        self.loop.release()
+
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
         self.check_prompts(prompts, max_new_tokens, self.plan if plan is None else parse_plan(plan))

@@ -18,6 +18,7 @@ from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
@@ -122,6 +123,20 @@ class ModelRunner:
             InputError: if captured steps are required.
         """
         return self.fast_path.composed_reason(plan, self.model)
+
+    def reason_apart(self, plan: Plan) -> str | None:
+        """Why a row under a plan has pages of its own; None if they may be in a pool with those of others."""
+        if self.placement in ("split", "offload"):
+            return "keys and values are in host memory, in a pool of its own"
+        if evicting := [str(rule).partition(":")[0] for rule in plan.rules if rule.evicts]:
+            return f"{evicting[0]} drops tokens for good"
+        if plan.page_size not in (None, DEFAULT_PAGE_SIZE):
+            return f"its pages have {plan.page_size} tokens, and those that are shared {DEFAULT_PAGE_SIZE}"
+        return None
+
+    def release(self) -> None:
+        """Free pools and graphs that are kept for later calls."""
+        self.fast_path.release()
 
     def composed_plan(self, plan: Plan) -> Plan:
         """The plan with decode dense in contexts below ``dense_below``, where that is a number."""

@@ -17,7 +17,7 @@ from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
-MOST_ROWS = 16  # of a step; more take another one
+MOST_ROWS = 16  # of a step
 
 
 class PoolSession:
@@ -101,6 +101,11 @@ class RowGroup:
     def serves(self, kv: KVPool) -> bool:
         """Return whether the group decodes over a pool, or still has a row."""
         return self._source.kv is kv or bool(self._rows)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have not left."""
+        return list(self._rows)
 
     def runs(self, kv: KVPool) -> list[Run]:
         """Pages of a pool that are of no row."""

@@ -17,7 +17,7 @@ from kvsift.batching.sharing import can_undo
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
-from kvsift.engine.row_groups import PoolSession, RowGroup
+from kvsift.engine.row_groups import MOST_ROWS, PoolSession, RowGroup
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -51,13 +51,7 @@ class RunnerRows:
         return self._runner.chunk_size if self._runner.device.type == "cuda" else 0
 
     def reason_apart(self, row: Row) -> str | None:
-        if self._runner.placement in ("split", "offload"):
-            return "keys and values are in host memory, in a pool of its own"
-        if evicting := [str(rule).partition(":")[0] for rule in row.plan.rules if rule.evicts]:
-            return f"{evicting[0]} drops tokens for good"
-        if row.plan.page_size not in (None, self.page_size):
-            return f"its pages have {row.plan.page_size} tokens, and those that are shared {self.page_size}"
-        return None
+        return self._runner.reason_apart(row.plan)
 
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         cache = self._runner.new_cache(row.plan, len(row.ids) + row.max_new_tokens, length=row.length)
@@ -172,6 +166,9 @@ class RunnerRows:
     def holds_pool(self) -> bool:
         return bool(self._groups)
 
+    def forget(self) -> None:
+        self._groups = [group for group in self._groups if group.rows]
+
     def spare(self, num_pages: int) -> int:
         room = self.room() if self._runner.fast_path.enabled else 0
         return min(num_pages // 2, (room or 0) // 4)
@@ -208,7 +205,8 @@ def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:
     rows = RunnerRows(runner)
     size = min(runner.chunk_size, GPU_GRID) if runner.device.type == "cuda" else runner.chunk_size
     grid = max(size // rows.page_size, 1) * rows.page_size
-    return Loop(rows, grid, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
+    max_rows = MOST_ROWS if runner.fast_path.enabled else MAX_SEQUENCES
+    return Loop(rows, grid, max_rows, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
 
 
 class TextOutput:
