@@ -183,23 +183,18 @@ def test_what_is_left_moves_to_fewer_slots(
 
 def test_the_next_call_uses_pools_and_steps_again_if_it_fits(llama: Path) -> None:
     llm = LLM(llama, QUEST, path="eager")
-    first, pool = answers(llm), llm.loop.kv
-    moves = pool.moves
-    assert tokens(answers(llm, TEXTS[::-1])) == tokens(first)[::-1]
-    assert tokens(answers(llm, TEXTS[:1])) == tokens(first)[:1]
-    assert (llm.loop.kv, pool.moves) == (pool, moves)
-    answers(llm, [text_of(2000)])
-    assert llm.loop.kv is pool
-    assert pool.moves > moves
-    small = PLANS[2]  # pages of its own size
-    assert tokens(answers(llm, plan=small)) == tokens(answers(LLM(llama), plan=small))
-    assert llm.loop.kv is not pool
+    first = answers(llm)
     kept = llm.fast_path._kept
     assert kept is not None
-    assert tokens(answers(llm, plan=small)) == tokens(answers(LLM(llama), plan=small))
+    assert tokens(answers(llm, TEXTS[::-1])) == tokens(first)[::-1]
     assert llm.fast_path._kept is kept
-    assert tokens(answers(llm)) == tokens(first)
-    assert llm.fast_path._kept is None
+    assert tokens(answers(llm, TEXTS[:2])) == tokens(first)[:2]
+    assert llm.fast_path._kept is kept
+    answers(llm, [text_of(2000), "Once"])
+    assert llm.fast_path._kept is not kept
+    again = llm.fast_path._kept
+    assert tokens(answers(llm, plan=PLANS[2])) == tokens(answers(LLM(llama), plan=PLANS[2]))
+    assert llm.fast_path._kept is not again
 
 
 def test_an_interrupted_answer_leaves_nothing_behind(llama: Path, composed: LLM) -> None:

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 class Chat:
     """Turns of a conversation, about a document or about nothing.
 
-    Where steps are composed, what the turns have in common is kept in whole chunks (``chunk_size``) while the chat
-    exists, so a turn reads its question, the answer before it and less than a chunk. Captured steps read every turn
-    whole. Every turn selects anew: what an early one was about is as near as what was said last.
+    What the turns have in common is kept in whole chunks while the chat exists, so a turn reads its question, the
+    answer before it and less than a chunk (``loop.grid``). Every turn selects anew: what an early one was about is as near as what was said last.
 
     Args:
         start: begins to generate after the tokens of a prompt.

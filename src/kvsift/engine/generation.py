@@ -38,12 +38,12 @@ class Generation:
 
     Args:
         runner: of the model, whose weights are loaded.
-        loop: of rows whose steps are composed.
+        loop: of rows; captured steps of several prompts are taken beside it.
         plan: how to sift.
         requests: decoded together.
         started: time of submission.
         progress: called while prompts are prefilled.
-        holds: what was read of composed prompts is kept as long as this object, for prompts that begin alike.
+        holds: what the loop has read of prompts is kept as long as this object, for prompts that begin alike.
     """
 
     def __init__(
@@ -63,10 +63,12 @@ class Generation:
     def __iter__(self) -> Iterator[tuple[int, str]]:
         runner = self._runner
         reason = runner.composed_reason(self._plan)
-        apart = runner.reason_apart(self._plan)
-        if reason is None and (apart or runner.fast_path.is_required):
+        # Which rows of the loop share a step depends on the time that each takes. Prompts of one call start together
+        # instead, so that a GPU answers them as it did before, to the bit.
+        together = len(self._requests) > 1 or runner.reason_apart(self._plan) is not None
+        if reason is None and (together or runner.fast_path.is_required):
             check_captured(self._requests)
-        if reason is None and apart:
+        if reason is None and together:
             self._loop.release()
             return in_turns(runner.fast_path.turn, self._in_slots())
         runner.fast_path.release()

@@ -58,9 +58,9 @@ class LLM(ModelRunner):
             on a GPU whose decode steps are captured.
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
-        keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike, where steps
-            are composed; weights must not change meanwhile. Prompts of one call, and the turns of a chat, share in any
-            case.
+        keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike; weights must
+            not change meanwhile. The turns of a chat share in any case. Several prompts of one call share where steps
+            are composed; captured, they have pages of their own.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
@@ -170,8 +170,8 @@ class LLM(ModelRunner):
     def chat(
         self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: str | None = None
     ) -> Chat:
-        """A conversation, about a document or about nothing. Its turns read what they have in common once, where steps
-        are composed; arguments as for ``read``.
+        """A conversation, about a document or about nothing. Its turns read what they have in common once;
+        arguments as for ``read``.
 
         Raises:
             InputError: for a document that is no text.

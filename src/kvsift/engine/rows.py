@@ -17,7 +17,7 @@ from kvsift.batching.sharing import can_undo
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
-from kvsift.engine.row_groups import MOST_ROWS, PoolSession, RowGroup
+from kvsift.engine.row_groups import PoolSession, RowGroup
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -205,8 +205,7 @@ def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:
     rows = RunnerRows(runner)
     size = min(runner.chunk_size, GPU_GRID) if runner.device.type == "cuda" else runner.chunk_size
     grid = max(size // rows.page_size, 1) * rows.page_size
-    max_rows = MOST_ROWS if runner.fast_path.enabled else MAX_SEQUENCES
-    return Loop(rows, grid, max_rows, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
+    return Loop(rows, grid, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
 
 
 class TextOutput:
