@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from kvsift.benchmarks import attention_report, chart, decode_report, prefill_report, serve_report
@@ -19,6 +20,8 @@ PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
 SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
+CHATS = ("chats-h200.json", "chats-shared-h200.json", "chats-cpu.json")  # scripts/chats.py
+CHAT_TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
 EXACT = "exact-cpu.json"
 SCRIPTS = {IN_VLLM: "vllm_decode.py", EXACT: "exact_decoding.py"}  # that make these
@@ -134,6 +137,33 @@ def served() -> str:
         return f"Not measured yet: `kvsift bench serve --out results/{SERVE[0]}`, then `make docs`."
     table = serve_report.serve_table([point for result in results.values() for point in result["points"]])
     return "\n\n".join([table, *(conditions_of(name, result) for name, result in results.items())])
+
+
+def chatted() -> str:
+    """Return what chats beside each other get, all results in one table."""
+    results = {name: result for name in CHATS if (result := load(name)) is not None}
+    rows = [row for result in results.values() for row in _chats(result)]
+    head = "| chats | documents | plan | tokens/s in all | over dense | second question alone | beside the others |"
+    sources = [
+        f"{place(name)}: {result['machine']}, commit {result['commit'][:10]}" for name, result in results.items()
+    ]
+    return "\n".join([head, "|---" * 7 + "|", *rows, "", "; ".join(sources) + "."])
+
+
+def _chats(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each plan, medians of the rounds."""
+    recipe, found = result["recipe"], dict[str, list[dict[str, Any]]]()
+    for round_ in result["rounds"]:
+        found.setdefault(round_["plan"], []).append(round_)
+    documents = f"{recipe['documents']} of {tokens(recipe['tokens'])}"
+    middle = {
+        plan: {key: median(round_[key] for round_ in rounds) for key in CHAT_TIMES} for plan, rounds in found.items()
+    }
+    for plan in recipe["plans"]:
+        speed, *questions = middle[plan].values()
+        ratio = "" if plan == "dense" else f"{speed / middle['dense'][CHAT_TIMES[0]]:.2f}x"
+        times = " | ".join(f"{seconds:.2f} s" for seconds in questions)
+        yield f"| {recipe['chats']} | {documents} | `{plan}` | {speed:,.0f} | {ratio} | {times} |"
 
 
 def conditions_of(name: str, result: dict[str, Any]) -> str:
@@ -255,6 +285,7 @@ BLOCKS = {
         "prefill": first_tokens,
         "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
         "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),
+        "chats": chatted,
         "serve": served,
     },
     "docs/vllm.md": {
