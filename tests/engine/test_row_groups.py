@@ -16,6 +16,7 @@ from kvsift import LLM, Sampling
 from kvsift.batching import pauses
 from kvsift.batching.row import Row
 from kvsift.engine import captured_rows
+from kvsift.engine.session import Session
 from kvsift.engine.slots import Slots
 
 HISTORIES = int(20 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
@@ -132,3 +133,25 @@ def test_what_a_client_chooses_itself_is_fed(llama: Path, monkeypatch: pytest.Mo
     assert captured.composed == ""
     assert tokens(captured) == tokens(composed)
     assert tokens(captured) != tokens(alone(new_llm(llama), text_of(400), QUEST, 20))
+
+
+def test_the_next_prompt_takes_the_steps_of_the_last_and_a_document_their_memory(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Session] = []
+    begin = Session.__init__
+
+    def watched(session: Session, *arguments: Any, **options: Any) -> None:
+        opened.append(session)
+        begin(session, *arguments, **options)
+
+    monkeypatch.setattr(Session, "__init__", watched)
+    llm, expected = new_llm(llama), new_llm(llama, "composed").generate(text_of(400), plan=QUEST, max_new_tokens=9)
+    for _ in range(2):
+        answer = llm.generate(text_of(400), plan=QUEST, max_new_tokens=9)
+        assert (answer.path, answer.token_ids) == ("eager", expected.token_ids)
+    assert len(opened) == 1
+    pool = llm.loop.kv
+    assert llm.read(text_of(300)).ask("Which mill?", max_new_tokens=3).path == "eager"
+    assert llm.loop.kv is not pool
+    assert llm.generate(text_of(400), plan=QUEST, max_new_tokens=9).token_ids == expected.token_ids

@@ -14,97 +14,26 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock
 from time import perf_counter, sleep
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvsift.batching.exact.decoder import ExactModel
 from kvsift.batching.ledger import audit
 from kvsift.batching.pauses import Pauses
 from kvsift.batching.prefix_tree import Node, PrefixTree
 from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row, State
+from kvsift.batching.row_model import RowModel
 from kvsift.batching.schedule import Decision, Schedule
 from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.models.transformers_cache import SparseCache
-from kvsift.stores.kv_pool import KVPool
-from kvsift.stores.page_pool import Run
+from kvsift.stores.kv_pool import KVPool, LayerPool
 from kvsift.stores.page_table import PageTable
 
 PATIENCE_S = 0.005  # between two looks at what another thread's step has brought
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
-
-
-class RowModel(ExactModel, Protocol):
-    """What the loop needs of a model.
-
-    Attributes:
-        page_size: tokens of a page that rows share.
-    """
-
-    page_size: int
-
-    def reason_apart(self, row: Row) -> str | None:
-        """Why a row has a pool of its own; None if its pages are in that of all rows."""
-
-    def open(self, row: Row, table: PageTable | None) -> SparseCache:
-        """An empty cache of one row, over the pages of ``table`` if there is one."""
-
-    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
-        """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
-        summaries."""
-
-    def restore(self, row: Row) -> None:
-        """Let the source of a row fill its cache."""
-
-    def root(self, row: Row) -> bytes:
-        """Name of what the keys of a prompt depend on, besides its tokens."""
-
-    @property
-    def most_read(self) -> int:
-        """Tokens of a prompt to read densely in one pass when no other row waits for it."""
-
-    def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
-        """Store and attend tokens of a prompt; logits [vocabulary] of the last one.
-
-        ``pause`` may be called at any time, and may decode other rows; it returns whether it has.
-        """
-
-    def pages_of(self, row: Row) -> int:
-        """The most pages' worth of memory that a row needs."""
-
-    def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-        """Rows that one pass decodes together, of all that decode; some may wait for the next step."""
-
-    def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
-        """Feed the next token of each row of a group: logits [vocabulary] of each, or the token that was chosen."""
-
-    def recall(self, row: Row) -> None:
-        """Let a row that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for it."""
-
-    def leave(self, row: Row) -> None:
-        """Count what a row has done in captured steps: it ends."""
-
-    def release(self, kv: KVPool) -> None:
-        """Let go of the tensors of a pool, which is about to grow; rows go on as after ``recall``."""
-
-    def runs(self, kv: KVPool) -> Sequence[Run]:
-        """Pages of a pool that the model keeps for itself."""
-
-    @property
-    def holds_pool(self) -> bool:
-        """Whether steps are captured over the pool, so that it should stay while no row needs it."""
-
-    def forget(self) -> None:
-        """Drop captured steps that no row takes."""
-
-    def spare(self, num_pages: int) -> int:
-        """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
-
-    def room(self) -> int | None:
-        """Pages for which there is memory beside the pool; None if unknown."""
 
 
 class Books(NamedTuple):
@@ -353,14 +282,19 @@ class Loop:
             table.reserve(0, num_pages)
             if not all(pool.has_room for pool in pools):
                 self._model.release(self.kv)  # or there would be two pools for a while
-            spare = self._model.spare(self.kv.pages.num_pages)
-            for pool in pools:
-                with pool.lock:
-                    pool.fit(exactly=True, spare=spare)
+            try:
+                self._fit(pools, self._model.spare(self.kv.pages.num_pages))
+            except OUT_OF_MEMORY:
+                self._fit(pools, 0)
         except BaseException:  # or the rows that run would be the next to fail
             table.close(0)
             self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
             raise
+
+    def _fit(self, pools: Sequence[LayerPool], spare: int) -> None:
+        for pool in pools:
+            with pool.lock:
+                pool.fit(exactly=True, spare=spare)
 
     def _read(self, row: Row, pauses: Pauses) -> None:
         """Read the next chunk of a prompt, and with the last one choose the first token."""

@@ -19,7 +19,8 @@ class Chat:
     """Turns of a conversation, about a document or about nothing.
 
     What the turns have in common is kept in whole chunks while the chat exists, so a turn reads its question, the
-    answer before it and less than a chunk (``loop.grid``). Every turn selects anew: what an early one was about is as near as what was said last.
+    answer before it and less than a chunk (``loop.grid``). Every turn selects anew: what an early one was about is as
+    near as what was said last.
 
     Args:
         start: begins to generate after the tokens of a prompt.

@@ -227,7 +227,7 @@ class LLM(ModelRunner):
                 from its own seed, so its answer does not depend on its neighbours.
             stop: text, or several texts, that end the answer and are not part of it.
             logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
-            timeout_s: end each answer after so many seconds, as it is then; captured prompts are read to their end.
+            timeout_s: end each answer after so many seconds, as it is then; several captured prompts are read whole.
             exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
                 attention verifies several tokens in one pass. ``Answer.exact`` tells what was drafted.
             passages: keep which characters of the prompt were selected (composed steps).

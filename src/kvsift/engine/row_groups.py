@@ -160,5 +160,6 @@ class RowGroup:
     def leave(self, row: Row) -> None:
         """Let a row go, and count its steps."""
         steps, setup_s = self._rows.pop(row)
+        row.steps = None  # whoever keeps the row keeps no graphs
         self._steps.leave(steps)
         row.setup_s, row.dense_below = self._steps.setup_s - setup_s, self._steps.dense_below
