@@ -79,7 +79,7 @@ class Row:
         in_pool: its pages are in the pool that rows share.
         report: of the cache, once the row has ended.
         steps: what the model keeps of a row that takes captured steps.
-        composed: why it takes none; empty if it does, or has not decoded yet.
+        composed: why it takes none; empty if it does, None before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
     """
 
@@ -108,7 +108,7 @@ class Row:
     in_pool: bool = True
     report: CacheReport | None = None
     steps: Any = None
-    composed: str = ""
+    composed: str | None = None
     setup_s: float = 0.0
     dense_below: int = 0
 

@@ -183,11 +183,13 @@ def log_of(request: Request) -> SelectionLog | None:
 
 
 def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
-    """Return the answer of a row that has ended; ``path`` tells why the steps of rows like it are composed."""
-    report = row.report or CacheReport(row.plan, RunStats(), 0, {})
+    """Return the answer of a row that has ended; if it ended before it decoded, ``path`` tells why its steps would have
+    been composed."""
+    report, reason = row.report or CacheReport(row.plan, RunStats(), 0, {}), row.composed
+    reason = path if reason is None else reason
     return answer_of(
-        runner, report, transcript, started, num_cached=row.num_reused, captured=None if row.composed or path else row,
-        path=row.composed or path, no_reuse=row.no_reuse, exact=row.exact,
+        runner, report, transcript, started, num_cached=row.num_reused, captured=None if reason else row, path=reason,
+        no_reuse=row.no_reuse, exact=row.exact,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ class RunnerRows:
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         for row in rows:
-            if row.steps is None and not row.composed:
+            if row.composed is None:
                 self._begin_steps(row)
         captured = [[row for row in rows if row.steps is group] for group in self._groups]
         ready = [group.ready(present) for group, present in zip(self._groups, captured) if present]
