@@ -142,6 +142,8 @@ def served() -> str:
 def chatted() -> str:
     """Return what chats beside each other get, all results in one table."""
     results = {name: result for name in CHATS if (result := load(name)) is not None}
+    if not results:
+        return f"Not measured yet: `python scripts/chats.py gpu results/{CHATS[0]}`, then `make docs`."
     rows = [row for result in results.values() for row in _chats(result)]
     head = "| chats | documents | plan | tokens/s in all | over dense | second question alone | beside the others |"
     sources = [

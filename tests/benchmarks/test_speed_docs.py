@@ -18,6 +18,13 @@ IN_VLLM = {
         for call, plan, times in ((1, "sketch", 3.0), (1, "stock", 6.0), (2, "stock", 4.0), (2, "quest", 4.5))
     ],
 }  # fmt: skip
+CHATS = {
+    "machine": "NVIDIA H200", "commit": "0123456789",
+    "recipe": {"chats": 8, "documents": 2, "tokens": 131072, "plans": ["dense", "quest"]}, "rounds": [
+        {"plan": plan, "all_tokens_per_s": speed, "second_question_alone_s": 0.1, "second_question_s": 0.2}
+        for plan, speed in (("dense", 300), ("quest", 900), ("dense", 300), ("quest", 960), ("quest", 100))
+    ],
+}  # fmt: skip
 EXACT = {
     "context": 32000, "machine": {"threads": 2, "level": "avx512"}, "commit": "0123456789", "rows": [
         {"task": "prose", "plan": plan, "tokens": 30, "accepted": share, "speedup": 1.5,
@@ -49,7 +56,8 @@ def measured(folder: Path) -> None:
         "prefill-layer-cpu": prefill_layer_result(),
         "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(),
         "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM,
-        "exact-cpu": EXACT, "serve-cpu": json.loads(read_stored(SCRIPTS.parent / "results" / "serve-cpu.json")),
+        "chats-h200": CHATS, "exact-cpu": EXACT,
+        "serve-cpu": json.loads(read_stored(SCRIPTS.parent / "results" / "serve-cpu.json")),
     }  # fmt: skip
     for name, result in results.items():
         (folder / "results" / f"{name}.json").write_text(json.dumps(result))
@@ -87,6 +95,7 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
     assert "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x |" in text["vllm"]
+    assert "| 8 | 2 of 128K | `quest` | 900 | 3.00x | 0.10 s | 0.20 s |" in text["chats"]
     assert "| prose | `sketch` | 0.950 | 1.50x | 1.25x | 3.0 |\n| prose | none |  | 1.50x |" in text["exact"]
     assert "10.0 to 11.0 ms a token" in text["exact"]
     for name in ("break-even", "serve", "breakdown", "losses", "decode", "engine", "kernels"):
