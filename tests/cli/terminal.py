@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -17,6 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
+
+
+def take_terminal() -> None:
+    """Make standard input the terminal of this process, which may come of one in the background, that ignores Ctrl-C."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
@@ -31,7 +38,7 @@ class Terminal:
         command = [sys.executable, "-m", "kvsift", *map(str, arguments)]
         self.process = subprocess.Popen(
             command, stdin=slave, stdout=slave, stderr=slave, cwd=folder, env=environment, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=take_terminal,
         )  # fmt: skip
         os.close(slave)
         self._master, self.raw, self._seen = master, "", 0
