@@ -11,7 +11,6 @@
 
 namespace kvsift {
 
-constexpr int kQueriesPerCall = 4;
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 struct Attended {
@@ -28,6 +27,7 @@ struct Attention {
   bool coarse;  // weights may be rounded to bf16
   int threads;
   Attended out;
+  int num_tokens = 1;  // query h * num_tokens + i is of token i, which does not see the num_tokens - 1 - i keys at the end
 
   int group() const { return num_query_heads / keys.num_kv_heads; }
 };
@@ -119,11 +119,19 @@ inline void attend_pieces(const Attention& call, const std::vector<Piece>& piece
     const Piece& piece = pieces[std::size_t(p)];
     const Rows keys = call.keys.rows(piece.kv_head, piece.slots);
     const void* values = call.values.rows(piece.kv_head, piece.slots).base;
-    for (int q = 0; q < piece.num_queries; q += kQueriesPerCall) {
+    const std::int64_t behind = call.keys.length() - piece.first_token - piece.slots.count;  // keys after the piece
+    for (int q = 0; q < piece.num_queries; q += kMostAttending) {
+      const int first = piece.first_query + q;
       Softmax state = states.state(p, q);
-      if (shares) by_page.add_to(state, piece.first_query + q, piece.first_token);
-      level.attend(call.queries.heads(piece.first_query + q, std::min(kQueriesPerCall, piece.num_queries - q)), keys, values,
-                   call.scale, call.softcap, call.coarse, state);
+      if (shares) by_page.add_to(state, first, piece.first_token);
+      Queries queries = call.queries.heads(first, std::min(kMostAttending, piece.num_queries - q));
+      std::int64_t unseen[kMostAttending];
+      if (call.num_tokens > 1 && behind < call.num_tokens - 1) {
+        for (int i = 0; i < queries.count; ++i)
+          unseen[i] = std::max<std::int64_t>(call.num_tokens - 1 - (first + i) % call.num_tokens - behind, 0);
+        queries.unseen = unseen;
+      }
+      level.attend(queries, keys, values, call.scale, call.softcap, call.coarse, state);
     }
   });
   for (int h = 0; h < call.num_query_heads; ++h)
@@ -153,23 +161,20 @@ inline void cut(std::vector<Piece>& pieces, const Piece& whole, std::int64_t len
 
 // Of consecutive tokens, the last of which sees all keys: query h * num_tokens + i is head h of token i. The keys are read
 // once for all tokens, in the pieces and the order in which each token attends them alone: the results are the same.
-inline void attend_dense(const Attention& call, int num_tokens) {
+inline void attend_dense(const Attention& call) {
   const int group = call.group();
   std::vector<std::int64_t> ids;
   const Slots slots = call.keys.slots(ids);
-  const auto length = [&](int token) { return piece_length((slots.count - num_tokens + 1 + token) * call.keys.num_kv_heads); };
-  const std::int64_t shared = length(0) == length(num_tokens - 1) ? (slots.count - num_tokens + 1) / length(0) * length(0) : 0;
+  const auto seen = [&](int query) { return slots.count - call.num_tokens + 1 + query % call.num_tokens; };
+  const auto length = [&](int query) { return piece_length(seen(query) * call.keys.num_kv_heads); };
+  const bool together = length(0) == length(call.num_tokens - 1);  // the first token is cut as the last is
   std::vector<Piece> pieces;
   for (int h = 0; h < call.keys.num_kv_heads; ++h) {
-    if (num_tokens == 1) {
+    if (together) {
       cut(pieces, {h, h * group, group, slots}, length(0));
       continue;
     }
-    cut(pieces, {h, h * group, group, slots.part(0, shared)}, length(0));
-    for (int q = h * group; q < (h + 1) * group; ++q) {
-      const int token = q % num_tokens;
-      cut(pieces, {h, q, 1, slots.part(shared, slots.count - num_tokens + 1 + token - shared), shared}, length(token));
-    }
+    for (int q = h * group; q < (h + 1) * group; ++q) cut(pieces, {h, q, 1, slots.part(0, seen(q))}, length(q));
   }
   attend_pieces(call, pieces);
 }

@@ -67,8 +67,7 @@ void bind_attention(nb::module_& m) {
         const int num_queries = shape.num_query_heads * num_tokens;
         const PackedQueries packed(at<const float>(queries), num_queries, shape.width);
         attend_dense({packed, num_queries, rows_at(keys, key_stride, shape, bf16), rows_at(values, value_stride, shape, bf16),
-                      scale, softcap, coarse, threads, {at<float>(output), at<float>(lse), at<float>(shares)}},
-                     num_tokens);
+                      scale, softcap, coarse, threads, {at<float>(output), at<float>(lse), at<float>(shares)}, num_tokens});
       },
       free_gil);
 

@@ -28,7 +28,11 @@ struct Queries {
   const float* numbers;
   const std::uint16_t* bf16;  // the same in bf16 where that is exact, else nullptr
   int count;
+  const std::int64_t* unseen = nullptr;  // [count], rows at the end that a query does not attend; nullptr: none
 };
+
+constexpr int kMostAttending = 16;  // queries of one call of attend
+
 
 // Online softmax of each query over the rows attended so far.
 struct Softmax {
@@ -91,6 +95,7 @@ struct Kernels {
   // attends keys and the values at the same ids (values: base of their rows) and adds them to the state.
   // logit = scale * q.k, then softcap * tanh(logit / softcap) if softcap > 0.
   // coarse: weights may be rounded to bf16, because the caller rounds the result to bf16
+  // At most kMostAttending queries; the result of a query does not depend on the others.
   void (*attend)(const Queries& queries, const Rows& keys, const void* values, float scale, float softcap, bool coarse,
                  const Softmax& state);
   // scores of 16-row blocks of codes [num_blocks, width / 4, 16, 4] for weights[q * width + j], |weight| <= 16256:

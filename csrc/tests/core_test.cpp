@@ -124,7 +124,7 @@ void check_attention(const Case& c, std::mt19937& random, int threads) {
   const HeadRows keys = c.keys(), values = c.values();
   attend_units({packed, c.queries(), keys, values, scale, 0, coarse, threads, {output.data(), lse.data()}},
                {units.data(), lists, num_units + 2, unit_size}, spans);
-  attend_dense({packed, c.queries(), keys, values, scale, 0, coarse, threads, {dense.data(), dense_lse.data()}}, 1);
+  attend_dense({packed, c.queries(), keys, values, scale, 0, coarse, threads, {dense.data(), dense_lse.data()}});
   for (int h = 0; h < c.queries(); ++h)
     for (bool all : {true, false}) {
       std::vector<double> sums(std::size_t(c.width), 0.0);
@@ -147,6 +147,31 @@ void check_attention(const Case& c, std::mt19937& random, int threads) {
         CHECK(std::fabs((all ? dense : output)[std::size_t(h * c.width + i)] - expected) < (coarse ? 0.03 : 1e-3));
       }
     }
+}
+
+// Tokens attended together, which do not see the keys of those after them.
+void check_verification(const Case& c, int threads) {
+  const int tokens = int(std::min<std::int64_t>(7, c.length)), queries = c.queries() * tokens;
+  std::vector<float> q(std::size_t(queries * c.width)), together(q.size()), one(c.q.size()), lse(q.size() / std::size_t(c.width));
+  for (int i = 0; i < queries; ++i)
+    for (int j = 0; j < c.width; ++j) q[std::size_t(i * c.width + j)] = c.q[std::size_t(i / tokens * c.width + (j + i) % c.width)];
+  std::vector<float> shares(std::size_t(c.heads * ((c.length + 15) / 16))), alone(one.size()), alone_lse(one.size() / std::size_t(c.width));
+  attend_dense({PackedQueries(q.data(), queries, c.width), queries, c.keys(), c.values(), 0.05f, 0, true, threads,
+                {together.data(), lse.data(), shares.data()}, tokens});
+  for (int t = 0; t < tokens; ++t) {
+    for (int h = 0; h < c.queries(); ++h)
+      std::copy_n(q.begin() + (h * tokens + t) * c.width, c.width, one.begin() + h * c.width);
+    const SlotTable table(c.runs.data(), std::int64_t(c.runs.size()), c.num_slots, 0, c.length - tokens + 1 + t);
+    HeadRows keys = c.keys(), values = c.values();
+    attend_dense({PackedQueries(one.data(), c.queries(), c.width), c.queries(),
+                  {keys.data, keys.head_stride, table, c.heads, c.width, c.is_bf16},
+                  {values.data, values.head_stride, table, c.heads, c.width, c.is_bf16}, 0.05f, 0, true, threads,
+                  {alone.data(), alone_lse.data()}});
+    for (int h = 0; h < c.queries(); ++h) {
+      CHECK(alone_lse[std::size_t(h)] == lse[std::size_t(h * tokens + t)]);
+      for (int i = 0; i < c.width; ++i) CHECK(alone[std::size_t(h * c.width + i)] == together[std::size_t((h * tokens + t) * c.width + i)]);
+    }
+  }
 }
 
 void check_search(const Case& c, std::int64_t k, int threads) {
@@ -234,12 +259,14 @@ int main() {
           const Case c(random, 2, group, width, length, random() % 2 == 0);
           const int threads = 1 + int(random() % 3);
           check_attention(c, random, threads);
+          if (length > 0) check_verification(c, threads);
           check_search(c, 1 + std::int64_t(random() % 40), threads);
           check_pages(c, threads);
         }
     const Case longer(random, 1, 2, 16, 9000, true);  // several parts per head
     check_search(longer, 300, 3);
     check_attention(longer, random, 3);
+    check_verification(longer, 3);
     check_search(longer, 2000, 3);  // estimates bars from a sample
     Case late(random, 1, 2, 16, 9000, true);  // the estimate is too high: only sampled rows are large
     for (std::int64_t row = 0; row < 9000; ++row)

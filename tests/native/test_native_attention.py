@@ -51,7 +51,9 @@ def test_dense_attention_is_that_of_the_twin(level: str, shape: tuple[int, int, 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("shape", "num_tokens"), [((2, 4, 64, 1000), 3), ((1, 3, 32, 5), 5), ((1, 2, 128, 513), 2), ((2, 2, 8, 32803), 8)],
+    ("shape", "num_tokens"),
+    [((2, 4, 64, 1000), 3), ((1, 3, 32, 5), 5), ((1, 2, 128, 513), 2), ((2, 2, 8, 32803), 8), ((2, 3, 72, 67), 4),
+     ((1, 5, 200, 1030), 7), ((2, 2, 128, 517), 8)],
     ids=str,
 )  # fmt: skip
 def test_tokens_that_are_attended_together_get_the_bits_that_each_gets_alone(
