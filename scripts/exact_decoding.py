@@ -50,7 +50,9 @@ def fixed_drafts() -> Iterator[None]:
 def without_repeats() -> Iterator[None]:
     """Drafts alone."""
     begin = ExactDecoder.__init__
-    with patch.object(ExactDecoder, "__init__", lambda self, ids, drafts=True: begin(self, ids, drafts, repeats=False)):
+    with patch.object(
+        ExactDecoder, "__init__", lambda self, ids, pace, drafts=True: begin(self, ids, pace, drafts, repeats=False)
+    ):
         yield
 
 

@@ -1,10 +1,14 @@
 """How much exact decoding proposes, by what it has measured."""
 
-from kvsift.batching.exact.pace import FIRST_DRAFTS, FIRST_PAUSE, Amount, Pace
+from kvsift.batching.exact.pace import FIRST_DRAFTS, FIRST_PAUSE, Amount, Pace, Paces
+
+
+def begun() -> Pace:
+    return Paces().begin("quest", 1000)
 
 
 def paced(*, verify: dict[int, float], draft: float, accepted: int, offered: int) -> Pace:
-    pace = Pace()
+    pace = begun()
     for tokens, seconds in verify.items():
         pace.note_verified(tokens, 1, seconds)
     for _ in range(20):
@@ -13,7 +17,7 @@ def paced(*, verify: dict[int, float], draft: float, accepted: int, offered: int
 
 
 def test_the_first_pass_is_dense_and_the_next_one_measures_drafts() -> None:
-    pace = Pace()
+    pace = begun()
     assert pace.choose(0, 0, 7).tokens == 0
     pace.note_verified(1, 1, 0.01)
     assert pace.choose(0, 0, 7).tokens == FIRST_DRAFTS
@@ -70,3 +74,17 @@ def test_repeats_and_drafts_are_compared() -> None:
 def test_nothing_is_proposed_when_nothing_can_be() -> None:
     pace = paced(verify={1: 0.010}, draft=0.001, accepted=3, offered=3)
     assert pace.choose(0, 0, 0) == Amount(1 / 0.010)
+
+
+def test_an_answer_begins_with_what_earlier_ones_have_measured() -> None:
+    paces = Paces()
+    first = paces.begin("quest", 30_000)
+    first.note_verified(1, 1, 0.010)
+    first.note_drafts(3, 3, 0.003)
+    first.note_verified(4, 4, 0.012)
+    assert paces.begin("quest", 30_100).choose(0, 0, 7).tokens > 1
+    for other in (paces.begin("quest", 60_000), paces.begin("sketch", 30_000)):
+        assert other.choose(0, 0, 7) == Amount(0.0)
+    for _ in range(200):
+        first.note_drafts(3, 0, 0.003)
+    assert paces.begin("quest", 30_000).choose(0, 0, 7).tokens == 0

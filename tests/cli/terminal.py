@@ -21,7 +21,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b[=>]")
 
 
 def take_terminal() -> None:
-    """Make standard input the terminal of this process, which may come of one in the background, that ignores Ctrl-C."""
+    """Make standard input the terminal of this process, and heed Ctrl-C, which jobs in the background ignore."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

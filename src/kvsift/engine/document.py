@@ -274,7 +274,7 @@ class Document:
     ) -> Answer:
         runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
         reason, captured = runner.composed_reason(cache.run.plan), None
-        exact = exact_decoder(transcript.request, cache.run.plan)
+        exact = exact_decoder(runner, transcript.request, cache.run.plan)
         if reason is None:
             check_captured([transcript.request])
             rows = [(transcript, cache.stats)]

@@ -23,9 +23,11 @@ def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
         raise InputError(f"exact=True: {reason}")
 
 
-def exact_decoder(request: Request, plan: Plan) -> ExactDecoder | None:
+def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDecoder | None:
     """The decoder of a request's row; None if it is not to be exact."""
-    return ExactDecoder(request.ids, drafts=plan.decode is not None) if request.exact else None
+    if not request.exact:
+        return None
+    return ExactDecoder(request.ids, runner.paces.begin(str(plan), len(request.ids)), drafts=plan.decode is not None)
 
 
 def _reason_of_plan(plan: Plan) -> str | None:

@@ -96,7 +96,7 @@ class Generation:
                 output,
                 deadline=request.deadline,
                 observer=log_of(request),
-                exact=exact_decoder(request, plan),
+                exact=exact_decoder(runner, request, plan),
             )
             for request, output in zip(self._requests, outputs)
         ]

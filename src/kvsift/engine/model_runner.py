@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvsift.batching.exact.pace import Paces
 from kvsift.engine.fast_path import FastPath
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
@@ -44,6 +45,7 @@ class ModelRunner:
     Attributes:
         tokenizer: of the model.
         fast_path: captured decode steps and fused prefill.
+        paces: of exact answers.
         kv: pages that documents and captured prompts draw from; None: each cache has its own.
     """
 
@@ -56,6 +58,7 @@ class ModelRunner:
         self.chunk_size, self.probe_every, self.dense_below = chunk_size, probe_every, dense_below
         self.tokenizer = directory.tokenizer()
         self.fast_path = FastPath(path, device, dense_below, place)
+        self.paces = Paces()
         self.kv: KVPool | None = None
         self._model: Any = None
         self._loading = Lock()

@@ -222,7 +222,7 @@ class Worker:
             strips = is_chat and self._form.stop is not None
             reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips)
             who = {"client": message["client"], "salt": message["salt"]}
-            exact = exact_decoder(request, plan)
+            exact = exact_decoder(self._llm, request, plan)
             row = Row(ids, runs_as, most, reply, observer=log_of(request), exact=exact, **who)
             rows.append(OpenRow(message["id"], index, row, reply, started))
         return rows

@@ -81,6 +81,7 @@ class ExactDecoder:
 
     Args:
         ids: tokens of the prompt.
+        pace: decides how much is proposed.
         drafts: let the plan draft.
         repeats: propose what followed the same text before.
 
@@ -88,8 +89,8 @@ class ExactDecoder:
         report: what was done so far.
     """
 
-    def __init__(self, ids: Sequence[int], drafts: bool = True, repeats: bool = True) -> None:
-        self._pace, self._drafts = Pace(), drafts
+    def __init__(self, ids: Sequence[int], pace: Pace, drafts: bool = True, repeats: bool = True) -> None:
+        self._pace, self._drafts = pace, drafts
         self._repeats = Repeats(ids) if repeats else None
         self.report = ExactReport()
 

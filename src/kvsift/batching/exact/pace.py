@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import log2
 from typing import NamedTuple
 
 GAIN = 1.05  # over dense decoding, below which nothing is drafted
@@ -10,6 +11,8 @@ FIRST_DRAFTS = 3  # of the cycle that measures
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # tokens without drafts until they are tried again
 WEIGHT = 0.2  # of a new time in the mean of a time
 MEMORY = 0.97  # of earlier trials, with each trial
+FIRST_TRIALS = 5.0  # that the share of earlier answers counts for in the next
+STEPS_PER_OCTAVE = 4  # contexts that are nearly equally long share their times
 
 
 class Amount(NamedTuple):
@@ -48,18 +51,46 @@ class MeanTime:
 
 
 @dataclass
+class Measured:
+    """What answers under one plan after contexts of about one length have measured so far.
+
+    Attributes:
+        drafted: drafts that were accepted.
+        draft: seconds of one token that is drafted.
+        verify: number of tokens -> seconds of their verification.
+    """
+
+    drafted: Rate = field(default_factory=lambda: Rate(0.9 * FIRST_TRIALS, FIRST_TRIALS))
+    draft: MeanTime = field(default_factory=MeanTime)
+    verify: dict[int, MeanTime] = field(default_factory=dict)
+
+
+class Paces:
+    """Begins the pace of each answer with what earlier ones have measured, so that a short one need not try."""
+
+    def __init__(self) -> None:
+        self._measured: dict[tuple[str, int], Measured] = {}
+
+    def begin(self, plan: str, tokens: int) -> Pace:
+        """The pace of an answer whose prompt has so many tokens."""
+        length = int(STEPS_PER_OCTAVE * log2(max(tokens, 1)))
+        measured = self._measured.setdefault((plan, length), Measured())
+        return Pace(measured, Rate(FIRST_TRIALS * measured.drafted.share, FIRST_TRIALS))
+
+
+@dataclass
 class Pace:
     """Lengths of the proposals of one answer. Times decide, but change no token.
 
     Attributes:
+        measured: by this answer and those like it.
         is_paused: drafts did not pay when they were last tried.
     """
 
+    measured: Measured
+    _drafted: Rate  # of this answer
     is_paused: bool = False
-    _drafted: Rate = field(default_factory=lambda: Rate(4.5, 5.0))
     _repeated: dict[int, Rate] = field(default_factory=dict)  # by the size of the repeat's length
-    _draft: MeanTime = field(default_factory=MeanTime)  # of one token
-    _verify: dict[int, MeanTime] = field(default_factory=dict)  # by number of tokens
     _pause: int = FIRST_PAUSE
     _left: int = 0  # tokens of the pause
 
@@ -71,16 +102,16 @@ class Pace:
             repeated: tokens that followed it.
             most: tokens that may be drafted; 0: none can be.
         """
-        if 1 not in self._verify:
+        if 1 not in self.measured.verify:
             return Amount(0.0)
-        plain = Amount(1 / self._verify[1].seconds)
+        plain = Amount(1 / self.measured.verify[1].seconds)
         found = self._best(repeated, self._rate(repeat).share, 0.0, True) if repeated else plain
         best = max(plain, found)
         if not most:
             return best
-        if not self._draft.seconds:
+        if not self.measured.draft.seconds:
             return Amount(0.0, min(FIRST_DRAFTS, most))
-        drafts = self._best(most, self._drafted.share, self._draft.seconds, False)
+        drafts = self._best(most, self._drafted.share, self.measured.draft.seconds, False)
         pays = drafts.rate > GAIN * plain.rate
         if pays and not self._left:
             self.is_paused, self._pause = False, FIRST_PAUSE
@@ -93,8 +124,9 @@ class Pace:
 
     def note_drafts(self, drafts: int, accepted: int, seconds: float) -> None:
         """So many were accepted, and drafting took so long."""
-        self._drafted.note(accepted, drafts)
-        self._draft.note(seconds / drafts)
+        for rate in (self._drafted, self.measured.drafted):
+            rate.note(accepted, drafts)
+        self.measured.draft.note(seconds / drafts)
 
     def note_repeats(self, repeat: int, tokens: int, accepted: int) -> None:
         """So many of the tokens after a repeat of this length were accepted."""
@@ -102,7 +134,7 @@ class Pace:
 
     def note_verified(self, tokens: int, new: int, seconds: float) -> None:
         """A verification of so many tokens took so long and brought ``new`` ones."""
-        self._verify.setdefault(tokens, MeanTime()).note(seconds)
+        self.measured.verify.setdefault(tokens, MeanTime()).note(seconds)
         self._left = max(self._left - new, 0)
 
     def _rate(self, repeat: int) -> Rate:
@@ -118,7 +150,7 @@ class Pace:
 
     def _verify_s(self, tokens: int) -> float:
         """Seconds of a verification, from the nearest that was measured and what more tokens cost."""
-        known = {number: time.seconds for number, time in self._verify.items()}
+        known = {number: time.seconds for number, time in self.measured.verify.items()}
         if tokens in known:
             return known[tokens]
         slopes = [(seconds - known[1]) / (number - 1) for number, seconds in known.items() if number > 1]
