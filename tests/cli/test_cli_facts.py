@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -165,6 +166,16 @@ def test_doctor_shows_the_same_to_a_person(run: Run, monkeypatch: pytest.MonkeyP
     outcome = run("doctor", "--device", "cpu")
     assert outcome.code == 0
     assert "versions torch" in outcome.out
+
+
+@pytest.mark.usefixtures("embedded")
+def test_doctor_says_that_vllm_is_broken(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise OSError('libcudart.so.13 is missing')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    outcome = run("doctor", "--device", "cpu", "--json")
+    assert outcome.document["vllm"] == "cannot be imported: OSError: libcudart.so.13 is missing"
 
 
 def test_doctor_prints_a_path_with_markup_as_it_is(

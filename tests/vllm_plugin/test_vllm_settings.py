@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from kvsift.cli import serve
+from kvsift.cli.main import main
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.vllm.counters import DecodeCounters
@@ -123,3 +125,15 @@ def test_on_a_gpu_requests_name_the_plan_of_the_server_or_none():
     assert state.plan_for("quest:budget=512") == settings.plan
     with pytest.raises(InputError, match="all requests have the server's plan"):
         state.plan_for("dense")
+
+
+def test_doctor_lists_what_the_plugin_finds(capfd, monkeypatch):
+    pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+    monkeypatch.setattr(sys, "argv", ["kvsift", "doctor", "--device", "cpu", "--json"])
+    with suppress(SystemExit):
+        main()
+    facts = json.loads(capfd.readouterr().out)["vllm"]
+    assert facts["plugin"] == "installed"
+    assert facts["attention backend"] == "in place of CPU_ATTN"
+    assert facts["plans of requests"].startswith("by a logits processor")
+    assert "none" not in facts["rows that read a prompt"]

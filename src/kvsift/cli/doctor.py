@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from kvsift.cli import options as o
@@ -15,7 +17,7 @@ PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "num
 
 def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> None:
     """Report versions, device, memory and threads, and the code path of each kind of attention on this machine."""
-    facts = {"versions": _versions(), **_machine(device)}
+    facts = {"versions": _versions(), **_machine(device), **_vllm()}
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -38,6 +40,18 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _vllm() -> dict[str, Any]:
+    """What the plugin finds in vLLM, where it is installed."""
+    if find_spec("vllm") is None:
+        return {}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it logs to standard output
+    try:
+        from kvsift.vllm.compat import findings
+    except Exception as error:  # whatever a broken installation raises
+        return {"vllm": f"cannot be imported: {type(error).__name__}: {error}"}
+    return {"vllm": findings()}
 
 
 def _machine(name: str) -> dict[str, Any]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
+from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any
 
+from vllm import __version__
 from vllm.logger import init_logger
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.sample.logits_processor import MoveDirectionality
@@ -18,6 +22,36 @@ except ImportError:
     LogitsProcessor: Any = LogitsProcessorV1
 else:
     LogitsProcessor = type("LogitsProcessor", (LogitsProcessorV1, LogitsProcessorV2), {})
+
+
+GROUPS = "vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins"
+
+
+def findings() -> dict[str, str]:
+    """What the plugin finds in this vLLM, for ``kvsift doctor``."""
+    from vllm.platforms import current_platform
+
+    on_gpu, metadata = current_platform.is_cuda(), _metadata_fields()
+    missing = [group for group in GROUPS if not entry_points(group=group, name="kvsift")]
+    backend = "CUSTOM, over FlashAttention" if on_gpu else "in place of CPU_ATTN" if current_platform.is_cpu() else ""
+    runners = "V1" if LogitsProcessor is LogitsProcessorV1 else "V1 and V2"
+    return {
+        "version": f"{__version__}; tested are 0.26 on a GPU, 0.28 and 0.32 on a CPU",
+        "plugin": f"not installed: no entry point in {', '.join(missing)}" if missing else "installed",
+        "attention backend": backend or f"none for {current_platform.device_name or 'this platform'}",
+        "plans of requests": "the server's" if on_gpu else f"by a logits processor, in model runner {runners}",
+        "rows that read a prompt": "named by vLLM" if "is_prefilling" in metadata else "those of several tokens",
+        "slots of model runner V2": "named by vLLM" if "req_idx" in metadata else "none: rows are counted",
+    }
+
+
+def _metadata_fields() -> frozenset[str]:
+    """Fields of what a step tells every backend, wherever this version keeps it."""
+    for module in ("vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"):
+        kind = getattr(import_module(module), "CommonAttentionMetadata", None)
+        if kind is not None:
+            return frozenset(field.name for field in fields(kind))
+    return frozenset()
 
 
 def is_swap(direction: Any) -> bool:
