@@ -17,8 +17,9 @@ T* at(Address address) {
 
 template <class T>
 void multiply_at(Address x, int num_rows, Address weight, std::int64_t num_out, int num_in, Address norm, float eps,
-                 Address residual, bool gated, int threads, Address out) {
-  multiply<T>({at<T>(x), at<T>(weight), at<T>(norm), at<T>(residual), at<T>(out), num_out, num_rows, num_in, eps, gated},
+                 Address bias, Address residual, bool gated, int threads, Address out) {
+  multiply<T>({at<T>(x), at<T>(weight), at<T>(norm), at<T>(bias), at<T>(residual), at<T>(out), num_out, num_rows, num_in, eps,
+               gated},
               threads);
 }
 
@@ -29,9 +30,9 @@ void bind_product(nb::module_& m) {
   m.def(
       "multiply",
       [](bool bf16, Address x, int num_rows, Address weight, std::int64_t num_out, int num_in, Address norm, float eps,
-         Address residual, bool gated, int threads, Address out) {
-        (bf16 ? multiply_at<std::uint16_t> : multiply_at<float>)(x, num_rows, weight, num_out, num_in, norm, eps, residual,
-                                                                 gated, threads, out);
+         Address bias, Address residual, bool gated, int threads, Address out) {
+        (bf16 ? multiply_at<std::uint16_t> : multiply_at<float>)(x, num_rows, weight, num_out, num_in, norm, eps, bias,
+                                                                 residual, gated, threads, out);
       },
       free_gil);
   m.def(

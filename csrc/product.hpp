@@ -26,6 +26,7 @@ struct Product {
   const T* x;         // [num_rows, num_in]
   const T* weight;    // [num_out, num_in]
   const T* norm;      // [num_in], weight of an RMS norm of x; or nullptr
+  const T* bias;      // [num_out]; or nullptr
   const T* residual;  // [num_rows, num_out], added; or nullptr
   T* out;             // [num_rows, num_out]; gated: [num_rows, num_out / 2], silu of the first half times the second
   std::int64_t num_out;
@@ -52,12 +53,15 @@ std::vector<float> inputs(const Product<T>& call) {
 template <class T>
 void write_outputs(const Product<T>& call, const std::vector<float>& products) {
   const std::int64_t width = call.gated ? call.num_out / 2 : call.num_out;
+  const auto biased = [&](float number, std::int64_t i) {
+    return rounded<T>(call.bias == nullptr ? number : number + load(call.bias + i));
+  };
   for (int row = 0; row < call.num_rows; ++row) {
     const float* from = products.data() + row * call.num_out;
     T* to = call.out + row * width;
     for (std::int64_t i = 0; i < width; ++i) {
-      float number = rounded<T>(from[i]);
-      if (call.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * rounded<T>(from[width + i]);
+      float number = biased(from[i], i);
+      if (call.gated) number = rounded<T>(number / (1.0f + std::exp(-number))) * biased(from[width + i], width + i);
       if (call.residual != nullptr) number = load(call.residual + row * width + i) + number;
       store(to + i, number);
     }

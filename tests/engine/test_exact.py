@@ -50,16 +50,20 @@ def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pace, "choose", choose)
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "f32"])
-def llm(request: pytest.FixtureRequest, wide: Path) -> LLM:
-    dtype = str(request.param).removeprefix("torch.")
-    return LLM(wide, "dense", dtype=dtype, chunk_size=64)
+@pytest.fixture(scope="module", params=["Qwen3-bfloat16", "Qwen3-float32", "Qwen2-bfloat16"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    family, _, dtype = request.param.partition("-")
+    return LLM(write_wide(tmp_path_factory.mktemp("exact"), family), "dense", dtype=dtype, chunk_size=64)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Head dimensions that the compiled core takes."""
-    return write_model(tmp_path_factory.mktemp("exact"), "Qwen3", head_dim=32, hidden_size=64, num_hidden_layers=3)
+    return write_wide(tmp_path_factory.mktemp("exact"), "Qwen3")
+
+
+def write_wide(folder: Path, family: str) -> Path:
+    """A model of the head dimensions that the compiled core takes."""
+    return write_model(folder, family, head_dim=32, hidden_size=64, num_hidden_layers=3)
 
 
 def same(exact: Answer, dense: Answer) -> bool:

@@ -64,7 +64,7 @@ def test_tokens_fed_as_generated_ones_are_answered_so() -> None:
         assert cache.run.report()["phases"]["decode"]["queries"] == sum(CHUNKS) * len(cache.layers)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alone(
     family: str, dtype: torch.dtype
@@ -94,5 +94,4 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
 
 def test_products_that_the_core_does_not_take_join_no_sequences() -> None:
     assert DecoderPrefill(DecoderStep(tiny("Llama"))).joins == native.available()
-    assert not DecoderPrefill(DecoderStep(tiny("Qwen2"))).joins, "its projections have biases"
     assert not DecoderPrefill(DecoderStep(tiny("Llama").half())).joins

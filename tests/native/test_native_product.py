@@ -30,23 +30,23 @@ def distance(tensor: torch.Tensor, exact: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "sizes"), [(1, (512, 96)), (3, (40, 7)), (1, (40, 7)), (3, (1280, 512))], ids=str)
-@pytest.mark.parametrize("how", ["plain", "norm", "residual", "both", "gated"])
+@pytest.mark.parametrize("how", ["plain", "norm", "bias", "residual", "all", "gated"])
 def test_products_are_as_near_to_float64_as_torchs(
     dtype: torch.dtype, rows: int, sizes: tuple[int, int], how: str, level: str
 ) -> None:
     num_in, num_out = sizes[0], sizes[1] * (2 if how == "gated" else 1)
     x, weight = draw(rows, num_in, dtype=dtype), draw(num_out, num_in, dtype=dtype, seed=1)
-    norm = (draw(num_in, dtype=dtype, seed=2), 1e-6) if how in ("norm", "both", "gated") else None
-    residual = draw(rows, num_out, dtype=dtype, seed=3) if how in ("residual", "both") else None
-    found = product(x, weight, norm=norm, residual=residual, gated=how == "gated")
+    norm = (draw(num_in, dtype=dtype, seed=2), 1e-6) if how in ("norm", "all", "gated") else None
+    residual = draw(rows, num_out, dtype=dtype, seed=3) if how in ("residual", "all") else None
+    bias = draw(num_out, dtype=dtype, seed=4) if how in ("bias", "all") else None
+    found = product(x, weight, bias, norm=norm, residual=residual, gated=how == "gated")
 
     def reference(to: torch.dtype) -> torch.Tensor:
         wide = None if norm is None else (norm[0].to(to), norm[1])
         if how == "gated":
             return gated_linear_reference(x.to(to), weight.to(to), norm=wide)
-        return linear_reference(
-            x.to(to), weight.to(to), norm=wide, residual=None if residual is None else residual.to(to)
-        )
+        added = [None if each is None else each.to(to) for each in (bias, residual)]
+        return linear_reference(x.to(to), weight.to(to), added[0], norm=wide, residual=added[1])
 
     exact = reference(torch.float32 if dtype == torch.bfloat16 else torch.float64)
     floor = 4 * torch.finfo(torch.float32).eps * float(exact.norm())

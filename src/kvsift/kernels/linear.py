@@ -41,8 +41,8 @@ def linear(
     Returns:
         [rows, out] in the dtype of ``x``.
     """
-    if takes_product(x, weight) and bias is None:
-        return product(x, weight, norm=norm, residual=residual)
+    if takes_product(x, weight):
+        return product(x, weight, bias, norm=norm, residual=residual)
     skinny = is_skinny(x, weight)
     if norm is not None and not (skinny and fuses_norm(x)):
         x, norm = rms_norm(x, *norm, pdl=pdl), None

@@ -38,7 +38,7 @@ class DecoderPrefill:
     def joins(self) -> bool:
         """Whether ``decode`` gives each sequence the bits that it has alone: the compiled core multiplies few rows."""
         layers = [(layer.qkv, layer.output, layer.gate_up, layer.down) for layer in self._step.layers]
-        weights = [None if each.bias is not None else each.weight for each in (self._step.head, *chain(*layers))]
+        weights = [each.weight for each in (self._step.head, *chain(*layers))]
         return all(
             weight is not None and takes_product(weight.new_empty(MAX_SEQUENCES, weight.shape[1]), weight)
             for weight in weights

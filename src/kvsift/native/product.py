@@ -25,27 +25,28 @@ def takes_product(x: Tensor, weight: Tensor) -> bool:
 
 
 def product(
-    x: Tensor, weight: Tensor, *, norm: tuple[Tensor, float] | None = None, residual: Tensor | None = None,
-    gated: bool = False, threads: int | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, norm: tuple[Tensor, float] | None = None,
+    residual: Tensor | None = None, gated: bool = False, threads: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """``residual + rms_norm(x) @ weight.T``; every step is summed in float32 and rounded to the dtype of x.
+    """``residual + (rms_norm(x) @ weight.T + bias)``; every step is summed in float32 and rounded to the dtype of x.
 
     Args:
         x: [rows, in].
         weight: [out, in].
+        bias: [out].
         norm: weight [in] and eps of an RMS norm of x.
         residual: [rows, out].
         gated: instead, silu of the first half of the products times the second half, [rows, out / 2].
         threads: torch's by default.
     """
     x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
+    bias, residual = (None if each is None else each.contiguous() for each in (bias, residual))
     width = weight.shape[0] // 2 if gated else weight.shape[0]
     out = x.new_empty(x.shape[0], width)
     core().multiply(
         x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], weight.data_ptr(), weight.shape[0], x.shape[1],
         0 if norm is None else norm[0].data_ptr(), 0.0 if norm is None else norm[1],
-        0 if residual is None else residual.data_ptr(), gated, num_threads(threads), out.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(), gated, num_threads(threads), out.data_ptr(),
     )  # fmt: skip
     return out
 
