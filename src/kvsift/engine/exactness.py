@@ -63,7 +63,7 @@ def _reason_of_model(runner: ModelRunner, plan: Plan) -> str | None:
     if fused is None or not fused.joins:
         return (
             "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, "
-            f"Mistral, Qwen2 or Qwen3 in bfloat16 or float32. This is {type(runner.model).__name__} in {runner.dtype}. Leave "
-            "exact out, with plan='dense'."
+            "Mistral, Qwen2 or Qwen3 in bfloat16 or float32. This is "
+            f"{type(runner.model).__name__} in {runner.dtype}. Leave exact out, with plan='dense'."
         )
     return None

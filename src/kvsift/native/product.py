@@ -46,7 +46,8 @@ def product(
     core().multiply(
         x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], weight.data_ptr(), weight.shape[0], x.shape[1],
         0 if norm is None else norm[0].data_ptr(), 0.0 if norm is None else norm[1],
-        0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(), gated, num_threads(threads), out.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(), gated,
+        num_threads(threads), out.data_ptr(),
     )  # fmt: skip
     return out
 
