@@ -41,7 +41,7 @@ def test_drafts_that_do_not_pay_pause_and_are_tried_again_ever_more_rarely() -> 
             since = 0
             pace.note_drafts(choice.tokens, 0, 0.009 * choice.tokens)
         pace.note_verified(choice.tokens + 1, 1, 0.010)
-    assert pace.is_paused
+    assert pace.measured.is_paused
     assert FIRST_PAUSE <= tries[0] < tries[1] < tries[2]
     assert len(tries) <= 4
 
@@ -49,12 +49,12 @@ def test_drafts_that_do_not_pay_pause_and_are_tried_again_ever_more_rarely() -> 
 def test_drafting_begins_again_when_it_pays() -> None:
     pace = paced(verify={1: 0.010, 4: 0.011}, draft=0.009, accepted=0, offered=3)
     assert pace.choose(0, 0, 7).tokens == 0
-    assert pace.is_paused
+    assert pace.measured.is_paused
     pace.note_verified(1, FIRST_PAUSE, 0.010)
     for _ in range(40):
         pace.note_drafts(3, 3, 0.003)
     assert pace.choose(0, 0, 7).tokens > 2
-    assert not pace.is_paused
+    assert not pace.measured.is_paused
 
 
 def test_repeats_and_drafts_are_compared() -> None:
@@ -87,4 +87,8 @@ def test_an_answer_begins_with_what_earlier_ones_have_measured() -> None:
         assert other.choose(0, 0, 7) == Amount(0.0)
     for _ in range(200):
         first.note_drafts(3, 0, 0.003)
-    assert paces.begin("quest", 30_000).choose(0, 0, 7).tokens == 0
+    answers = [paces.begin("quest", 30_000) for _ in range(FIRST_PAUSE + 1)]
+    for answer in answers:
+        tokens = answer.choose(0, 0, 7).tokens
+        assert (tokens > 0) == (answer is answers[-1]), "short answers wait together"
+        answer.note_verified(tokens + 1, 1, 0.010)

@@ -162,4 +162,4 @@ class ExactDecoder:
         pace.note_verified(proposed + 1, accepted + 1, verify_s)
         report.verified[proposed] += 1
         report.draft_s, report.verify_s = report.draft_s + proposal.draft_s, report.verify_s + verify_s
-        report.is_paused = pace.is_paused
+        report.is_paused = pace.measured.is_paused

@@ -12,6 +12,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # tokens without drafts until they are tr
 WEIGHT = 0.2  # of a new time in the mean of a time
 MEMORY = 0.97  # of earlier trials, with each trial
 FIRST_TRIALS = 5.0  # that the share of earlier answers counts for in the next
+MOST_KEPT = 256  # plans and lengths
 STEPS_PER_OCTAVE = 4  # contexts that are nearly equally long share their times
 
 
@@ -58,11 +59,17 @@ class Measured:
         drafted: drafts that were accepted.
         draft: seconds of one token that is drafted.
         verify: number of tokens -> seconds of their verification.
+        is_paused: drafts did not pay when they were last tried.
+        pause: tokens until the next try, once they have not paid.
+        left: of these, tokens to come.
     """
 
     drafted: Rate = field(default_factory=lambda: Rate(0.9 * FIRST_TRIALS, FIRST_TRIALS))
     draft: MeanTime = field(default_factory=MeanTime)
     verify: dict[int, MeanTime] = field(default_factory=dict)
+    is_paused: bool = False
+    pause: int = FIRST_PAUSE
+    left: int = 0
 
 
 class Paces:
@@ -73,8 +80,11 @@ class Paces:
 
     def begin(self, plan: str, tokens: int) -> Pace:
         """The pace of an answer whose prompt has so many tokens."""
-        length = int(STEPS_PER_OCTAVE * log2(max(tokens, 1)))
-        measured = self._measured.setdefault((plan, length), Measured())
+        kind = plan, int(STEPS_PER_OCTAVE * log2(max(tokens, 1)))
+        measured = self._measured.pop(kind, None) or Measured()
+        self._measured[kind] = measured  # the last of those that are kept
+        if len(self._measured) > MOST_KEPT:
+            del self._measured[next(iter(self._measured))]
         return Pace(measured, Rate(FIRST_TRIALS * measured.drafted.share, FIRST_TRIALS))
 
 
@@ -84,15 +94,11 @@ class Pace:
 
     Attributes:
         measured: by this answer and those like it.
-        is_paused: drafts did not pay when they were last tried.
     """
 
     measured: Measured
     _drafted: Rate  # of this answer
-    is_paused: bool = False
     _repeated: dict[int, Rate] = field(default_factory=dict)  # by the size of the repeat's length
-    _pause: int = FIRST_PAUSE
-    _left: int = 0  # tokens of the pause
 
     def choose(self, repeat: int, repeated: int, most: int) -> Amount:
         """What to propose.
@@ -102,23 +108,24 @@ class Pace:
             repeated: tokens that followed it.
             most: tokens that may be drafted; 0: none can be.
         """
-        if 1 not in self.measured.verify:
+        known = self.measured
+        if 1 not in known.verify:
             return Amount(0.0)
-        plain = Amount(1 / self.measured.verify[1].seconds)
+        plain = Amount(1 / known.verify[1].seconds)
         found = self._best(repeated, self._rate(repeat).share, 0.0, True) if repeated else plain
         best = max(plain, found)
         if not most:
             return best
-        if not self.measured.draft.seconds:
+        if not known.draft.seconds:
             return Amount(0.0, min(FIRST_DRAFTS, most))
-        drafts = self._best(most, self._drafted.share, self.measured.draft.seconds, False)
+        drafts = self._best(most, self._drafted.share, known.draft.seconds, False)
         pays = drafts.rate > GAIN * plain.rate
-        if pays and not self._left:
-            self.is_paused, self._pause = False, FIRST_PAUSE
+        if pays and not known.left:
+            known.is_paused, known.pause = False, FIRST_PAUSE
             return max(drafts, best)
-        if not self._left:  # a cycle at the end of a pause tells whether it was right
-            tries, self.is_paused = self.is_paused, True
-            self._left, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        if not known.left:  # a cycle at the end of a pause tells whether it was right
+            tries, known.is_paused = known.is_paused, True
+            known.left, known.pause = known.pause, min(2 * known.pause, LONGEST_PAUSE)
             return Amount(0.0, min(2, most)) if tries else best
         return best
 
@@ -135,7 +142,7 @@ class Pace:
     def note_verified(self, tokens: int, new: int, seconds: float) -> None:
         """A verification of so many tokens took so long and brought ``new`` ones."""
         self.measured.verify.setdefault(tokens, MeanTime()).note(seconds)
-        self._left = max(self._left - new, 0)
+        self.measured.left = max(self.measured.left - new, 0)
 
     def _rate(self, repeat: int) -> Rate:
         return self._repeated.setdefault(min(repeat.bit_length(), 6), Rate(1.0, 2.0))
