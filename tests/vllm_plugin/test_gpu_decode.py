@@ -48,8 +48,9 @@ class Server:
         self.layer = LayerPages(pages, *pages.split(self.cache), rows)
         self.shape = LayerShape(2, HEADS * GROUP, HEADS, self.dim, self.dim**-0.5)
         self.buffers = DecodeBuffers(
-            plan.decode, self.shape, len(lengths) + 1, max(held) * block_size, more.get("dense_below", 0), cache.device
-        )
+            [plan.decode], self.shape, len(lengths) + 1, max(held) * block_size, more.get("dense_below", 0),
+            cache.device, more.get("allows_dense", False),
+        )  # fmt: skip
         slots = torch.cat([self.slots(row, torch.arange(length - 1)) for row, length in enumerate(lengths)])
         last = [self.slots(row, torch.tensor([length - 1])) for row, length in enumerate(lengths)]
         for chunk in (*slots.split(1000), torch.cat([*last, torch.tensor([-1])])):
@@ -112,6 +113,29 @@ def test_each_row_is_dense_or_sparse_by_its_own_length(plan: str, device: str) -
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("name", ["quest", "sketch"])
+def test_each_row_has_the_budget_of_its_own_plan_or_is_dense(name: str, device: str) -> None:
+    lengths = [900, 1500, 1200, 700]
+    server = Server(f"{name}:budget=512", lengths, "NHD", 16, device, allows_dense=True)
+    queries = server.queries()
+    rules = [None, *(parse_plan(f"{name}:budget={budget}").decode for budget in (512, 128)), None]
+    server.buffers.set_rules(rules)
+    found = server.decode(queries)
+    for row in (0, 3):
+        expected = server.dense(queries, row)
+        assert (found[row].float() - expected).norm() < 0.02 * expected.norm(), row
+    visible = (server.buffers.visible[:4] / HEADS).tolist()
+    assert (visible[0], visible[3]) == (900, 700)
+    assert 400 < visible[1] <= 512
+    assert 64 < visible[2] <= 128
+    assert server.buffers.totals.sum(0).tolist() == [4, 4300, 2, 2700]
+    server.buffers.set_rules([rules[1]] * 4)
+    alone = Server(f"{name}:budget=512", lengths, "NHD", 16, device)
+    if device == "cpu":  # on a GPU parts are added in any order
+        assert torch.equal(server.decode(queries), alone.decode(queries))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 @pytest.mark.parametrize("plan", ["quest:budget=256", "sketch:budget=256"])
 def test_the_layout_of_the_cache_changes_nothing(plan: str, device: str) -> None:
     first, second = (Server(plan, [700, 1300], layout, 16, device) for layout in ("NHD", "HND"))
@@ -154,10 +178,10 @@ def test_a_captured_step_follows_tables_and_lengths(plan: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsift.vllm import gpu_counters
-    from kvsift.vllm.counters import DecodeCounters
+    from kvsift.vllm.counters import Counters
 
     monkeypatch.setattr(gpu_counters, "EVERY_S", 0.0)
-    server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), DecodeCounters()
+    server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), Counters()
     polls = GpuCounters(server.buffers, 1024, 32.0)
     server.decode(server.queries())
     polls.poll(counters)

@@ -13,7 +13,8 @@ from kvsift.cli import serve
 from kvsift.cli.main import main
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
-from kvsift.vllm.counters import DecodeCounters
+from kvsift.plan.syntax import parse_plan
+from kvsift.vllm.counters import Counters
 from kvsift.vllm.engine_state import EngineState
 from kvsift.vllm.refusals import check_config
 from kvsift.vllm.settings import Settings
@@ -35,7 +36,9 @@ def test_without_settings_the_plugin_does_nothing():
         ({"plan": "quest", "dense_below": 1.5}, r"dense_below=1\.5 must be a whole number of tokens, 0 or more"),
         ({"plan": "quest", "dense_below": True}, r"dense_below=True must be a whole number"),
         ({"plan": "quest", "log_every_s": -1}, "log_every_s=-1 must be a number, 0 or more"),
-        ({"plan": "prefill=quoka,decode=quest"}, "Leave out prefill=quoka"),
+        ({"plan": "prefill=streaming_llm,decode=quest"}, "take quoka or critiprefill"),
+        ({"plan": "prefill=quoka:prefilter=8,decode=quest"}, "prefilter ranks pages segment by segment"),
+        ({"plan": "prefill=critiprefill:rest=true,decode=quest"}, "rest estimates segment by segment"),
         ({"plan": "quest:min_recovery=0.9"}, "Leave out min_recovery"),
         ({"plan": "magicpig"}, "Take quest or sketch"),
         ("quest", "is a table"),
@@ -58,7 +61,7 @@ def test_a_request_may_name_what_the_summaries_of_the_server_serve():
 
 
 def test_a_plan_that_skipped_nothing_says_so():
-    counters = DecodeCounters()
+    counters = Counters()
     assert counters.line(1e-9) is None
     counters.add(100, 100, 0, 8)
     assert "skipped nothing" in (counters.line(1e-9) or "")
@@ -94,19 +97,30 @@ def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):
         ("quest", "CUSTOM", {}, None),
         ("quest", "FLASH_ATTN", {}, "Add --attention-backend CUSTOM"),
         ("quest", None, {}, "Add --attention-backend CUSTOM"),
-        ("quest", "CUSTOM", {"plans": ["quest:budget=512"]}, "leave out quest:budget=512"),
+        ("quest", "CUSTOM", {"plans": ["quest:budget=512", "dense"]}, None),
+        ("quest", "CUSTOM", {"plans": ["sketch"]}, "minmax over pages of 16 and sketch1 over pages of 16"),
+        ("quest", "CUSTOM", {"plans": ["quest:dense_layers=0"]}, "other dense layers than quest"),
+        ("dense", "CUSTOM", {"plans": ["quest"]}, "whose own plan names its method"),
+        ("prefill=quoka,decode=quest", "CUSTOM", {}, None),
+        ("prefill=critiprefill,decode=quest", "CUSTOM", {"plans": ["quest:budget=512"]}, None),
+        ("prefill=critiprefill,decode=sketch", "CUSTOM", {}, "Take plans that share one"),
+        ("prefill=quoka", "CUSTOM", {}, "Add decode=quest"),
+        ("quest", "CUSTOM", {"plans": ["prefill=quoka,decode=quest"]}, "leave out prefill=quoka"),
+        ("prefill=quoka,decode=quest", "cpu", {}, "On a CPU vLLM reads prompts densely"),
+        ("quest", "cpu", {"plans": ["prefill=quoka,decode=quest"]}, "Leave out prefill=quoka"),
+        ("quest", "cpu", {"plans": ["sketch"]}, None),
         ("sketch:window=8", "CUSTOM", {}, "Take window=16 or more"),
         ("quest:window=8", "CUSTOM", {}, None),
     ],
 )
-def test_what_a_gpu_cannot_do_is_refused_at_the_start(plan, backend, more, message):
+def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, message):
     config = SimpleNamespace(
         model_config=SimpleNamespace(use_mla=False, runner_type="generate"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(),
         speculative_config=None,
         kv_transfer_config=None,
-        device_config=SimpleNamespace(device_type="cuda"),
+        device_config=SimpleNamespace(device_type="cpu" if backend == "cpu" else "cuda"),
         attention_config=SimpleNamespace(backend=backend),
     )
     settings = Settings.read({"kvsift": {"plan": plan, **more}})
@@ -118,13 +132,39 @@ def test_what_a_gpu_cannot_do_is_refused_at_the_start(plan, backend, more, messa
             check_config(config, settings)
 
 
-def test_on_a_gpu_requests_name_the_plan_of_the_server_or_none():
-    settings = Settings.read({"kvsift": {"plan": "quest:budget=512"}})
+def test_on_a_gpu_requests_differ_in_what_one_kernel_can_do():
+    server = {"plan": "prefill=quoka,decode=quest:budget=512", "plans": ["quest:budget=2048"]}
+    settings = Settings.read({"kvsift": server})
     assert settings is not None
-    state = EngineState(settings, per_request=False)
-    assert state.plan_for("quest:budget=512") == settings.plan
-    with pytest.raises(InputError, match="all requests have the server's plan"):
-        state.plan_for("dense")
+    state = EngineState(settings, max_length=8192, on_gpu=True)
+    for plan in (
+        "quest:budget=512",
+        "quest:budget=2048",
+        "quest:budget=160:sinks=16",
+        "prefill=quoka,decode=quest",
+    ):
+        assert state.plan_for(plan) == parse_plan(plan)
+    for plan, message in (
+        ("dense", "add dense to its plans"),
+        ("quest:budget=4096", r"may show 4096 tokens, and the lists of this server hold 2048. Add it"),
+        ("quest:budget=512:dense_layers=3", "other dense layers"),
+        ("prefill=quoka:budget=640,decode=quest", "densely, or by prefill=quoka"),
+    ):
+        with pytest.raises(InputError, match=message):
+            state.plan_for(plan)
+
+
+def test_dense_requests_on_a_gpu_are_allowed_at_the_start():
+    settings = Settings.read({"kvsift": {"plan": "quest:budget=512", "plans": ["dense"]}})
+    assert settings is not None
+    assert EngineState(settings, max_length=8192, on_gpu=True).plan_for("dense") == Plan()
+
+
+def test_on_a_cpu_a_request_cannot_be_sparse_in_prefill():
+    settings = Settings.read({"kvsift": {"plan": "quest"}})
+    assert settings is not None
+    with pytest.raises(InputError, match="Leave out prefill=quoka"):
+        EngineState(settings).plan_for("prefill=quoka")
 
 
 def test_doctor_lists_what_the_plugin_finds(capfd, monkeypatch):

@@ -74,7 +74,7 @@ class BlockPages(NamedTuple):
 
 
 def place_pages(
-    blocks: Tensor, lengths: Tensor, pages: BlockPages, out: tuple[Tensor, Tensor], totals: Tensor, sparse_from: int
+    blocks: Tensor, lengths: Tensor, pages: BlockPages, out: tuple[Tensor, Tensor], totals: Tensor, sparse_from: Tensor
 ) -> None:
     """Copy what the host of a cache keeps about a step into buffers of our own, and count its queries.
 
@@ -84,14 +84,14 @@ def place_pages(
         pages: of the cache.
         out: table int32 [batch, max_pages] and lengths int32 [batch], written as far as a row reaches.
         totals: int64 [batch, 4], to which queries, their tokens, sparse queries, and the tokens of those are added.
-        sparse_from: fewest tokens of a row that does not see all of them.
+        sparse_from: int32 [batch], fewest tokens with which a row does not see all of them.
     """
     run = place_pages_triton if runs_on_triton(blocks) else place_pages_reference
     run(blocks, lengths, pages, out, totals, sparse_from)
 
 
 def place_pages_reference(
-    blocks: Tensor, lengths: Tensor, pages: BlockPages, out: tuple[Tensor, Tensor], totals: Tensor, sparse_from: int
+    blocks: Tensor, lengths: Tensor, pages: BlockPages, out: tuple[Tensor, Tensor], totals: Tensor, sparse_from: Tensor
 ) -> None:
     table, own_lengths = out
     page = torch.arange(table.shape[1], device=table.device)
@@ -104,18 +104,18 @@ def place_pages_reference(
 
 
 def place_pages_triton(
-    blocks: Tensor, lengths: Tensor, pages: BlockPages, out: tuple[Tensor, Tensor], totals: Tensor, sparse_from: int
+    blocks: Tensor, lengths: Tensor, pages: BlockPages, out: tuple[Tensor, Tensor], totals: Tensor, sparse_from: Tensor
 ) -> None:
     table, own_lengths = out
     _place_kernel[len(table), -(-table.shape[1] // CHUNK)](
-        blocks, lengths, table, own_lengths, totals, blocks.stride(0), table.stride(0), sparse_from, STEP=pages.step,
+        blocks, lengths, table, own_lengths, totals, sparse_from, blocks.stride(0), table.stride(0), STEP=pages.step,
         PER_BLOCK=pages.per_block, PAGE=pages.page_size, CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
 
 
 @jit
 def _place_kernel(
-    blocks_ptr, lengths_ptr, table_ptr, own_lengths_ptr, totals_ptr, blocks_row, table_row, sparse_from,
+    blocks_ptr, lengths_ptr, table_ptr, own_lengths_ptr, totals_ptr, sparse_from_ptr, blocks_row, table_row,
     STEP: tl.constexpr, PER_BLOCK: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row, first = tl.program_id(0), tl.program_id(1) * CHUNK
@@ -123,7 +123,7 @@ def _place_kernel(
     if first == 0:
         tl.store(own_lengths_ptr + row, length)
         totals_ptr += row * 4
-        sparse = (length >= sparse_from).to(tl.int32)
+        sparse = (length >= tl.load(sparse_from_ptr + row)).to(tl.int32)
         tl.store(totals_ptr, tl.load(totals_ptr) + (length > 0).to(tl.int32))
         tl.store(totals_ptr + 1, tl.load(totals_ptr + 1) + length)
         tl.store(totals_ptr + 2, tl.load(totals_ptr + 2) + sparse)

@@ -126,8 +126,10 @@ class DecodeBatch:
         return max(needs, default=0)
 
     def set_budgets(self, budgets: Sequence[Budget | None]) -> None:
-        """Replace the budgets of all rows."""
-        self.budgets.copy_(torch.tensor([_numbers(budget) for budget in budgets], dtype=torch.float64))
+        """Replace the budgets of the first rows, without waiting for the device."""
+        numbers = [_numbers(budget) for budget in budgets]
+        pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.budgets.is_cuda)
+        self.budgets[: len(numbers)].copy_(pinned, non_blocking=True)
 
     def space(self, make: Callable[..., Space], *arguments: Any, key: tuple[Any, ...]) -> Space:
         """Return a workspace that is kept: layers run one after the other, so one serves all of the same ``key``."""

@@ -39,7 +39,7 @@ def findings() -> dict[str, str]:
         "version": f"{__version__}; tested are 0.26 on a GPU, 0.28 and 0.32 on a CPU",
         "plugin": f"not installed: no entry point in {', '.join(missing)}" if missing else "installed",
         "attention backend": backend or f"none for {current_platform.device_name or 'this platform'}",
-        "plans of requests": "the server's" if on_gpu else f"by a logits processor, in model runner {runners}",
+        "plans of requests": f"by a logits processor, in model runner {runners}",
         "rows that read a prompt": "named by vLLM" if "is_prefilling" in metadata else "those of several tokens",
         "slots of model runner V2": "named by vLLM" if "req_idx" in metadata else "none: rows are counted",
     }
@@ -71,6 +71,16 @@ def is_prefilling(metadata: Any) -> list[bool]:
     if given is None:  # a row of one token is then a decode
         return [False] * metadata.num_reqs
     return [bool(each) for each in given[: metadata.num_reqs].tolist()]
+
+
+def lengths_of_rows(metadata: Any) -> list[int]:
+    """Tokens of each row, the new ones included, exact for rows that read a prompt; without waiting for a GPU where
+    this version says them on the host."""
+    for name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu", "seq_lens"):
+        given = getattr(metadata, name, None)
+        if given is not None:
+            return [int(length) for length in given[: metadata.num_reqs].tolist()]
+    raise AttributeError("vLLM tells no lengths")
 
 
 def slots_of_rows(metadata: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""Counters of decode: what queries saw, of what there was."""
+"""Counters of a phase: what queries saw, of what there was."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from kvsift.layer.accounting import Tally
+from kvsift.methods.base import Phase
+
 
 @dataclass
-class DecodeCounters:
-    """Sums over the decode queries of all layers that plans apply to.
+class Counters:
+    """Sums over the queries of a phase, of all layers that plans apply to.
 
     Attributes:
+        phase: whose queries these are.
         queries: one for each token and layer.
         visible_tokens: per head.
         context_tokens: what dense attention shows.
@@ -20,6 +24,7 @@ class DecodeCounters:
         kv_bytes_dense: what dense attention reads.
     """
 
+    phase: Phase = "decode"
     queries: int = 0
     sparse_queries: int = 0
     visible_tokens: float = 0.0
@@ -41,6 +46,15 @@ class DecodeCounters:
         self.kv_bytes_read += visible * token_bytes + index_bytes
         self.kv_bytes_dense += context * token_bytes
 
+    def take(self, tally: Tally) -> None:
+        """Count what was attended through ``layer.selection``."""
+        self.queries += tally.queries
+        self.sparse_queries += tally.sparse_queries
+        self.visible_tokens += float(tally.visible_tokens)
+        self.context_tokens += tally.context_tokens
+        self.kv_bytes_read += float(tally.kv_bytes_read) + tally.index_bytes_read
+        self.kv_bytes_dense += tally.kv_bytes_dense
+
     def line(self, every_s: float) -> str | None:
         """Return a line about the queries since the last one; None before ``every_s`` seconds, or without any."""
         if not every_s or monotonic() - self._last_s < every_s:
@@ -50,17 +64,17 @@ class DecodeCounters:
         if not queries:
             return None
         if visible >= context:
-            return f"kvsift: {queries:.0f} decode queries, all dense: the plan skipped nothing."
+            return f"kvsift: {queries:.0f} {self.phase} queries, all dense: the plan skipped nothing."
         return (
-            f"kvsift: {queries:.0f} decode queries, {sparse / queries:.1%} sparse, {visible / queries:.0f} visible "
-            f"tokens of {context / queries:.0f} (density {visible / context:.3f}), {read / dense:.1%} of the bytes "
-            "of dense attention read."
+            f"kvsift: {queries:.0f} {self.phase} queries, {sparse / queries:.1%} sparse, {visible / queries:.0f} "
+            f"visible tokens of {context / queries:.0f} (density {visible / context:.3f}), {read / dense:.1%} of the "
+            "bytes of dense attention read."
         )
 
     def export(self) -> None:
         """Add to the Prometheus counters, which vLLM shows where its processes share PROMETHEUS_MULTIPROC_DIR."""
         if self._prometheus is None:
-            self._prometheus = _new_counters() if os.environ.get("PROMETHEUS_MULTIPROC_DIR") else []
+            self._prometheus = _new_counters(self.phase) if os.environ.get("PROMETHEUS_MULTIPROC_DIR") else []
         if self._prometheus:
             for counter, amount in zip(self._prometheus, self._since(self._exported)):
                 counter.inc(amount)
@@ -74,14 +88,14 @@ class DecodeCounters:
         return (self.queries, self.sparse_queries, *tokens, self.kv_bytes_read, self.kv_bytes_dense)
 
 
-def _new_counters() -> list[Any]:
+def _new_counters(phase: Phase) -> list[Any]:
     from prometheus_client import Counter
 
     return [
-        Counter("kvsift:decode_queries", "Decode queries, one for each token and layer that plans apply to."),
-        Counter("kvsift:decode_sparse_queries", "Those that did not see their whole context."),
-        Counter("kvsift:decode_visible_tokens", "Tokens that decode queries saw, per head."),
-        Counter("kvsift:decode_context_tokens", "Tokens that dense attention would have shown."),
-        Counter("kvsift:decode_kv_bytes_read", "Bytes of keys, values and page summaries read to decode."),
-        Counter("kvsift:decode_kv_bytes_dense", "Bytes that dense attention would have read."),
+        Counter(f"kvsift:{phase}_queries", f"Queries of {phase}, one for each token and layer that plans apply to."),
+        Counter(f"kvsift:{phase}_sparse_queries", "Those that did not see their whole context."),
+        Counter(f"kvsift:{phase}_visible_tokens", "Tokens that they saw, per head."),
+        Counter(f"kvsift:{phase}_context_tokens", "Tokens that dense attention would have shown."),
+        Counter(f"kvsift:{phase}_kv_bytes_read", f"Bytes of keys, values and page summaries read in {phase}."),
+        Counter(f"kvsift:{phase}_kv_bytes_dense", "Bytes that dense attention would have read."),
     ]

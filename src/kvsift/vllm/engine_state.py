@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.plan.plan import Plan
-from kvsift.vllm.counters import DecodeCounters
-from kvsift.vllm.refusals import check_config
-from kvsift.vllm.settings import Settings, read_plan
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.paged_decode import list_capacity
+from kvsift.plan.plan import Plan, Rule
+from kvsift.vllm.counters import Counters
+from kvsift.vllm.refusals import check_config, reason_against_sharing, reasons_on_cpu
+from kvsift.vllm.settings import Settings
 
 
 @dataclass
@@ -20,17 +23,22 @@ class EngineState:
 
     Attributes:
         plans: by row of model runner V1, or slot of V2; requests without a plan of their own are missing.
-        counters: of all layers.
+        counters, prompts: of all layers, in decode and in prefill.
+        messages: between the layers of a step.
         summary_bytes: of all layers, beside vLLM's KV cache.
-        per_request: whether requests may name plans of their own.
+        max_length: of a request, in tokens.
+        on_gpu: one kernel decodes all rows, so that their plans have much in common.
         held: memory on a GPU for summaries to come (``gpu_memory``).
     """
 
     settings: Settings
     plans: dict[int, Plan] = field(default_factory=dict)
-    counters: DecodeCounters = field(default_factory=DecodeCounters)
+    counters: Counters = field(default_factory=Counters)
+    prompts: Counters = field(default_factory=lambda: Counters("prefill"))
+    messages: LayerMessages = field(default_factory=LayerMessages)
     summary_bytes: int = 0
-    per_request: bool = True
+    max_length: int = 0
+    on_gpu: bool = False
     held: Tensor | None = None
 
     def plan(self, row: int) -> Plan:
@@ -39,9 +47,31 @@ class EngineState:
 
     def plan_for(self, spec: Any) -> Plan:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
-        if not self.per_request and read_plan(spec) != self.settings.plan:
-            raise InputError(f"On a GPU all requests have the server's plan, {self.settings.plan}; got {spec!r}.")
-        return self.settings.plan_for(spec)
+        plan = self.settings.plan_for(spec)
+        if reasons := list(self._reasons_on_gpu(plan) if self.on_gpu else reasons_on_cpu(plan)):
+            raise InputError(" ".join(reasons))
+        return plan
+
+    def _reasons_on_gpu(self, plan: Plan) -> Iterator[str]:
+        server = self.settings.plan
+        if plan.prefill not in (None, server.prefill):
+            allowed = "densely" if server.prefill is None else f"densely, or by prefill={server.prefill}"
+            yield f"This server reads prompts {allowed}; got prefill={plan.prefill}."
+        if plan.decode is None:
+            if not self.settings.allows_dense:
+                yield "On a GPU a server must be told that requests may be dense: add dense to its plans."
+        elif reason := reason_against_sharing(plan.decode, server):
+            yield reason
+        elif self._units(plan.decode) > (most := max(map(self._units, self.settings.decode_rules))):
+            size = plan.decode.method.unit_size
+            yield (
+                f"{plan.decode} may show {self._units(plan.decode) * size} tokens, and the lists of this server hold "
+                f"{most * size}. Add it to the plans of the server."
+            )
+
+    def _units(self, rule: Rule) -> int:
+        size = rule.method.unit_size
+        return list_capacity(rule.budget, -(-self.max_length // size), size)
 
 
 _engines: dict[str, EngineState | None] = {}  # by the id of the engine; the parts have nothing else in common
@@ -59,8 +89,8 @@ def state_of(config: Any) -> EngineState | None:
         if settings is not None:
             check_config(config, settings)
         _engines.clear()  # one engine at a time
-        on_cpu = config.device_config.device_type == "cpu"
-        _engines[key] = None if settings is None else EngineState(settings, per_request=on_cpu)
+        length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
+        _engines[key] = None if settings is None else EngineState(settings, max_length=length, on_gpu=on_gpu)
     return _engines[key]
 
 

@@ -1,14 +1,16 @@
 """vLLM's FlashAttention with sparse decode: ``--attention-backend CUSTOM``.
 
-Rows that decode take one launch in each layer, in captured graphs too; all others are the stock backend's, with
-metadata of their own, so that what a row gives does not depend on its neighbours. A plan that skips nothing up to
-max_model_len leaves everything to the stock backend.
+Rows that decode take one launch in each layer, in captured graphs too. Rows whose plan is sparse in prefill are
+attended one by one (``gpu_prefill``). All others are the stock backend's, with metadata of their own, so that what a
+row gives does not depend on its neighbours. Plans that skip nothing up to max_model_len leave everything to the stock
+backend.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +28,25 @@ from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import compile_ahead, summarise_slots
 from kvsift.layer.paged_decode import rule_of
-from kvsift.plan.plan import Rule
 from kvsift.types import LayerShape
-from kvsift.vllm import compat
+from kvsift.vllm import compat, gpu_prefill
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.gpu_counters import GpuCounters
 from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages
 from kvsift.vllm.gpu_memory import GIB, hold
+from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 from kvsift.vllm.refusals import check_block_size
 
 
-def sparse_rule(config: Any) -> tuple[EngineState, Rule] | None:
-    """Return the state of an engine and its rule of decode; None if that skips nothing."""
-    state = state_of(config)
-    rule = None if state is None else rule_of(state.settings.plan)
-    if state is None or rule is None:
-        return None
-    length, budget = config.model_config.max_model_len, rule.budget
-    dense_to = max(budget.limit(length), budget.min_context - 1, state.settings.dense_below - 1)
-    return None if dense_to >= length else (state, rule)
+def sparse_state(config: Any) -> EngineState | None:
+    """Return the state of an engine; None if its plans skip nothing."""
+    state, length = state_of(config), config.model_config.max_model_len
+    if state is None or state.settings.plan.prefill is not None:
+        return state
+    for budget in (rule.budget for rule in state.settings.decode_rules):
+        if max(budget.limit(length), budget.min_context - 1, state.settings.dense_below - 1) < length:
+            return state
+    return None
 
 
 class SparseFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
@@ -63,14 +65,32 @@ class SparseFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
         return SparseFlashMetadataBuilder
 
 
+class Run(NamedTuple):
+    """Neighbouring rows of a step that are attended in the same way."""
+
+    tokens: slice
+    prompts: tuple[PromptRow, ...]  # empty: by the stock backend
+    metadata: Any = None  # for it
+
+
 @dataclass
 class GpuStep:
-    """What the layers of a step share, as ``kvsift`` of the stock metadata."""
+    """What the layers of a step share, as ``kvsift`` of the stock metadata.
 
-    decodes: int  # rows, which come first; each has one token
+    Attributes:
+        decodes: rows that decode, which come first; each has one token.
+        rest: stock metadata of the other rows; None if there are none, or nothing before them.
+        runs: the other rows, where some are attended by a rule of prefill; empty if none is.
+        dense_decodes: stock metadata of the rows that decode, for layers where those alone are dense.
+        begun: whether a layer has taken the step over into the buffers.
+    """
+
+    decodes: int
     buffers: DecodeBuffers
-    rest: Any  # stock metadata of the other rows; None if there are none
-    begun: bool = False  # whether a layer has taken the step over into the buffers
+    rest: Any = None
+    runs: tuple[Run, ...] = ()
+    dense_decodes: Any = None
+    begun: bool = False
 
 
 class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -81,26 +101,26 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         # graphs of mixed batches would fix which rows decode
-        if sparse_rule(vllm_config) is not None:
+        if sparse_state(vllm_config) is not None:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        found = sparse_rule(vllm_config)
+        state = sparse_state(vllm_config)
         self._buffers: DecodeBuffers | None = None
-        if found is None or getattr(kv_cache_spec, "sliding_window", None) is not None:
+        if state is None or getattr(kv_cache_spec, "sliding_window", None) is not None:
             return
-        self._state, rule = found
-        check_block_size(self.block_size, self._state.settings)
+        self._state, settings = state, state.settings
+        check_block_size(self.block_size, settings)
         self._init_reorder_batch_threshold(1)  # model runner V1 then puts rows that decode first, as V2 does
         heads, dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         shape = LayerShape(-1, self.num_heads_q, heads, dim, dim**-0.5)
         self._buffers = DecodeBuffers(
-            rule, shape, vllm_config.scheduler_config.max_num_seqs, vllm_config.model_config.max_model_len,
-            self._state.settings.dense_below, device,
+            settings.decode_rules, shape, vllm_config.scheduler_config.max_num_seqs,
+            vllm_config.model_config.max_model_len, settings.dense_below, device, settings.allows_dense,
         )  # fmt: skip
-        kind, page_size = self._state.settings.summaries[0]
+        kind, page_size = settings.summaries[0]
         element = kv_cache_spec.dtype.itemsize
         index_bytes = heads * row_bytes(kind, dim, page_size, kv_cache_spec.dtype) / page_size
         self._counters = GpuCounters(self._buffers, heads * 2 * dim * element, index_bytes)
@@ -110,19 +130,55 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         if buffers is None or common.causal is not True:
             return super().build(common_prefix_len, common, fast_build)
         decodes, others, tokens, _ = split_decodes_and_prefills(common, 1)
-        rest = None
-        if decodes and others:
+        slots = compat.slots_of_rows(common)
+        buffers.set_rules([rule_of(self._state.plan(slot)) for slot in slots[:decodes]])
+        step = GpuStep(decodes, buffers)
+        if others:
             assert tokens == decodes, "each of the first rows has one token"
-            rest = super().build(0, _without_first(common, decodes), fast_build)
-            if rest.scheduler_metadata is not None:  # in a buffer that the next call fills again
-                rest.scheduler_metadata = rest.scheduler_metadata.clone()
+            prompts = self._prompts(common, decodes, slots)
+            step.rest = self._stock(common, decodes, common.num_reqs) if decodes else None
+            step.runs = self._runs(common, decodes, prompts)
+            step.dense_decodes = self._stock(common, 0, decodes) if decodes and prompts else None
         metadata = super().build(common_prefix_len, common, fast_build)
-        metadata.kvsift = GpuStep(decodes, buffers, rest) if decodes else None
-        counters = self._state.counters
-        self._counters.poll(counters)
-        counters.export()
-        if line := counters.line(self._state.settings.log_every_s):
-            compat.logger.info(line)
+        metadata.kvsift = step if decodes or step.runs else None
+        self._counters.poll(self._state.counters)
+        for counters in (self._state.counters, self._state.prompts):
+            counters.export()
+            if line := counters.line(self._state.settings.log_every_s):
+                compat.logger.info(line)
+        return metadata
+
+    def _prompts(self, common: Any, decodes: int, slots: list[int]) -> dict[int, PromptRow]:
+        """Rows that read a prompt by a rule which leaves something out."""
+        found = dict[int, PromptRow]()
+        if self._state.settings.plan.prefill is None:
+            return found
+        starts, lengths = common.query_start_loc_cpu.tolist(), compat.lengths_of_rows(common)
+        for row in range(decodes, common.num_reqs):
+            tokens, rule = slice(starts[row], starts[row + 1]), self._state.plan(slots[row]).prefill
+            start = lengths[row] - (tokens.stop - tokens.start)
+            if rule is None or not 0 <= start < lengths[row]:  # vLLM's trial steps have any lengths
+                continue
+            prompt = PromptRow(row, tokens, start, rule, common.block_table_tensor[row])
+            if not prompt.is_dense:
+                found[row] = prompt
+        return found
+
+    def _runs(self, common: Any, decodes: int, prompts: dict[int, PromptRow]) -> tuple[Run, ...]:
+        runs, starts = [], common.query_start_loc_cpu.tolist()
+        rows = range(decodes, common.num_reqs) if prompts else range(0)
+        for is_prompt, group in groupby(rows, prompts.__contains__):
+            run = list(group)
+            metadata = None if is_prompt else self._stock(common, run[0], run[-1] + 1)
+            own = tuple(prompts[row] for row in run) if is_prompt else ()
+            runs.append(Run(slice(starts[run[0]], starts[run[-1] + 1]), own, metadata))
+        return tuple(runs)
+
+    def _stock(self, common: Any, first: int, stop: int) -> Any:
+        """Stock metadata of some rows."""
+        metadata = super().build(0, _rows_of(common, first, stop))
+        if metadata.scheduler_metadata is not None:  # in a buffer that the next call fills again
+            metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
         return metadata
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -135,17 +191,18 @@ def row_bytes(kind: str, head_dim: int, page_size: int, dtype: torch.dtype) -> i
     return width * (own or dtype).itemsize
 
 
-def _without_first(common: Any, rows: int) -> Any:
-    """Return vLLM's description of a step without its first rows, each of one token."""
+def _rows_of(common: Any, first: int, stop: int) -> Any:
+    """Return vLLM's description of some neighbouring rows of a step."""
+    begin, end = (int(common.query_start_loc_cpu[row]) for row in (first, stop))
     return replace(
         common,
-        query_start_loc=common.query_start_loc[rows:] - rows,
-        query_start_loc_cpu=common.query_start_loc_cpu[rows:] - rows,
-        seq_lens=common.seq_lens[rows:],
-        num_reqs=common.num_reqs - rows,
-        num_actual_tokens=common.num_actual_tokens - rows,
-        block_table_tensor=common.block_table_tensor[rows:],
-        slot_mapping=common.slot_mapping[rows:],
+        query_start_loc=common.query_start_loc[first : stop + 1] - begin,
+        query_start_loc_cpu=common.query_start_loc_cpu[first : stop + 1] - begin,
+        seq_lens=common.seq_lens[first:stop],
+        num_reqs=stop - first,
+        num_actual_tokens=end - begin,
+        block_table_tensor=common.block_table_tensor[first:stop],
+        slot_mapping=common.slot_mapping[begin:end],
     )
 
 
@@ -155,12 +212,12 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = get_current_vllm_config()
-        found = sparse_rule(self._config)
-        if found is not None and (reason := self._stays_dense()):
+        state = sparse_state(self._config)
+        if state is not None and (reason := self._stays_dense()):
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
-            found = None
-        self._found = found
-        self._dense_layer: bool | None = None  # whether the plan leaves this layer dense, once its name is known
+            state = None
+        self._state = state
+        self._sparse: tuple[bool, bool] | None = None  # in decode and in prefill, once the layer's name is known
         self._layer: LayerPages | None = None
         self._cache: tuple[int, torch.Size] | None = None  # address and shape of the cache that _layer is of
 
@@ -174,18 +231,22 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
             return "ALiBi"
         return "a cache of another layer" if self.kv_sharing_target_layer_name else ""
 
-    def _is_sparse(self, layer: Any) -> bool:
-        if self._found is None:
-            return False
-        if self._dense_layer is None:
-            self._dense_layer = compat.layer_index(layer.layer_name) in self._found[1].budget.dense_layers
-        return not self._dense_layer
+    def _is_sparse(self, layer: Any) -> tuple[bool, bool]:
+        """Whether plans leave something out in this layer, in decode and in prefill."""
+        if self._state is None:
+            return False, False
+        if self._sparse is None:
+            index, (first, *_) = compat.layer_index(layer.layer_name), self._state.settings.decode_rules
+            prefill = self._state.settings.plan.prefill
+            reads = prefill is not None and index not in prefill.budget.dense_layers
+            self._sparse = index not in first.budget.dense_layers, reads
+        return self._sparse
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if self._is_sparse(layer) and kv_cache.numel():
+        if any(self._is_sparse(layer)) and kv_cache.numel():
             own, (kind, _) = self._layer_pages(layer, kv_cache), self._summary
             summarise_slots(kind, slot_mapping, own.keys, own.values, own.rows, own.pages)
 
@@ -194,37 +255,73 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         output: Tensor, *args: Any, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """As the stock backend; ``query`` and ``output`` [num_tokens, num_heads, head_dim]."""
-        if attn_metadata is None and self._found is not None and not kv_cache.numel():
+        if attn_metadata is None and self._state is not None and not kv_cache.numel():
             self._hold_memory(query)
         step: GpuStep | None = getattr(attn_metadata, "kvsift", None)
-        if step is None or not self._is_sparse(layer):
+        decodes, reads = self._is_sparse(layer)
+        if step is None or not ((decodes and step.decodes) or (reads and step.runs)):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        own, rows, buffers = self._layer_pages(layer, kv_cache), step.decodes, step.buffers
+        stock, own = super().forward, self._layer_pages(layer, kv_cache)
+
+        def attend_densely(tokens: slice, metadata: Any) -> None:
+            some = (tensor[tokens] for tensor in (query, key, value))
+            stock(layer, *some, kv_cache, metadata, output[tokens], *args, **kwargs)
+
+        first = slice(0, step.decodes)
+        if step.decodes and decodes:
+            self._decode(layer, step, own, query[first], attn_metadata, output[first])
+        elif step.decodes:
+            attend_densely(first, step.dense_decodes)
+        if reads and step.runs:
+            for run in step.runs:
+                for prompt in run.prompts:
+                    self._read(layer, prompt, own, query[prompt.tokens], output[prompt.tokens])
+                if not run.prompts:
+                    attend_densely(run.tokens, run.metadata)
+        elif step.rest is not None:
+            attend_densely(slice(step.decodes, None), step.rest)
+        return output
+
+    def _decode(
+        self, layer: Any, step: GpuStep, own: LayerPages, query: Tensor, attn_metadata: Any, output: Tensor
+    ) -> None:  # fmt: skip
+        rows, buffers = step.decodes, step.buffers
         if not step.begun:
             step.begun = True
             buffers.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
-        softcap = self.logits_soft_cap or None
         new = layer.layer_name not in buffers.layers
         buffers.layers.add(layer.layer_name)
-        buffers.attend(query[:rows], own, self.scale, softcap, self.sinks, output[:rows])
+        buffers.attend(query, own, self.scale, self.logits_soft_cap or None, self.sinks, output)
         if new and len(buffers.layers) == 1:
             compat.logger.info_once(
                 "kvsift: a single launch decodes %s; Triton kernels the others.", buffers.single_launches
             )
-        if step.rest is not None:
-            rest = (tensor[rows:] for tensor in (query, key, value))
-            super().forward(layer, *rest, kv_cache, step.rest, output[rows:], *args, **kwargs)
-        return output
+
+    def _read(self, layer: Any, prompt: PromptRow, own: LayerPages, query: Tensor, output: Tensor) -> None:
+        assert self._state is not None
+        state, shape = self._state, self._shape(compat.layer_index(layer.layer_name))
+        attend_prompt(
+            prompt, shape, own, self._summary[0], query, state.messages, state.prompts, self.sinks, output
+        )  # fmt: skip
+
+    def _shape(self, index: int) -> LayerShape:
+        softcap = self.logits_soft_cap or None
+        return LayerShape(index, self.num_heads, self.num_kv_heads, self.head_size, self.scale, softcap)
 
     @property
     def _summary(self) -> tuple[str, int]:
         """Kind of summary, and page size."""
-        assert self._found is not None
-        return self._found[0].settings.summaries[0]
+        assert self._state is not None
+        return self._state.settings.summaries[0]
 
     def _hold_memory(self, query: Tensor) -> None:
-        assert self._found is not None
-        state = self._found[0]
+        assert self._state is not None
+        state, prefill = self._state, self._state.settings.plan.prefill
+        if prefill is not None:  # the profile run remembers the most that was taken at once
+            torch.empty(
+                workspace_bytes(prefill, self._shape(-1), state.max_length, len(query), query.element_size()),
+                dtype=torch.uint8, device=query.device,
+            )  # fmt: skip
         if state.held is None:
             kind, page_size = self._summary
             summary = row_bytes(kind, self.head_size, page_size, query.dtype)
@@ -235,14 +332,14 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         cache = kv_cache.data_ptr(), kv_cache.shape
         if self._layer is not None and self._cache == cache:
             return self._layer
-        assert self._found is not None
+        assert self._state is not None
         assert not torch.cuda.is_current_stream_capturing(), "vLLM runs a step before it captures one"
         if kv_cache.dim() != 4 or kv_cache.shape[1:4:2] != (self.num_kv_heads, 2 * self.head_size):
             raise InputError(
                 f"this vLLM keeps its KV cache as {list(kv_cache.shape)}, in a way that kvsift does not know. Start it "
                 "without the kvsift settings."
             )
-        state, (kind, page_size) = self._found[0], self._summary
+        state, (kind, page_size) = self._state, self._summary
         state.held = None  # what the profile run held is for this
         pages = BlockPages.of(kv_cache, page_size)
         width, dtype = row_format(kind, self.head_size, page_size)
@@ -254,6 +351,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         size = rows.untyped_storage().nbytes()
         if not state.summary_bytes:  # else the first prompt waits for it
             compile_ahead(kind, keys, values, rows, pages)
+            if (prefill := state.settings.plan.prefill) is not None:
+                gpu_prefill.compile_ahead(prefill, self._shape(-1), self._layer, kind, state.max_length)
         state.summary_bytes += size - old
         compat.logger.info(
             "kvsift: layer %s keeps %.3f GiB of page summaries for %d blocks, %.3f GiB in all layers so far.",

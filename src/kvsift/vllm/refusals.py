@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvsift.errors import InputError
+from kvsift.plan.plan import Plan, Rule
 from kvsift.vllm.settings import Settings
 
 TAKE_DENSE = "Or start vLLM without the kvsift settings."
@@ -41,6 +42,8 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
     if device not in ("cpu", "cuda"):
         yield f"Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {device}."
     if device != "cuda":
+        for plan in (settings.plan, *settings.plans):
+            yield from reasons_on_cpu(plan)
         return
     backend = config.attention_config.backend
     if getattr(backend, "name", backend) != "CUSTOM":
@@ -51,9 +54,35 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
     if rule is not None and rule.budget.window < rule.method.summary_page_size > rule.method.unit_size:
         size = rule.method.summary_page_size
         yield f"On a GPU pages of {size} tokens are summarised when they are full. Take window={size} or more."
-    if settings.plans:
-        names = ", ".join(map(str, settings.plans))
-        yield f"On a GPU all requests have the server's plan, so there are no further ones: leave out {names}."
+    if settings.plan.prefill is not None and rule is None:
+        yield f"On a GPU prefill={settings.plan.prefill} needs a sparse rule of decode beside it. Add decode=quest."
+    if len(settings.summaries) > 1:
+        kinds = " and ".join(f"{kind} over pages of {size}" for kind, size in settings.summaries)
+        yield f"On a GPU one kind of page summary is kept, and these plans read {kinds}. Take plans that share one."
+    for plan in settings.plans:
+        if plan.prefill not in (None, settings.plan.prefill):
+            yield f"On a GPU all prompts are read by the server's rule or densely: leave out prefill={plan.prefill}."
+        if plan.decode is not None and (reason := reason_against_sharing(plan.decode, settings.plan)):
+            yield reason
+
+
+def reason_against_sharing(rule: Rule, server: Plan) -> str | None:
+    """Return why rows under a rule cannot decode beside those of a server's plan on a GPU; None if they can."""
+    if server.decode is None:
+        return f"On a GPU {rule} needs a server whose own plan names its method: start it with that plan."
+    same = rule.method == server.decode.method and rule.budget.dense_layers == server.decode.budget.dense_layers
+    if same:
+        return None
+    return (
+        f"On a GPU rows of one batch differ in budget, sinks, window and min_context alone; {rule} has another method "
+        f"or other dense layers than {server.decode}."
+    )
+
+
+def reasons_on_cpu(plan: Plan) -> Iterator[str]:
+    """Yield what vLLM on a CPU cannot do of a plan."""
+    if plan.prefill is not None:
+        yield f"On a CPU vLLM reads prompts densely. Leave out prefill={plan.prefill}."
 
 
 def check_block_size(block_size: int, settings: Settings) -> None:

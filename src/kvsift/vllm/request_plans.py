@@ -69,8 +69,8 @@ class RequestPlans(compat.LogitsProcessor):  # type: ignore[misc]
         try:
             return state.plan_for(spec)
         except InputError as error:  # an offline LLM did not know; an exception here would end the engine
-            if not state.per_request:
-                compat.logger.error("kvsift: %s This request follows it too.", error)
+            if state.on_gpu and not state.settings.allows_dense:
+                compat.logger.error("kvsift: %s This request follows the server's plan.", error)
                 return state.settings.plan
             compat.logger.error("kvsift: %s This request is decoded densely.", error)
             return Plan()

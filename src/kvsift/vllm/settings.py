@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvsift.errors import InputError, unknown
-from kvsift.layer.paged_decode import reason_against
-from kvsift.plan.plan import Plan
+from kvsift.layer.paged_decode import reason_against, rule_of
+from kvsift.methods.critiprefill import CritiPrefill
+from kvsift.methods.quoka import QuoKA
+from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 
 KEY = "kvsift"
@@ -62,6 +64,16 @@ class Settings:
         """Kinds of page summary to maintain, each with its page size."""
         return tuple(dict.fromkeys(summary for plan in (self.plan, *self.plans) for summary in summaries_of(plan)))
 
+    @property
+    def decode_rules(self) -> tuple[Rule, ...]:
+        """Of all plans that decode sparsely."""
+        return tuple(rule for plan in (self.plan, *self.plans) if (rule := rule_of(plan)) is not None)
+
+    @property
+    def allows_dense(self) -> bool:
+        """Whether a further plan is dense in decode, which on a GPU costs those that are not a little."""
+        return any(rule_of(plan) is None for plan in self.plans)
+
     def plan_for(self, spec: Any) -> Plan:
         """Return the plan that a request names.
 
@@ -79,7 +91,7 @@ class Settings:
         return plan
 
     def _allowed(self) -> str:
-        rules = [plan.decode for plan in (self.plan, *self.plans) if plan.decode is not None]
+        rules = self.decode_rules
         names = dict.fromkeys(f"{str(rule).partition(':')[0]} with pages of {_page_size(rule)}" for rule in rules)
         return f"any budget of: {'; '.join(names)}" if names else "nothing else"
 
@@ -91,10 +103,8 @@ def read_plan(spec: Any) -> Plan:
         InputError: for any other, with the reason and the nearest legal choice.
     """
     plan = parse_plan(spec)
-    if plan.prefill is not None:
-        raise InputError(
-            f"{plan} is sparse in prefill, which stays dense under vLLM for now. Leave out prefill={plan.prefill}."
-        )
+    if plan.prefill is not None and (reason := reason_against_prefill(plan.prefill)):
+        raise InputError(f"Under vLLM prompts cannot be read by {plan.prefill}: {reason}.")
     if plan.is_guarded:
         raise InputError(f"{plan} probes its own answers, which is not done under vLLM. Leave out min_recovery.")
     if plan.decode is not None and plan.decode.method.reused:
@@ -102,6 +112,21 @@ def read_plan(spec: Any) -> Plan:
     if reason := reason_against(plan):
         raise InputError(f"{plan} cannot run under vLLM: {reason}. Take quest or sketch with a budget in tokens.")
     return plan
+
+
+def reason_against_prefill(rule: Rule) -> str | None:
+    """Return why prompts cannot be read by a rule under vLLM; None if they can."""
+    method, budget = rule.method, rule.budget
+    name = str(rule).partition(":")[0]
+    if not isinstance(method, QuoKA | CritiPrefill):
+        return f"{name} does not choose for all segments of a chunk at once; take quoka or critiprefill"
+    if isinstance(method, QuoKA) and method.prefilter:
+        return "prefilter ranks pages segment by segment; leave it out"
+    if isinstance(method, CritiPrefill) and method.rest:
+        return "rest estimates segment by segment; leave it out"
+    if budget.mass is not None or budget.head_budgets != "equal" or budget.layer_budgets != "equal":
+        return "its lists have one length there; give budget or ratio, and neither mass nor *_budgets"
+    return None
 
 
 def summaries_of(plan: Plan) -> tuple[tuple[str, int], ...]:

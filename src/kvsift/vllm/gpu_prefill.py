@@ -1,0 +1,210 @@
+"""Sparse prefill over vLLM's blocks: prompts of a step are attended row by row, as ``layer.sparse_attention`` does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from kvsift.kernels.merge import with_sink_logit
+from kvsift.kernels.segment_attention import Rows, Span, segment_attention
+from kvsift.layer.accounting import Tally
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.segments import pieces_of
+from kvsift.layer.selection import Selector
+from kvsift.methods.quoka import QuoKA
+from kvsift.plan.plan import Rule
+from kvsift.stores.base import Segment, Store
+from kvsift.stores.reader import RowReader
+from kvsift.types import LayerShape, Part
+from kvsift.vllm.counters import Counters
+from kvsift.vllm.gpu_decode import LayerPages
+
+SCORE_BYTES = 1 << 30  # of the segments that are selected for at once; groups cost the host more than the device
+
+
+def together(rule: Rule, shape: LayerShape, length: int) -> int:
+    """Return how many segments of a context of so many tokens are selected for at once."""
+    exact = isinstance(rule.method, QuoKA) and rule.method.mode == "max_of_mean_exact"
+    lists = shape.num_query_heads if exact else shape.num_kv_heads
+    return max(1, SCORE_BYTES // (4 * lists * -(-length // rule.method.unit_size)))
+
+
+def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int, element: int) -> int:
+    """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: a copy of the
+    keys, scores and lists of the segments that are selected for at once, and their output."""
+    segments = min(together(rule, shape, max_length), -(-max_new // rule.method.segment_size) + 1)
+    units, listed = max_length // rule.method.unit_size, min(rule.budget.limit(max_length), max_length)
+    by_head = max_length * shape.head_dim * element + segments * (4 * units + 32 * listed)
+    return shape.num_kv_heads * by_head + shape.num_query_heads * shape.head_dim * element * max_new
+
+
+@dataclass
+class PromptRow:
+    """A row of a step that reads its prompt by a rule.
+
+    Attributes:
+        row: of the step.
+        tokens: its new tokens, among those of the step.
+        start: position of the first of them.
+        blocks: int32 [max_blocks], of vLLM's cache.
+    """
+
+    row: int
+    tokens: slice
+    start: int
+    rule: Rule
+    blocks: Tensor
+    _pages: Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.tokens.stop - self.tokens.start
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every new token sees its whole context, in all layers."""
+        last = (self.stop - 1) // self.rule.method.segment_size * self.rule.method.segment_size
+        return self.rule.is_dense(-1, max(self.start, last), self.stop)
+
+    def pages(self, layer: LayerPages) -> Tensor:
+        """Return the numbers of its pages, int32 [num_pages]; all layers of a step have the same."""
+        if self._pages is None:
+            page = torch.arange(-(-self.stop // layer.pages.page_size), device=self.blocks.device)
+            block = self.blocks[page // layer.pages.per_block]
+            self._pages = (block * layer.pages.step + page % layer.pages.per_block).to(torch.int32)
+        return self._pages
+
+
+class _Pool(NamedTuple):
+    """What ``RowReader`` asks of a pool."""
+
+    keys: Tensor
+    values: Tensor
+    page_size: int
+    summaries: dict[str, Tensor]
+
+
+class _Table(NamedTuple):
+    """What ``RowReader`` asks of a table."""
+
+    pages: Tensor
+
+    def page_ids(self, row: int) -> Tensor:
+        return self.pages
+
+    def run_start(self, row: int, *_: int) -> None:
+        """No two pages are known to be neighbours: asking the device would make the host wait."""
+
+
+class BlockRow(RowReader):
+    """One row of a layer of vLLM's cache, which also passes for a store that holds it alone.
+
+    Args:
+        shape: the layer.
+        layer: its keys, values and summaries.
+        kind: of the summaries.
+        pages: int32 [num_pages] of the row.
+        length: tokens cached.
+    """
+
+    def __init__(self, shape: LayerShape, layer: LayerPages, kind: str, pages: Tensor, length: int) -> None:
+        pool = _Pool(layer.keys, layer.values, layer.pages.page_size, {kind: layer.rows})
+        super().__init__(cast(Any, pool), cast(Any, _Table(pages)), 0, length)
+        self.shape, self._pages = shape, pages
+        self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * layer.keys.element_size()
+        self._copy: Tensor | None = None
+
+    def reader(self, row: int) -> BlockRow:
+        """Itself."""
+        return self
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim], of a copy that is made once: scoring reads neighbours."""
+        if self._copy is None:
+            self._copy = self._pool.keys.index_select(1, self._pages).flatten(1, 2)
+        return self._copy[:, start : self.length if stop is None else stop]
+
+    def paged(self) -> Rows:
+        return Rows(self._pool.keys, self._pool.values, self._pages)
+
+
+def attend_prompt(
+    row: PromptRow, shape: LayerShape, layer: LayerPages, kind: str, queries: Tensor, messages: LayerMessages,
+    counters: Counters, sink_logit: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """Attend the new tokens of a prompt, whose keys and values are stored.
+
+    Args:
+        row: of the step.
+        shape: the layer.
+        layer: its cache.
+        kind: of its summaries.
+        queries: [num_new, num_query_heads, head_dim].
+        messages: between the layers of the model.
+        counters: of prefill.
+        sink_logit: [num_query_heads], a learned extra logit.
+        out: like ``queries``, written.
+    """
+    messages.begin(row.row, shape.layer)
+    tally, heads = Tally(), queries.transpose(0, 1)
+    stored = BlockRow(shape, layer, kind, row.pages(layer), row.stop)
+    store = cast(Store, stored)
+    selector = Selector(shape, row.rule, "prefill", None, row.row, messages, tally)
+    whole = Segment(heads.unsqueeze(0), row.start, row.stop)
+    for (_, is_dense), group in groupby(pieces_of(row.rule, shape.layer, whole, "prefill"), _joined(row, shape)):
+        segments = [segment for segment, _ in group]
+        tokens = slice(segments[0].start - row.start, segments[-1].stop - row.start)
+        part: Part | None
+        if is_dense:
+            part = _attend_dense(shape, segments, heads[:, tokens], stored)
+            for segment in segments:
+                tally.add_dense(segment, store)
+        else:
+            _, part = selector.attend_jointly(heads[:, tokens], segments, store)
+        assert part is not None, "settings.read_plan lets no methods in whose selections are more than lists"
+        part = part if sink_logit is None else with_sink_logit(part, sink_logit)
+        out[tokens] = part.output[0].transpose(0, 1)
+    counters.take(tally)
+
+
+def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, max_length: int) -> None:
+    """Compile the kernels that read prompts by a rule; otherwise the first prompt waits for seconds."""
+    size, budget, device = rule.method.segment_size, rule.budget, layer.keys.device
+    start = 2 * size + -(-(max(budget.limit(2 * size), budget.min_context) + budget.window) // size) * size
+    chunks = list[tuple[int, int]]()
+    while start + 2 * size <= max_length:  # whole segments, and ends of odd length, for which Triton compiles again
+        chunks += [(start, 2 * size), (start + 1, size // 2 + 1)]
+        start *= 2  # the choice is compiled for every power of two of candidates
+    for start, count in chunks:
+        queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=layer.keys.dtype, device=device)
+        blocks = torch.zeros(-(-max_length // layer.pages.block_size), dtype=torch.int32, device=device)
+        row = PromptRow(0, slice(0, count), start, rule, blocks)
+        attend_prompt(row, shape, layer, kind, queries, LayerMessages(), Counters(), None, torch.empty_like(queries))
+
+
+def _joined(row: PromptRow, shape: LayerShape) -> Any:
+    """Key of the pieces that are attended at once: dense ones; as many whole segments as memory is for; and each end
+    that is less than a segment by itself, so that all segments of a group are of one size."""
+    size = row.rule.method.segment_size
+    tokens = size * together(row.rule, shape, row.stop)
+
+    def key(piece: tuple[Segment, bool]) -> tuple[Any, bool]:
+        segment, is_dense = piece
+        if is_dense:
+            return -1, True
+        if segment.num_queries < size:
+            return (-1, segment.start), False
+        return segment.start // tokens, False
+
+    return key
+
+
+def _attend_dense(shape: LayerShape, segments: list[Segment], queries: Tensor, row: BlockRow) -> Part:
+    first, stop = segments[0].start, segments[-1].stop
+    slots = torch.empty(1, shape.num_kv_heads, 0, dtype=torch.int32, device=queries.device)
+    span = Span(0, stop - first, 0)
+    return segment_attention(queries, row.paged(), first, [span], slots, None, shape.scale, shape.softcap)

@@ -1,0 +1,94 @@
+"""Sparse prefill over vLLM's packed blocks against the composed path over a store of our own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from test_gpu_decode import GPU, GROUP, HEADS, Server
+
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
+from kvsift.types import Chunk
+from kvsift.vllm.counters import Counters
+from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
+
+PLANS = (
+    "prefill=quoka:budget=512:dense_layers=0",
+    "prefill=quoka:budget=512:mode=max_of_mean_exact:dense_layers=0",
+    "prefill=quoka:ratio=0.25:score=dot:dense_layers=0",
+    "prefill=critiprefill:budget=512",
+    "prefill=critiprefill:budget=512:estimator=bound:segment=256",
+)
+
+# on a GPU the composed path rounds scores otherwise where segments of a chunk differ in size
+CHUNKS = {"cpu": (0, 300, 1100, 2432, 2433, 2500), "cuda": (0, 512, 1152, 2432, 2433, 2500)}
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("spec", PLANS)
+def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layout: str, device: str) -> None:
+    server = Server("quest:budget=256", [2500], layout, 32, device)
+    plan = parse_plan(spec)
+    assert plan.prefill is not None
+    slots = server.slots(0, torch.arange(2500)).to(device)
+    packed = server.cache.transpose(1, 2)[slots // 32, slots % 32]
+    keys, values = packed.transpose(0, 1).chunk(2, -1)
+    queries = torch.randn(2500, HEADS * GROUP, server.dim).to(server.cache)
+    stats, counters, messages = RunStats(), Counters("prefill"), [LayerMessages(), LayerMessages()]
+    layers = [
+        SparseAttention(server.shape._replace(layer=layer), plan, 1, keys[:, :0], stats, messages=messages[0])
+        for layer in (1, 2)
+    ]
+    for layer in layers:
+        layer.joins = True
+    blocks = server.blocks[0].to(device)
+    for start, stop in pairwise(CHUNKS[device]):
+        own = queries[start:stop].transpose(0, 1).unsqueeze(0)
+        chunk = Chunk(own, keys[None, :, start:stop], values[None, :, start:stop], [stop - start])
+        prompt = PromptRow(7, slice(0, stop - start), start, plan.prefill, blocks)
+        assert prompt.is_dense == (stop <= 512 and "budget" in spec)  # a ratio leaves out from the beginning
+        for layer in layers:  # the second hears of the first
+            expected = layer.attend(chunk)[0].transpose(0, 1)
+            found = torch.full_like(queries[start:stop], 7.0)
+            attend_prompt(
+                prompt, layer.shape, server.layer, server.kind, queries[start:stop], messages[1], counters, None, found
+            )
+            assert (found - expected).norm() < (0.02 if device == "cuda" else 1e-5) * expected.norm(), (start, layer)
+    total = stats.phase("prefill")
+    assert (counters.queries, counters.sparse_queries) == (total.queries, total.sparse_queries)
+    assert 0 < counters.sparse_queries < counters.queries
+    assert counters.visible_tokens == float(total.visible_tokens) < counters.context_tokens == total.context_tokens
+
+
+def test_a_learned_sink_logit_takes_its_share() -> None:
+    server = Server("quest:budget=256", [900], "NHD", 16, "cpu")
+    prefill = parse_plan("prefill=quoka:budget=256").prefill
+    assert prefill is not None
+    queries, prompt = (
+        torch.randn(900, HEADS * GROUP, server.dim),
+        PromptRow(0, slice(0, 900), 0, prefill, server.blocks[0]),
+    )
+    found = [torch.zeros_like(queries) for _ in range(2)]
+    for out, sink in zip(found, (None, torch.full((HEADS * GROUP,), 50.0))):
+        attend_prompt(
+            prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), Counters(), sink, out
+        )  # fmt: skip
+    assert found[0].norm() > 1
+    assert found[1].norm() < 1e-3 * found[0].norm()
+
+
+def test_the_workspace_is_bounded_for_any_chunk() -> None:
+    plan = parse_plan("prefill=quoka:budget=4096")
+    assert isinstance(plan, Plan)
+    assert plan.prefill is not None
+    shape = Server("quest:budget=256", [16], "NHD", 16, "cpu").shape._replace(
+        num_query_heads=32, num_kv_heads=8, head_dim=128
+    )
+    assert 1 << 28 < workspace_bytes(plan.prefill, shape, 131072, 16384, 2) < 3 << 29
+    assert workspace_bytes(plan.prefill, shape, 1 << 20, 16384, 2) < 5 << 30
