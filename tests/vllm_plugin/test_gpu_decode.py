@@ -178,10 +178,10 @@ def test_a_captured_step_follows_tables_and_lengths(plan: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsift.vllm import gpu_counters
-    from kvsift.vllm.counters import Counters
+    from kvsift.vllm.counters import PhaseCounters
 
     monkeypatch.setattr(gpu_counters, "EVERY_S", 0.0)
-    server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), Counters()
+    server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), PhaseCounters()
     polls = GpuCounters(server.buffers, 1024, 32.0)
     server.decode(server.queries())
     polls.poll(counters)

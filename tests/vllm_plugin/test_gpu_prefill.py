@@ -14,7 +14,7 @@ from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk
-from kvsift.vllm.counters import Counters
+from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 
 PLANS = (
@@ -40,7 +40,7 @@ def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layo
     packed = server.cache.transpose(1, 2)[slots // 32, slots % 32]
     keys, values = packed.transpose(0, 1).chunk(2, -1)
     queries = torch.randn(2500, HEADS * GROUP, server.dim).to(server.cache)
-    stats, counters, messages = RunStats(), Counters("prefill"), [LayerMessages(), LayerMessages()]
+    stats, counters, messages = RunStats(), PhaseCounters("prefill"), [LayerMessages(), LayerMessages()]
     layers = [
         SparseAttention(server.shape._replace(layer=layer), plan, 1, keys[:, :0], stats, messages=messages[0])
         for layer in (1, 2)
@@ -77,7 +77,7 @@ def test_a_learned_sink_logit_takes_its_share() -> None:
     found = [torch.zeros_like(queries) for _ in range(2)]
     for out, sink in zip(found, (None, torch.full((HEADS * GROUP,), 50.0))):
         attend_prompt(
-            prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), Counters(), sink, out
+            prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), PhaseCounters(), sink, out
         )  # fmt: skip
     assert found[0].norm() > 1
     assert found[1].norm() < 1e-3 * found[0].norm()

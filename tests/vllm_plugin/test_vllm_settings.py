@@ -14,7 +14,7 @@ from kvsift.cli.main import main
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
-from kvsift.vllm.counters import Counters
+from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.engine_state import EngineState
 from kvsift.vllm.refusals import check_config
 from kvsift.vllm.settings import Settings
@@ -61,7 +61,7 @@ def test_a_request_may_name_what_the_summaries_of_the_server_serve():
 
 
 def test_a_plan_that_skipped_nothing_says_so():
-    counters = Counters()
+    counters = PhaseCounters()
     assert counters.line(1e-9) is None
     counters.add(100, 100, 0, 8)
     assert "skipped nothing" in (counters.line(1e-9) or "")

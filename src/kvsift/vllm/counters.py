@@ -1,4 +1,4 @@
-"""Counters of a phase: what queries saw, of what there was."""
+"""PhaseCounters of a phase: what queries saw, of what there was."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsift.methods.base import Phase
 
 
 @dataclass
-class Counters:
+class PhaseCounters:
     """Sums over the queries of a phase, of all layers that plans apply to.
 
     Attributes:

@@ -12,7 +12,7 @@ from kvsift.errors import InputError
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.paged_decode import list_capacity
 from kvsift.plan.plan import Plan, Rule
-from kvsift.vllm.counters import Counters
+from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.refusals import check_config, reason_against_sharing, reasons_on_cpu
 from kvsift.vllm.settings import Settings
 
@@ -33,8 +33,8 @@ class EngineState:
 
     settings: Settings
     plans: dict[int, Plan] = field(default_factory=dict)
-    counters: Counters = field(default_factory=Counters)
-    prompts: Counters = field(default_factory=lambda: Counters("prefill"))
+    counters: PhaseCounters = field(default_factory=PhaseCounters)
+    prompts: PhaseCounters = field(default_factory=lambda: PhaseCounters("prefill"))
     messages: LayerMessages = field(default_factory=LayerMessages)
     summary_bytes: int = 0
     max_length: int = 0

@@ -65,7 +65,7 @@ class SparseFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
         return SparseFlashMetadataBuilder
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Neighbouring rows of a step that are attended in the same way."""
 
     tokens: slice
@@ -88,7 +88,7 @@ class GpuStep:
     decodes: int
     buffers: DecodeBuffers
     rest: Any = None
-    runs: tuple[Run, ...] = ()
+    runs: tuple[RowRun, ...] = ()
     dense_decodes: Any = None
     begun: bool = False
 
@@ -164,14 +164,14 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
                 found[row] = prompt
         return found
 
-    def _runs(self, common: Any, decodes: int, prompts: dict[int, PromptRow]) -> tuple[Run, ...]:
+    def _runs(self, common: Any, decodes: int, prompts: dict[int, PromptRow]) -> tuple[RowRun, ...]:
         runs, starts = [], common.query_start_loc_cpu.tolist()
         rows = range(decodes, common.num_reqs) if prompts else range(0)
         for is_prompt, group in groupby(rows, prompts.__contains__):
             run = list(group)
             metadata = None if is_prompt else self._stock(common, run[0], run[-1] + 1)
             own = tuple(prompts[row] for row in run) if is_prompt else ()
-            runs.append(Run(slice(starts[run[0]], starts[run[-1] + 1]), own, metadata))
+            runs.append(RowRun(slice(starts[run[0]], starts[run[-1] + 1]), own, metadata))
         return tuple(runs)
 
     def _stock(self, common: Any, first: int, stop: int) -> Any:

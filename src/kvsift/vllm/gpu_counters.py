@@ -1,4 +1,4 @@
-"""Counters of decode that live on a GPU: read every few seconds, without waiting for them."""
+"""PhaseCounters of decode that live on a GPU: read every few seconds, without waiting for them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from time import monotonic
 import torch
 from torch import Tensor
 
-from kvsift.vllm.counters import Counters
+from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import DecodeBuffers
 
 EVERY_S = 5.0
 
 
 class GpuCounters:
-    """Copies what ``DecodeBuffers`` count to ``Counters``.
+    """Copies what ``DecodeBuffers`` count to ``PhaseCounters``.
 
     Args:
         buffers: of a group of layers.
@@ -29,7 +29,7 @@ class GpuCounters:
         self._copied: torch.cuda.Event | None = None
         self._next_s = monotonic() + EVERY_S
 
-    def poll(self, counters: Counters) -> None:
+    def poll(self, counters: PhaseCounters) -> None:
         """Add what was counted up to the last copy, and start the next copy when it is time. Not while capturing."""
         if self._copied is not None and self._copied.query():
             self._copied = None
@@ -43,7 +43,7 @@ class GpuCounters:
     def _sums(self) -> Tensor:
         return torch.cat([self._buffers.totals.sum(0), self._buffers.visible.sum(0, keepdim=True)])
 
-    def _add(self, counters: Counters, sums: list[int]) -> None:
+    def _add(self, counters: PhaseCounters, sums: list[int]) -> None:
         queries, context, sparse, sparse_context, visible = (now - then for now, then in zip(sums, self._before))
         self._before, layers = sums, len(self._buffers.layers)
         visible_tokens = visible / self._buffers.shape.num_kv_heads

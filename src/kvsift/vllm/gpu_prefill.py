@@ -20,7 +20,7 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment, Store
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part
-from kvsift.vllm.counters import Counters
+from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import LayerPages
 
 SCORE_BYTES = 1 << 30  # of the segments that are selected for at once; groups cost the host more than the device
@@ -79,7 +79,7 @@ class PromptRow:
         return self._pages
 
 
-class _Pool(NamedTuple):
+class _BlockPool(NamedTuple):
     """What ``RowReader`` asks of a pool."""
 
     keys: Tensor
@@ -112,7 +112,7 @@ class BlockRow(RowReader):
     """
 
     def __init__(self, shape: LayerShape, layer: LayerPages, kind: str, pages: Tensor, length: int) -> None:
-        pool = _Pool(layer.keys, layer.values, layer.pages.page_size, {kind: layer.rows})
+        pool = _BlockPool(layer.keys, layer.values, layer.pages.page_size, {kind: layer.rows})
         super().__init__(cast(Any, pool), cast(Any, _Table(pages)), 0, length)
         self.shape, self._pages = shape, pages
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * layer.keys.element_size()
@@ -134,7 +134,7 @@ class BlockRow(RowReader):
 
 def attend_prompt(
     row: PromptRow, shape: LayerShape, layer: LayerPages, kind: str, queries: Tensor, messages: LayerMessages,
-    counters: Counters, sink_logit: Tensor | None, out: Tensor,
+    counters: PhaseCounters, sink_logit: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Attend the new tokens of a prompt, whose keys and values are stored.
 
@@ -183,7 +183,9 @@ def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, m
         queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=layer.keys.dtype, device=device)
         blocks = torch.zeros(-(-max_length // layer.pages.block_size), dtype=torch.int32, device=device)
         row = PromptRow(0, slice(0, count), start, rule, blocks)
-        attend_prompt(row, shape, layer, kind, queries, LayerMessages(), Counters(), None, torch.empty_like(queries))
+        attend_prompt(
+            row, shape, layer, kind, queries, LayerMessages(), PhaseCounters(), None, torch.empty_like(queries)
+        )
 
 
 def _joined(row: PromptRow, shape: LayerShape) -> Any:
