@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import jit_for_any, power_of_two, runs_on_triton, tl, triton
 
 QUERIES, WARPS = 64, 4  # of a tile
 
@@ -37,7 +37,7 @@ def extremes_triton(x: Tensor, size: int) -> Tensor:
     return out
 
 
-@jit
+@jit_for_any("num_rows", "size")
 def _extremes_kernel(
     x_ptr, out_ptr, x_head, x_row, num_rows, size, D: tl.constexpr, DP: tl.constexpr, QUERIES: tl.constexpr
 ):

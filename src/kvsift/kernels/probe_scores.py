@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import jit_for_any, power_of_two, runs_on_triton, tl, triton
 
 TINY = 1e-6  # least norm of a key in a cosine
 TOKENS, MOST_PROBES, WARPS = 128, 64, 8  # of a tile
@@ -57,7 +57,7 @@ def probe_scores_triton(probes: Tensor, keys: Tensor, *, cosine: bool, mean: boo
     return scores
 
 
-@jit
+@jit_for_any("num_keys", "num_segments")
 def _probe_kernel(
     probes_ptr, keys_ptr, scores_ptr, key_head, key_token, num_keys, num_segments,
     SEGMENTS: tl.constexpr, PROBES: tl.constexpr, PADDED: tl.constexpr, LISTS_PER_KV: tl.constexpr, D: tl.constexpr,

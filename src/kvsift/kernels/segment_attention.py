@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.split_attention import capped
-from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+from kvsift.kernels.triton_shim import jit, jit_for_any, power_of_two, runs_on_triton, tl
 from kvsift.types import Part
 
 LOG2E = math.log2(math.e)
@@ -148,7 +148,7 @@ def _attend(q, k, v, seen, top, total, acc, scale, softcap, CAPPED: tl.constexpr
     return new, total * shrink + tl.sum(weights, 1), acc
 
 
-@jit
+@jit_for_any("num_queries", "start", "tiles")
 def _segment_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, counts_ptr, segments_ptr, out_ptr, lse_ptr,
     q_head, q_token, out_head, out_token, key_head, key_page, key_token, value_head, value_page, value_token,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.kernels.triton_shim import jit, runs_on_triton, tl
+from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl
 
 GROUP_PAGES = 16
 BLOCK, WARPS = 2048, 8  # twice that for long rows
@@ -171,7 +171,7 @@ def choose_pages(
     return first + k + held - stop
 
 
-@jit
+@jit_for_any("num_groups", "capacity")
 def _visible_kernel(
     scores_ptr, maxima_ptr, groups_ptr, spans_ptr, pages_ptr, counts_ptr, num_rows, max_pages, num_groups, capacity,
     BLOCK: tl.constexpr, GROUP: tl.constexpr,

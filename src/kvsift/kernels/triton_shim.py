@@ -18,7 +18,12 @@ except ImportError:  # macOS, Windows, CPU builds of torch
 
 def jit(function: Callable[..., Any]) -> Any:
     """``triton.jit``; without Triton the function itself, which is never called."""
-    return triton.jit(function) if HAVE_TRITON else function
+    return jit_for_any()(function)
+
+
+def jit_for_any(*integers: str) -> Callable[[Callable[..., Any]], Any]:
+    """``jit`` of a kernel that is not compiled again for values of these integers that are 1 or divide by 16."""
+    return triton.jit(do_not_specialize=integers) if HAVE_TRITON else lambda function: function
 
 
 def constant(number: float) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+from kvsift.kernels.triton_shim import jit_for_any, power_of_two, runs_on_triton, tl
 
 SMALLEST_NORM = 1e-6
 QUERIES, WARPS = 64, 4  # of a tile
@@ -53,7 +53,7 @@ def unlikeness_triton(queries: Tensor, num_segments: int, count: int) -> Tensor:
     return out
 
 
-@jit
+@jit_for_any("size", "count")
 def _unlikeness_kernel(
     q_ptr, out_ptr, q_head, q_token, size, count, SMALLEST: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     QUERIES: tl.constexpr,
