@@ -15,6 +15,7 @@ from kernels.decode_checks import by_twins
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kvsift.kernels.block_attention import block_attention_triton
 from kvsift.kernels.block_pages import BlockPages, place_pages_triton
 from kvsift.kernels.merge import merge_triton
 from kvsift.kernels.page_summary import SUMMARIES, row_format
@@ -58,6 +59,9 @@ def launch_all() -> None:
         how = {"bits": bits, "rest": group > 1, "softcap": 3.0 if group == 2 else None}
         spans = torch.tensor([[4, 280, 100, 300], [0, 0, 0, 1]], dtype=torch.int32)
         sketch_attention_triton(case.queries, case.kv, rows, spans, *case.new_lists(True, 124), scale=1.0, **how)
+    for group, head_dim, page_size, _, dtype in CASES:
+        case = draw_case([300] * 8, 2, group, head_dim, page_size, dtype, device="cpu")
+        block_attention_triton(case.queries, case.kv, 8, scale=1.0, softcap=3.0 if group == 3 else None)
     launch_over_blocks()
 
 
@@ -65,7 +69,7 @@ def launch_over_blocks() -> None:
     pages = BlockPages(64, 16, 4)
     blocks, lengths = torch.zeros(2, 300, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     own = torch.zeros(2, 1200, dtype=torch.int32), torch.zeros_like(lengths)
-    place_pages_triton(blocks, lengths, pages, own, torch.zeros(2, 4, dtype=torch.int64), 5)
+    place_pages_triton(blocks, lengths, pages, own, torch.zeros(2, 4, dtype=torch.int64), lengths)
     for kind in ("minmax", "minmax_fp8", "sketch1"):
         keys = torch.zeros(2, 8, 16, 128, dtype=torch.bfloat16)
         width, dtype = row_format(kind, 128, 16)

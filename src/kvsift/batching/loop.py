@@ -17,8 +17,8 @@ from time import perf_counter, sleep
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from kvsift.batching.exact.decoder import Logits, step_exactly
 from kvsift.batching.ledger import audit
 from kvsift.batching.pauses import Pauses
 from kvsift.batching.prefix_tree import Node, PrefixTree
@@ -385,7 +385,7 @@ class Loop:
         counted = [None if row.steps is not None or row.cache is None else row.cache.stats.snapshot() for row in group]
         try:
             if group[0].exact is not None:
-                self._decode_exactly(group[0])
+                step_exactly(self._model, group, self._chosen)
                 return
             every = self._model.decode_rows(group)
         except Exception as error:
@@ -413,20 +413,12 @@ class Loop:
         if interrupted is not None:
             raise interrupted
 
-    def _decode_exactly(self, row: Row) -> None:
-        """Decode one token or several, as many as are accepted."""
-        assert row.exact is not None
-        assert row.cache is not None
+    def _chosen(self, row: Row, logits: Logits) -> int | None:
+        """The token that the client chooses; None if the row has ended."""
+        self._tell(row, logits)
+        return None if row.is_ended else row.token
 
-        def take(logits: Tensor) -> int | None:
-            row.num_cached += 1
-            self._tell(row, logits)
-            return None if row.is_ended else row.token
-
-        most = row.length - row.num_cached - 1
-        row.exact.step(self._model, row.cache, row.token, most, row.output.foresee, take)
-
-    def _tell(self, row: Row, logits: Tensor | int | None) -> None:
+    def _tell(self, row: Row, logits: Logits | None) -> None:
         """Tell the client what is cached, and let it choose a token from the logits, if there are any."""
         assert row.cache is not None
         try:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
-from kvsift.batching.exact.decoder import ExactDecoder
+from kvsift.batching.exact.decoder import ExactDecoder, Logits, step_exactly
+from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.captured_rows import CapturedRows
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
-from kvsift.engine.rows import RunnerRows
+from kvsift.engine.rows import RunnerRows, TextOutput
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Transcript
 from kvsift.layer.accounting import RunStats
@@ -109,24 +108,23 @@ def decode_exactly(
     runner: ModelRunner, cache: SparseCache, transcript: Transcript, phase: Phase, exact: ExactDecoder
 ) -> Iterator[str]:
     """As ``decode_composed``, with the tokens of dense decoding."""
-    request, model, pieces = transcript.request, RunnerRows(runner), deque[str]()
-    choose = request.sampling.chooser(runner.device)
+    request, model = transcript.request, RunnerRows(runner)
+    output = TextOutput(request, runner.tokenizer, runner.device, transcript)
+    row = Row(request.ids, cache.run.plan, request.max_new_tokens, output, exact=exact, cache=cache)
 
-    def take(logits: Tensor) -> int | None:
-        token = choose(logits)
-        pieces.append(transcript.take(token, perf_counter(), logits))
-        return None if transcript.done else token
+    def tell(row: Row, logits: Logits) -> int | None:
+        row.token, reason = output.take(logits, 0.0)
+        return None if reason else row.token
 
     with decoding_exactly(cache):
         logits = runner.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
         cache.prepare()
-        token = take(logits[0, -1])
-        while token is not None:
-            yield from filter(None, pieces)
-            pieces.clear()
-            most = request.length - cache.get_seq_length() - 1
-            token = exact.step(model, cache, token, most, choose.foresee, take)
-    yield from filter(None, pieces)
+        row.num_cached = len(request.ids)
+        tell(row, logits[0, -1])
+        while not transcript.done:
+            yield from output.take_pieces()
+            step_exactly(model, [row], tell)
+    yield from output.take_pieces()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsift.batching.exact.decoder import Logits
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import can_undo
@@ -37,7 +38,6 @@ class RunnerRows:
     """The ``RowModel`` of a model runner."""
 
     page_size = DEFAULT_PAGE_SIZE
-    most_verified = MAX_SEQUENCES
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -99,10 +99,38 @@ class RunnerRows:
         assert fused is not None, "rows that decode in one pass are fused"
         return list(fused.decode(torch.tensor(tokens), caches)[:, 0])
 
-    def verify(self, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
+    def most_verified(self, row: Row) -> int:
+        return MAX_SEQUENCES if row.steps is None else row.steps.most_verified(row)
+
+    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        if rows[0].steps is not None:
+            return rows[0].steps.draft(rows, counts)
+        return [self._drafts(row, count) for row, count in zip(rows, counts)]
+
+    def _drafts(self, row: Row, count: int) -> list[int]:
+        cache, token, drafts = row.cache, row.token, list[int]()
+        assert cache is not None
+        cache.run.is_exact = False
+        try:
+            for ahead in range(count):
+                [logits] = self.decode([cache], [token])
+                drafts.append(token := row.output.foresee(logits, ahead))
+        finally:
+            cache.run.is_exact = True
+            cache.undo(row.num_cached)
+        return drafts
+
+    def verify(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Sequence[Sequence[Logits]]:
+        if rows[0].steps is not None:
+            return rows[0].steps.verify(rows, tokens)
         fused = self._fused()
         assert fused is not None, "models without a fused pass decode no row exactly"
-        return fused.verify(torch.tensor(tokens), cache)
+        caches = [row.cache for row in rows if row.cache is not None]
+        return [list(fused.verify(torch.tensor(each), cache)) for cache, each in zip(caches, tokens)]
+
+    def undo(self, row: Row) -> None:
+        if row.steps is None and row.cache is not None:
+            row.cache.undo(row.num_cached)
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         for row in rows:
@@ -209,7 +237,7 @@ def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:
 
 
 class TextOutput:
-    """A ``RowOutput`` that keeps a transcript.
+    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
 
     Attributes:
         transcript: of the answer.
@@ -217,11 +245,18 @@ class TextOutput:
         num_read: tokens of the prompt that are cached.
     """
 
-    def __init__(self, request: Request, tokenizer: Any, device: torch.device) -> None:
-        self.transcript = Transcript(request, tokenizer)
+    def __init__(
+        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
+    ) -> None:
+        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
         self.pieces: deque[str] = deque()
         self.num_read = 0
         self._choose = request.sampling.chooser(device)
+
+    def take_pieces(self) -> Iterator[str]:
+        """Fetch the pieces that were not fetched yet."""
+        while self.pieces:
+            yield self.pieces.popleft()
 
     def read(self, num_tokens: int) -> None:
         self.num_read = num_tokens
@@ -261,8 +296,8 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
                     told[index] = output.num_read
                     yield index, ""
                 ended = row.is_ended  # before its text is fetched: another thread may end it meanwhile
-                while output.pieces:
-                    yield index, output.pieces.popleft()
+                for piece in output.take_pieces():
+                    yield index, piece
                 if ended and not holds:
                     loop.close(row)
                 if row.error is not None:

@@ -14,12 +14,18 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.sampling import Sampling, draw, likeliest
+from kvsift.kernels.block_pages import BlockPages
+from kvsift.kernels.page_summary import row_twin
+from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, unit_size_of
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.anchors import AnchoredMethod
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
+
+NO_PAGES: Sequence[int] = ()  # of an idle slot
 
 
 class StepKind(NamedTuple):
@@ -52,12 +58,22 @@ class Assignment(NamedTuple):
         return ALWAYS if self.rule is None or layer in self.rule.budget.dense_layers else self.dense_below
 
 
+class Block(NamedTuple):
+    """Consecutive tokens of a row, which take neighbouring slots."""
+
+    pages: Sequence[int]  # as of ``Assignment``
+    length: int  # tokens cached before them
+    tokens: Sequence[int]
+    sampling: Sampling
+    drawn: int  # tokens chosen so far, the first of these included
+
+
 class SlotBatch(DecodeBatch):
     """A batch in which idle slots keep their length."""
 
-    def __init__(self, table: Tensor, page_size: int, rules: Sequence[Rule | None]) -> None:
+    def __init__(self, table: Tensor, page_size: int, rules: Sequence[Rule | None], block: int) -> None:
         unit_size = unit_size_of(rules, page_size)
-        super().__init__(table, [1] * len(table), page_size, [None] * len(table), unit_size=unit_size)
+        super().__init__(table, [1] * len(table), page_size, [None] * len(table), unit_size=unit_size, block=block)
         self.capacity = self.need([None if rule is None else rule.budget for rule in rules])
         self.idle = torch.ones_like(self.lengths)
 
@@ -77,6 +93,8 @@ class Slots:
         num_slots: sequences side by side.
         max_pages: of a sequence.
         pool: of memory that graphs share; None runs steps without graphs.
+        block: so many slots are consecutive tokens of one sequence. All are dense then, and write the summaries of the
+            pages that they fill.
 
     Attributes:
         tokens: int64 [slots], the next to feed.
@@ -86,14 +104,15 @@ class Slots:
 
     def __init__(
         self, step: Step, angles: Tensor, cache: SparseCache, rules: Sequence[Rule | None], num_slots: int,
-        max_pages: int, pool: Any,
+        max_pages: int, pool: Any, block: int = 1,
     ) -> None:  # fmt: skip
         device = angles.device
         attentions, page_size = cache.attentions, cache.page_size
         self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
         self._scratch = cache.table.reserve_scratch()
         self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
-        self.batch = SlotBatch(self._table, page_size, rules)
+        self._placed: list[Sequence[int]] = [NO_PAGES] * num_slots  # in the table
+        self.batch = SlotBatch(self._table, page_size, rules, block)
         self.results = torch.zeros(1 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
         self.tokens = self.results[0]
         self._dense_below = torch.full((len(attentions), num_slots), ALWAYS, dtype=torch.int32, device=device)
@@ -145,24 +164,54 @@ class Slots:
     def assign(self, rows: Sequence[Assignment], steps: int) -> None:
         """Assign slot i to ``rows[i]`` for at most so many steps; the other slots are idle."""
         free = self.num_slots - len(rows)
-        self._table.fill_(self._scratch)
-        for slot, row in enumerate(rows):
-            pages = row.pages[: self._table.shape[1]]
-            self._table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         self._assign_rules(rows, free)
-        self.batch.lengths.copy_(torch.tensor([row.length for row in rows] + [1] * free))
-        self.batch.idle.copy_(torch.tensor([0] * len(rows) + [1] * free))
+        for slot in range(self.num_slots):
+            self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
+        noise = [_noise(row.sampling, row.drawn, steps) for row in rows] + [_noise(Sampling(), 0, steps)] * free
+        self._feed(
+            [row.length for row in rows], [row.token for row in rows], [row.sampling for row in rows],
+            torch.stack(noise, 1),
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def assign_blocks(self, blocks: Sequence[Block]) -> None:
+        """Assign neighbouring slots to the tokens of each block, for one step; the other slots are idle.
+
+        What is missing to a whole block repeats its last token at the same place, which changes nothing.
+        """
+        size, lengths, tokens, samplings, noise = self.batch.block, list[int](), list[int](), list[Sampling](), []
+        for slot in range(self.num_slots):
+            self._place(slot, blocks[slot // size].pages if slot < size * len(blocks) else NO_PAGES)
+        for block in blocks:
+            count, drawn = len(block.tokens), _noise(block.sampling, block.drawn, size)
+            for place in [*range(count), *[count - 1] * (size - count)]:
+                lengths.append(block.length + place)
+                tokens.append(block.tokens[place])
+                samplings.append(block.sampling)
+                noise.append(drawn[place])
+        idle = [torch.zeros((), dtype=torch.int64)] * (self.num_slots - len(noise))
+        self._feed(lengths, tokens, samplings, torch.stack([*noise, *idle]).unsqueeze(0))
+
+    def _place(self, slot: int, pages: Sequence[int]) -> None:
+        """Write the pages of a slot into the table, unless they are there."""
+        if pages is not self._placed[slot]:
+            held = pages[: self._table.shape[1]]
+            self._table[slot].fill_(self._scratch)
+            self._table[slot, : len(held)] = torch.tensor(held, dtype=torch.int32)
+            self._placed[slot] = pages
+
+    def _feed(
+        self, lengths: Sequence[int], tokens: Sequence[int], samplings: Sequence[Sampling], noise: Tensor
+    ) -> None:  # fmt: skip
+        """Set what the first slots feed; the others are idle. noise: int64 [steps, slots]."""
+        free = self.num_slots - len(tokens)
+        self.batch.lengths.copy_(torch.tensor([*lengths, *[1] * free]))
+        self.batch.idle.copy_(torch.tensor([0] * len(tokens) + [1] * free))
         self.results.zero_()
-        self.tokens.copy_(torch.tensor([row.token for row in rows] + [0] * free))
-        knobs = [(row.sampling.temperature, row.sampling.top_p) for row in rows] + [(0.0, 1.0)] * free
+        self.tokens.copy_(torch.tensor([*tokens, *[0] * free]))
+        knobs = [(sampling.temperature, sampling.top_p) for sampling in samplings] + [(0.0, 1.0)] * free
         self._knobs.copy_(torch.tensor(knobs, dtype=torch.float64).T)
-        noise = [
-            torch.zeros(steps, dtype=torch.int64)
-            if row.sampling.temperature == 0
-            else row.sampling.noise(row.drawn + steps, row.drawn)
-            for row in rows
-        ] + [torch.zeros(steps, dtype=torch.int64)] * free
-        self._noise = torch.stack(noise, 1).to(self.tokens.device)
+        self._noise = noise.to(self.tokens.device)
 
     def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
         budgets = [None if row.rule is None else row.rule.budget for row in rows]
@@ -178,7 +227,7 @@ class Slots:
     @torch.inference_mode()
     def release(self, slot: int) -> None:
         """Make a slot idle; steps already launched still run it."""
-        self._table[slot].fill_(self._scratch)
+        self._place(slot, NO_PAGES)
         self.batch.lengths[slot].fill_(1)
         self.batch.idle[slot].fill_(1)
 
@@ -202,8 +251,27 @@ class Slots:
         # summaries are read once contexts are long, and written then (``DecodeRow``), not token by token
         summaries = [{}] * len(self.layers) if kind.mode == "dense" else self._summaries
         logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.mode, watched=queries)
+        if self.batch.block > 1:
+            self._summarise()
         temperature, top_p = self._knobs
         self.tokens.copy_(draw(logits, temperature, top_p, self._drawn) if kind.sampled else likeliest(logits))
+
+    def _summarise(self) -> None:
+        """Write the summaries of the pages that the tokens of this step have filled."""
+        page_size, position = self.batch.page_size, self.batch.lengths.long() - 1
+        page = self._table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
+        slots, pages = page * page_size + position % page_size, BlockPages(page_size, page_size, 1)
+        for layer, summaries in zip(self.layers, self._summaries):
+            for kind, rows in summaries.items():
+                if kind in SKETCHES or row_twin(kind) is not None:  # drafts go without others
+                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+
+
+def _noise(sampling: Sampling, drawn: int, steps: int) -> Tensor:
+    """Random numbers of steps, int64 [steps]; zeros where tokens are not drawn."""
+    if sampling.temperature == 0:
+        return torch.zeros(steps, dtype=torch.int64)
+    return sampling.noise(drawn + steps, drawn)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -56,14 +56,16 @@ def load_tile(
 @jit
 def attend_group(
     q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
-    scale, softcap, part_ptr,
+    lengths_ptr, scale, softcap, part_ptr,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
-    TILE: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend the query heads of a group as rows of one matrix product."""
+    """Attend the query heads of a group as rows of one matrix product: those of SIZE tokens of a sequence, each of
+    which sees as many tokens as its length says; for one token that is ``length``."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     mask = (g < G)[:, None] & (d < D)[None, :]
     q = tl.load(q_ptr + g[:, None] * D + d[None, :], mask=mask, other=0.0)
+    own = tl.load(lengths_ptr + g * SIZE // G, mask=g < G, other=1) if SIZE > 1 else g
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
     visible, acc = 0.0, tl.zeros((GP, DP), tl.float32)
     for slot in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -73,9 +75,14 @@ def attend_group(
         )  # fmt: skip
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
         logits = tl.where(seen[None, :], logits, float("-inf"))
+        if SIZE > 1:
+            logits = tl.where((slot * UNIT + tl.arange(0, TILE * UNIT))[None, :] < own[:, None], logits, float("-inf"))
         new = tl.maximum(top, tl.max(logits, 1))
-        weights = tl.exp2(logits - new[:, None])
-        shrink = tl.exp2(top - new)
+        shift = new
+        if SIZE > 1:  # a tile may be behind all that a token sees
+            shift = tl.where(new == float("-inf"), 0.0, new)
+        weights = tl.exp2(logits - shift[:, None])
+        shrink = tl.exp2(top - shift)
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         visible += tl.sum(seen.to(tl.float32), 0)
@@ -147,8 +154,8 @@ def attend_split(
     part_ptr = parts_ptr + split * RECORD
     attend_group(
         q_ptr + row * G * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
-        value_page, value_token, scale, softcap, part_ptr, G, GP, D, DP, PAGE, UNIT, TILE, LISTED, CAPPED,
-        STAGES,
+        value_page, value_token, lengths_ptr, scale, softcap, part_ptr, G, GP, D, DP, PAGE, UNIT, TILE, LISTED, CAPPED,
+        STAGES, 1,
     )  # fmt: skip
     tl.debug_barrier()  # the whole record is written before its arrival is announced
     is_last = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == SPLITS - 1

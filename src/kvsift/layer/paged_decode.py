@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels import sketch_launch
+from kvsift.kernels.block_attention import block_attention, new_parts
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_spans import page_spans as spans_of
 from kvsift.kernels.paged import PagedKV
@@ -104,13 +105,14 @@ class DecodeBatch:
         budgets: of each row's decode rule; None where the row is dense.
         capacity: units that a list can hold; by default what ``budgets`` need.
         unit_size: tokens per unit of the lists; a page by default.
+        block: so many rows side by side are consecutive tokens of one sequence (``kernels.block_attention``).
     """
 
     def __init__(
         self, table: Tensor, lengths: list[int], page_size: int, budgets: Sequence[Budget | None],
-        capacity: int | None = None, unit_size: int | None = None,
+        capacity: int | None = None, unit_size: int | None = None, block: int = 1,
     ) -> None:  # fmt: skip
-        self.table, self.page_size, self.unit_size = table, page_size, unit_size or page_size
+        self.table, self.page_size, self.unit_size, self.block = table, page_size, unit_size or page_size, block
         self.capacity = self.need(budgets) if capacity is None else capacity
         self.lengths = torch.tensor(lengths, dtype=torch.int32, device=table.device)
         self.spans = torch.zeros(len(lengths), 4, dtype=torch.int32, device=table.device)
@@ -278,10 +280,19 @@ class DecodeLayer:
 
         Mixed steps cut for one row: few rows would leave the device idle, and many cost nothing more.
         """
+        if self.batch.block > 1:
+            return self._attend_blocks(queries)
         space = self._split_space(rows)
         return page_attention(
             queries, self.kv, None, None, space=space, out=out, dense_below=dense_below, **self._logits
         )
+
+    def _attend_blocks(self, queries: Tensor) -> Tensor:
+        assert self.sink_logit is None, "no model with learned sinks is attended in blocks"
+        kv, shape, size, parts = self.kv, self.shape, self.batch.block, None
+        if kv.keys.is_cuda:
+            parts = self.batch.space(new_parts, kv, size, shape.num_query_heads, key=shape[1:4])
+        return block_attention(queries, kv, size, scale=shape.scale, softcap=shape.softcap, parts=parts)
 
     @property
     def _logits(self) -> dict[str, Any]:

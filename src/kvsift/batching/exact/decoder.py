@@ -12,32 +12,33 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from kvsift.batching.exact.pace import Pace
 from kvsift.batching.exact.repeats import Repeats
-from kvsift.models.transformers_cache import SparseCache
 
-Foresee = Callable[[Tensor, int], int]  # logits [vocabulary], tokens from now -> the token that would be chosen
-Take = Callable[[Tensor], int | None]  # logits [vocabulary] -> the token that is chosen; None: the answer has ended
+if TYPE_CHECKING:
+    from kvsift.batching.row import Row
+
+Logits = Tensor | int  # [vocabulary], or the token that the model has chosen from them
 
 
 class ExactModel(Protocol):
-    """What exact decoding needs of a model.
+    """What exact decoding needs of a model. Rows are exact, and given together those of one group of the loop."""
 
-    Attributes:
-        most_verified: tokens of a verification.
-    """
+    def most_verified(self, row: Row) -> int:
+        """Tokens of the next verification of a row, at most."""
 
-    most_verified: int
+    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Tokens under the plan of each row, after its last one; its cache is as before."""
 
-    def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
-        """Store and attend one generated token of each cache; logits [vocabulary] of each."""
+    def verify(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Sequence[Sequence[Logits]]:
+        """Store consecutive tokens of each row and attend them densely; what follows each token."""
 
-    def verify(self, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
-        """Store consecutive tokens and attend them densely; logits [tokens, vocabulary]."""
+    def undo(self, row: Row) -> None:
+        """Forget what is stored of a row behind ``num_cached`` tokens."""
 
 
 @dataclass
@@ -69,15 +70,15 @@ class ExactReport:
 
 
 class Proposal(NamedTuple):
-    """Tokens to verify; ``repeat`` is the length of the repeat that they followed, 0 of drafts that took so long."""
+    """Tokens to verify, those that followed a repeat of this length; or so many to draft first."""
 
     tokens: Sequence[int] = ()
     repeat: int = 0
-    draft_s: float = 0.0
+    drafts: int = 0
 
 
 class ExactDecoder:
-    """Exact decoding of one sequence, whose cache has ``run.is_exact``.
+    """Exact decoding of one sequence.
 
     Args:
         ids: tokens of the prompt.
@@ -94,72 +95,62 @@ class ExactDecoder:
         self._repeats = Repeats(ids) if repeats else None
         self.report = ExactReport()
 
-    def step(
-        self, model: ExactModel, cache: SparseCache, token: int, most: int, foresee: Foresee, take: Take
-    ) -> int | None:  # fmt: skip
-        """Feed a token, and those after it that are proposed and accepted.
-
-        Args:
-            model: of the cache.
-            cache: has all tokens before.
-            token: the last that was chosen.
-            most: tokens for which the cache has room after it.
-            foresee: asked for drafts.
-            take: called with the logits of each token that is fed, in their order.
-
-        Returns:
-            What ``take`` returned last; unless it is None, the cache ends before it.
-        """
-        start = cache.get_seq_length()
-        proposal = self._propose(model, cache, token, min(most, model.most_verified - 1), foresee)
-        started, accepted, next_token = perf_counter(), 0, None
-        every = model.verify(cache, [token, *proposal.tokens])
-        verify_s = perf_counter() - started
-        for logits, proposed in zip(every, [*proposal.tokens, None]):
-            next_token = take(logits)
-            if next_token is None or next_token != proposed:
-                break
-            accepted += 1
-        self._learn(proposal, accepted, verify_s, next_token is not None and accepted < len(proposal.tokens))
-        if next_token is not None:
-            cache.undo(start + 1 + accepted)
-            if self._repeats is not None:
-                self._repeats.extend(proposal.tokens[:accepted])
-        return next_token
-
-    def _propose(self, model: ExactModel, cache: SparseCache, token: int, most: int, foresee: Foresee) -> Proposal:
+    def propose(self, token: int, most: int) -> Proposal:
+        """Decide what is verified with the last token that was chosen: ``most`` tokens after it."""
         length, repeated = 0, list[int]()
         if self._repeats is not None:
             self._repeats.extend([token])
             length, repeated = self._repeats.find(most)
         choice = self._pace.choose(length, len(repeated), max(most, 0) if self._drafts else 0)
-        if choice.is_repeat:
-            return Proposal(repeated[: choice.tokens], length)
-        return self._draft(model, cache, token, choice.tokens, foresee) if choice.tokens else Proposal()
+        return Proposal(repeated[: choice.tokens], length) if choice.is_repeat else Proposal(drafts=choice.tokens)
 
-    def _draft(self, model: ExactModel, cache: SparseCache, token: int, count: int, foresee: Foresee) -> Proposal:
-        """Tokens under the plan; the cache is as before."""
-        started, start, tokens = perf_counter(), cache.get_seq_length(), [token]
-        cache.run.is_exact = False
-        try:
-            for ahead in range(count):
-                [logits] = model.decode([cache], tokens[-1:])
-                tokens.append(foresee(logits, ahead))
-        finally:
-            cache.run.is_exact = True
-            cache.undo(start)
-        return Proposal(tokens[1:], draft_s=perf_counter() - started)
-
-    def _learn(self, proposal: Proposal, accepted: int, verify_s: float, is_wrong: bool) -> None:
+    def learn(self, proposal: Proposal, accepted: int, draft_s: float, verify_s: float, is_wrong: bool) -> None:
+        """Note how many of the proposed tokens were accepted, the seconds spent, and whether one was refused."""
         pace, report, proposed = self._pace, self.report, len(proposal.tokens)
         if proposal.repeat:
             pace.note_repeats(proposal.repeat, proposed, accepted)
             report.repeated, report.repeats_accepted = report.repeated + proposed, report.repeats_accepted + accepted
         elif proposed:
-            pace.note_drafts(proposed, accepted, proposal.draft_s)
+            pace.note_drafts(proposed, accepted, draft_s)
             report.drafted, report.drafts_accepted = report.drafted + proposed, report.drafts_accepted + accepted
-            report.drafts_wrong += is_wrong
+            report.drafts_wrong, report.draft_s = report.drafts_wrong + is_wrong, report.draft_s + draft_s
         pace.note_verified(proposed + 1, accepted + 1, verify_s)
         report.verified[proposed] += 1
-        report.draft_s, report.verify_s = report.draft_s + proposal.draft_s, report.verify_s + verify_s
+        report.verify_s += verify_s
         report.is_paused = pace.measured.is_paused
+        if self._repeats is not None:
+            self._repeats.extend(proposal.tokens[:accepted])
+
+
+def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Logits], int | None]) -> None:
+    """Feed the last token of each row, and those after it that are proposed and accepted.
+
+    Args:
+        model: of the rows.
+        rows: exact ones, that decode in one group.
+        tell: called with what follows each token that is fed, in their order, once ``num_cached`` counts it; returns
+            the token that was chosen, None if the answer has ended.
+    """
+    proposals = {}
+    for row in rows:
+        assert row.exact is not None
+        proposals[row] = row.exact.propose(row.token, min(row.length - row.num_cached, model.most_verified(row)) - 1)
+    started, drafting = perf_counter(), [row for row in rows if proposals[row].drafts]
+    if drafting:
+        drafted = model.draft(drafting, [proposals[row].drafts for row in drafting])
+        proposals |= {row: proposals[row]._replace(tokens=tokens) for row, tokens in zip(drafting, drafted)}
+    verifying = perf_counter()
+    every = model.verify(rows, [[row.token, *proposals[row].tokens] for row in rows])
+    draft_s, verify_s = verifying - started, perf_counter() - verifying
+    for row, logits_of_row in zip(rows, every):
+        proposal, accepted, token = proposals[row], 0, None
+        for logits, proposed in zip(logits_of_row, [*proposal.tokens, None]):
+            row.num_cached += 1
+            token = tell(row, logits)
+            if token is None or token != proposed:
+                break
+            accepted += 1
+        assert row.exact is not None
+        row.exact.learn(proposal, accepted, draft_s, verify_s, token is not None and accepted < len(proposal.tokens))
+        if token is not None:
+            model.undo(row)
