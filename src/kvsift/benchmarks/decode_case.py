@@ -37,7 +37,7 @@ class FixedSlots:
         dense_below: shorter contexts decode densely.
     """
 
-    holds = True
+    holds, steady = True, False
 
     def __init__(self, cache: SparseCache, slots: Slots, plan: Plan, dense_below: int = 0) -> None:
         self.cache, self.steps, self.plan, self._dense_below = cache, slots, plan, dense_below

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import widened_rule
 from kvsift.layer.paged_decode import DecodeLayer, StepMode, page_spans
+from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.budget import Budget
 from kvsift.plan.guard import Guard
@@ -132,22 +134,53 @@ class DecodeRow:
 
 def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer], over_bus: bool = False) -> None:
     """Count the steps of a row in every layer; ``over_bus`` where a GPU attends keys and values in host memory."""
-    lengths = row.start + 1 + torch.arange(row.steps)
-    sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
+    steps = DecodeSteps(
+        row.start + 1 + torch.arange(row.steps), ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
+    )
     counted = torch.zeros(2 * len(layers), dtype=torch.int64) + row.counted + row.counted_in_slot
+    add_steps(row.stats, layers, steps, row.rule, counted, row.budgets, over_bus)
+
+
+class DecodeSteps(NamedTuple):
+    """Lengths of the context in steps of a sequence, its own tokens included, and which of the steps were sparse."""
+
+    lengths: Tensor  # int64 [steps]
+    sparse: Tensor  # bool [steps]
+
+
+def add_steps(
+    stats: RunStats, layers: Sequence[DecodeLayer], steps: DecodeSteps, rule: Rule | None, counted: Tensor,
+    budgets: Sequence[tuple[int, Budget]] = (), over_bus: bool = False,
+) -> None:  # fmt: skip
+    """Count steps in every layer: ``counted`` as in ``DecodeRow``, and ``budgets`` before that of the rule."""
+    lengths, sparse = steps
     for layer, visible_in_lists, estimated in zip(layers, *counted.unflatten(0, (2, -1)).tolist()):
-        is_dense = row.rule is None or layer.shape.layer in row.rule.budget.dense_layers
-        kv_bytes = _add(row.stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
+        is_dense = rule is None or layer.shape.layer in rule.budget.dense_layers
+        kv_bytes = _add(stats, layer, lengths, sparse & (not is_dense), visible_in_lists)
         if over_bus:
-            row.stats.tally(layer.shape.layer, "decode").kv_bytes_copied += kv_bytes
-        if row.rule is None or is_dense or layer.method is None:
+            stats.tally(layer.shape.layer, "decode").kv_bytes_copied += kv_bytes
+        if rule is None or is_dense or layer.method is None:
             continue
         start = 0
-        for stop, budget in [*row.budgets, (row.steps, row.rule.budget)]:
-            _add_selection(row.stats, layer, lengths[start:stop][sparse[start:stop]], budget)
+        for stop, budget in [*budgets, (len(lengths), rule.budget)]:
+            _add_selection(stats, layer, lengths[start:stop][sparse[start:stop]], budget)
             start = stop
-        tally = row.stats.tally(layer.shape.layer, "decode")
+        tally = stats.tally(layer.shape.layer, "decode")
         tally.estimated = tally.estimated + estimated / ESTIMATED_WHOLE / layer.shape.num_query_heads
+
+
+def add_blocks(stats: RunStats, layers: Sequence[SparseAttention], blocks: Sequence[tuple[int, int]]) -> None:
+    """Count blocks of tokens that were attended densely and read the cache once: of each the tokens cached before it,
+    and its own."""
+    seen = sum(sum(range(length + 1, length + count + 1)) for length, count in blocks)
+    read = sum(length + count for length, count in blocks)
+    for layer in layers:
+        tally, num_bytes = stats.tally(layer.shape.layer, "decode"), read * layer.store.token_bytes
+        tally.queries += sum(count for _, count in blocks)
+        tally.context_tokens += seen
+        tally.visible_tokens = tally.visible_tokens + seen
+        tally.kv_bytes_dense += num_bytes
+        tally.kv_bytes_read += num_bytes
 
 
 def _add(stats: RunStats, layer: DecodeLayer, lengths: Tensor, sparse: Tensor, visible_in_lists: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsift.engine.accounting import DecodeRow, add_counts
 from kvsift.engine.probing import Probe, probe_rows
 from kvsift.engine.slots import Assignment, Slots, StepKind
-from kvsift.layer.paged_decode import ALWAYS
+from kvsift.layer.paged_decode import ALWAYS, StepMode
 from kvsift.plan.plan import Rule
 
 LAUNCHED_AHEAD = 2  # steps launched ahead of the last token read
@@ -35,6 +35,10 @@ class SlotSource(Protocol):
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:
         """Return the context length below which dense steps are to be preferred."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether what a row answers is not to depend on the others."""
 
     @property
     def holds(self) -> bool:
@@ -127,7 +131,7 @@ class CapturedRows:
         steps = max(row.remaining for row in rows)
         for step in {0} | {row.dense_below - row.written - 1 for row in rows}:  # where rows become sparse
             if running := [row for row in rows if 0 <= step < row.remaining]:
-                slots.prepare(_kind(rows, running, step))
+                slots.prepare(self._kind(rows, running, step))
         slots.assign([_assignment(row) for row in rows], steps)
         self._rows, self._number, self._moves = list(rows), 0, False
         self._buffers = [_host_buffer(slots.results) for _ in range(LAUNCHED_AHEAD + 1)]
@@ -152,7 +156,7 @@ class CapturedRows:
     def _launch(self, rows: Sequence[DecodeRow]) -> None:
         slots = self._slots
         assert slots is not None
-        kind = _kind(self._rows, rows)
+        kind = self._kind(self._rows, rows)
         if not slots.captured(kind):  # rows have ended, and with them the other mode of a mixed step
             kind = kind._replace(mode="mixed")
         for row in rows:
@@ -187,19 +191,18 @@ class CapturedRows:
             read.append(row.token)
         return read
 
+    def _kind(self, rows: Sequence[DecodeRow], running: Sequence[DecodeRow], ahead: int = 0) -> StepKind:
+        """The step that these of the rows need, so many steps from now."""
+        modes: set[StepMode] = {"mixed"} if self._source.steady else {row.mode(ahead) for row in running}
+        return StepKind(modes.pop() if len(modes) == 1 else "mixed", any(row.sampling.temperature > 0 for row in rows))
+
     def _should_move(self, rows: Sequence[DecodeRow]) -> bool:
         """Return whether the rows that are left move to fewer slots."""
-        if self._slots is None or not rows or 2 * len(rows) > self._slots.num_slots:
+        if self._slots is None or not rows or 2 * len(rows) > self._slots.num_slots or self._source.steady:
             return False
-        steps, kind = max(row.remaining for row in rows), _kind(rows, rows)
+        steps, kind = max(row.remaining for row in rows), self._kind(rows, rows)
         rules = [row.rule for row in rows]
         return steps > 0 and (steps >= MOVE_STEPS or self._source.captured(len(rows), rules, kind))
-
-
-def _kind(rows: Sequence[DecodeRow], running: Sequence[DecodeRow], ahead: int = 0) -> StepKind:
-    """The step that these of the rows need, so many steps from now."""
-    modes = {row.mode(ahead) for row in running}
-    return StepKind(modes.pop() if len(modes) == 1 else "mixed", any(row.sampling.temperature > 0 for row in rows))
 
 
 def _follow_summaries(row: DecodeRow, kind: StepKind) -> None:

@@ -7,6 +7,7 @@ from kvsift.batching.sharing import can_undo
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
+from kvsift.models.decoder_step import DecoderStep
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_drafts
 
@@ -27,6 +28,8 @@ def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDec
     """The decoder of a request's row; None if it is not to be exact."""
     if not request.exact:
         return None
+    if request.logprobs is not None and runner.fast_path.enabled:
+        raise InputError("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
     return ExactDecoder(request.ids, runner.paces.begin(str(plan), len(request.ids)), drafts=plan.decode is not None)
 
 
@@ -50,15 +53,12 @@ def _reason_of_plan(plan: Plan) -> str | None:
 
 
 def _reason_of_model(runner: ModelRunner, plan: Plan) -> str | None:
-    if runner.device.type == "cuda":
-        return (
-            "on a GPU, the sums of a pass depend on its number of tokens, so drafts cannot be verified to the last "
-            "bit. Leave exact out, with plan='dense', or give device='cpu'."
-        )
     if runner.placement not in ("device", "host"):
         return f"placement={runner.placement} is not supported. Leave it out."
-    if runner.composed_reason(plan) is None:
-        return "steps are captured, and verification is composed. Give path='auto'."
+    if runner.fast_path.enabled:
+        return _reason_of_steps(runner, plan)
+    if runner.device.type == "cuda":
+        return "on a GPU, drafts are verified in captured steps. Leave path out."
     fused = runner.fast_path.fused(runner.model)
     if fused is None or not fused.joins:
         return (
@@ -66,4 +66,18 @@ def _reason_of_model(runner: ModelRunner, plan: Plan) -> str | None:
             "Mistral, Qwen2 or Qwen3 in bfloat16 or float32. This is "
             f"{type(runner.model).__name__} in {runner.dtype}. Leave exact out, with plan='dense'."
         )
+    return None
+
+
+def _reason_of_steps(runner: ModelRunner, plan: Plan) -> str | None:
+    if not runner.deterministic:
+        return (
+            "on a GPU the sums of a pass depend on its number of tokens, so that drafts could not be verified to the "
+            "last bit. Open the model with deterministic=True (kvsift: --deterministic), or leave exact out, with "
+            "plan='dense'."
+        )
+    if reason := runner.composed_reason(plan) or runner.reason_apart(plan):
+        return f"on a GPU, drafts are verified in captured steps, and {reason}. Name another plan, or plan='dense'."
+    if reason := DecoderStep.reason_against(runner.model):
+        return f"{reason}. Leave exact out, with plan='dense'."
     return None

@@ -66,7 +66,7 @@ class FastPath:
 
     Args:
         device: of the model.
-        path, dense_below: see ``LLM``.
+        path, dense_below, deterministic: see ``LLM``.
         place: where KV lives.
 
     Attributes:
@@ -74,9 +74,13 @@ class FastPath:
             it does nothing.
     """
 
-    def __init__(self, path: str, device: torch.device, dense_below: int | str, place: Placement = DEVICE) -> None:
+    def __init__(
+        self, path: str, device: torch.device, dense_below: int | str, place: Placement = DEVICE,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
         if path not in PATHS:
             raise unknown("path", str(path), PATHS)
+        self.deterministic = deterministic
         self._path, self._device, self._dense_below, self._place = path, device, dense_below, place
         self.turn: AbstractContextManager[object] = RLock() if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step, the trial and the kept session
@@ -103,6 +107,10 @@ class FastPath:
         if not self._place.store.captures:
             return self._path == "captured"  # which is refused
         return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
+
+    def takes_blocks(self, plan: Plan, exact: bool) -> bool:
+        """Whether rows of a plan take steps of blocks (``engine.block_groups``), where they take captured ones."""
+        return self.enabled and self.deterministic and (exact or rule_of(plan) is None)
 
     def composed_reason(self, plan: Plan, model: Any) -> str | None:
         """Why decode steps are composed; None: they are captured.
@@ -179,8 +187,8 @@ class FastPath:
 
     def over_pool(self, model: Any, cache: SparseCache, max_pages: int) -> Session:
         """Captured steps over the pool of a cache, which may grow, for rows of so many pages."""
-        capture = self._path != "eager"
-        return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages)
+        capture, steady = self._path != "eager", self.deterministic
+        return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages, steady=steady)
 
     def _step_of(self, model: Any, cache: SparseCache) -> Step:
         if DecoderStep.reason_against(model) is not None:
@@ -221,7 +229,7 @@ class FastPath:
     def _crossover(self, cache: SparseCache, slots: Slots, rule: Rule) -> int:
         if isinstance(self._dense_below, int):
             return self._dense_below
-        if self._path == "eager":
+        if self._path == "eager" or self.deterministic:  # what is measured differs from time to time
             return 0
         key = (slots.num_slots, str(rule))
         reserved = slots.batch.table.shape[1] * cache.page_size

@@ -65,7 +65,8 @@ class Generation:
         reason = runner.composed_reason(self._plan)
         # Which rows of the loop share a step depends on the time that each takes. Prompts of one call start together
         # instead, so that a GPU answers them as it did before, to the bit.
-        together = len(self._requests) > 1 or runner.reason_apart(self._plan) is not None
+        several = len(self._requests) > 1 and not runner.deterministic
+        together = several or runner.reason_apart(self._plan) is not None
         if reason is None and (together or runner.fast_path.is_required):
             check_captured(self._requests)
         if reason is None and together:

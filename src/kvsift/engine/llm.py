@@ -65,6 +65,8 @@ class LLM(ModelRunner):
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
             "offload:device_cache=4096" or "split:host_values=int8" (``plan.placement``).
+        deterministic: an answer has the same bits whatever is computed beside it, and ``exact=True`` can be asked for.
+            On a CPU that is always so; on a GPU steps of few rows take longer, and prompts are read in smaller chunks.
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.
@@ -83,6 +85,7 @@ class LLM(ModelRunner):
         path: str = "auto",
         keep_tokens: int = 0,
         placement: PlacementSpec = "device",
+        deterministic: bool = False,
     ) -> None:
         if chunk_size is not None:
             checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
@@ -105,7 +108,7 @@ class LLM(ModelRunner):
             raise InputError(
                 f"keep_tokens={keep_tokens} keeps nothing: chunk_size={chunk_size}, and whole chunks are kept."
             )
-        super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path)
+        super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path, deterministic)
         self.loop = new_loop(self, keep_tokens)
 
     def release(self) -> None:

@@ -40,7 +40,7 @@ class ModelRunner:
         dtype: of its weights and its KV.
         place: where KV lives.
         chunk_size: prompt tokens per forward pass.
-        probe_every, dense_below, path: see ``LLM``.
+        probe_every, dense_below, path, deterministic: see ``LLM``.
 
     Attributes:
         tokenizer: of the model.
@@ -51,13 +51,14 @@ class ModelRunner:
 
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
-        probe_every: int, dense_below: int | str, path: str,
+        probe_every: int, dense_below: int | str, path: str, deterministic: bool = False,
     ) -> None:  # fmt: skip
         self.directory, self.device, self.dtype = directory, device, dtype
         self.place, self.placement = place, place.name
         self.chunk_size, self.probe_every, self.dense_below = chunk_size, probe_every, dense_below
         self.tokenizer = directory.tokenizer()
-        self.fast_path = FastPath(path, device, dense_below, place)
+        self.deterministic = deterministic
+        self.fast_path = FastPath(path, device, dense_below, place, deterministic)
         self.paces = Paces()
         self.kv: KVPool | None = None
         self._model: Any = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.captured_rows import CapturedRows
-from kvsift.engine.session import Session
+from kvsift.engine.session import STEADY_SLOTS, Session
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
 from kvsift.layer.paged_decode import rule_of
@@ -17,7 +18,7 @@ from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
-MOST_ROWS = 16  # of a step
+GroupRow = TypeVar("GroupRow")  # what a group keeps of a row
 
 
 class PoolSession:
@@ -41,12 +42,19 @@ class PoolSession:
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:
         """Return slots for at least so many sequences with these rules, all of one method."""
-        rule = next((rule for rule in rules if rule is not None), None)
+        self._ready(next((rule for rule in rules if rule is not None), None))
+        return self._open_session.slots(num_slots, rules)
+
+    def blocks(self, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots of blocks, whose steps write the summaries of these rules."""
+        self._ready(next((rule for rule in rules if rule is not None), None))
+        return self._open_session.blocks()
+
+    def _ready(self, rule: Rule | None) -> None:
         if not self.holds or not self._session_takes(rule):
             self.release()
             self._session = self._open(rule, self.table, self._pages)
             self._moves = self.kv.moves
-        return self._open_session.slots(num_slots, rules)
 
     def release(self) -> None:
         """Let go of the tensors."""
@@ -68,6 +76,11 @@ class PoolSession:
         return self._open_session.dense_below(slots, rule)
 
     @property
+    def steady(self) -> bool:
+        """Whether what a row answers does not depend on others."""
+        return self._open_session.steady
+
+    @property
     def holds(self) -> bool:
         """Whether the pool is where it was."""
         return self._session is not None and self._moves == self.kv.moves
@@ -78,14 +91,7 @@ class PoolSession:
         return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
 
 
-class GroupRow(NamedTuple):
-    """A row, its captured steps, and what its group had spent on captures when it joined."""
-
-    steps: DecodeRow
-    setup_s: float
-
-
-class RowGroup:
+class Group(ABC, Generic[GroupRow]):
     """Rows of a loop that take captured steps together.
 
     Args:
@@ -95,8 +101,12 @@ class RowGroup:
 
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
         self._source, self._rotation = source, rotation
-        self._steps = CapturedRows(source)
         self._rows: dict[Row, GroupRow] = {}
+
+    @property
+    @abstractmethod
+    def setup_s(self) -> float:
+        """Seconds spent on capturing."""
 
     def serves(self, kv: KVPool) -> bool:
         """Return whether the group decodes over a pool, or still has a row."""
@@ -114,51 +124,90 @@ class RowGroup:
     def takes(self, row: Row, rotation: int | None) -> bool:
         """Return whether a row may join: steps rank by one method, rows without a rule beside."""
         assert row.cache is not None
-        rule, rules = rule_of(row.plan), (each.steps.rule for each in self._rows.values())
+        rule, rules = rule_of(row.plan), (rule_of(each.plan) for each in self._rows)
         methods = {each.method for each in rules if each is not None}
-        fits = self._source.kv is row.cache.table.kv and rotation == self._rotation and len(self._rows) < MOST_ROWS
+        fits = self._source.kv is row.cache.table.kv and rotation == self._rotation and len(self._rows) < STEADY_SLOTS
         return fits and (rule is None or not methods or methods == {rule.method})
 
+    @abstractmethod
     def join(self, row: Row, request: Request) -> None:
         """Take a row whose prompt is read."""
-        assert row.cache is not None
-        cache, start, most = row.cache, row.num_cached, row.max_new_tokens - 1
-        guard = cache.run.guards.of(0)
-        steps = DecodeRow(cache, 0, cache.stats, start, most, row.token, rule_of(row.plan), request.sampling, guard)
-        self._rows[row] = GroupRow(steps, self._steps.setup_s)
-        self._source.need(cache.table.longest)
 
-    def ready(self, rows: Sequence[Row]) -> list[Row]:
-        """Those of the group's rows, all of them, that the next step has a token for. The others join after it."""
-        present = self._steps.ready([self._rows[row].steps for row in rows])
-        if not present:
-            self._steps.recall()
-            return list(rows)
-        if len(present) < len(rows):
-            self._steps.stop_ahead()
-        return [row for row in rows if self._rows[row].steps in present]
+    @abstractmethod
+    def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Those of the group's rows, all of them, that the next step has a token for, by the step that they take
+        together. The others join after it."""
 
+    @abstractmethod
     def step(self, rows: Sequence[Row]) -> list[int]:
-        """Return the next token of each row that is ready."""
-        if any(row.token != self._rows[row].steps.token for row in rows):  # their clients took others
-            self.recall()
-        return self._steps.step([self._rows[row].steps for row in rows])
+        """Return the next token of each row of a part."""
 
+    @abstractmethod
     def recall(self) -> None:
         """Forget what was launched ahead, and go on from where the rows are."""
-        for row, (steps, _) in self._rows.items():
-            steps.steps, steps.token = row.num_cached - steps.start, row.token
-        self._steps.recall()
 
     def release(self, kv: KVPool) -> None:
         """Let go of the tensors of a pool."""
         if self._source.kv is kv:
             self.recall()
-            self._steps.release()
             self._source.release()
 
+    @abstractmethod
     def leave(self, row: Row) -> None:
         """Let a row go, and count its steps."""
+
+
+class JoinedRow(NamedTuple):
+    """A row, its captured steps, and what its group had spent on captures when it joined."""
+
+    steps: DecodeRow
+    setup_s: float
+
+
+class RowGroup(Group[JoinedRow]):
+    """Rows whose steps are launched ahead; what they are rounded to depends on how many they are."""
+
+    def __init__(self, source: PoolSession, rotation: int | None) -> None:
+        super().__init__(source, rotation)
+        self._steps = CapturedRows(source)
+
+    @property
+    def setup_s(self) -> float:
+        return self._steps.setup_s
+
+    def join(self, row: Row, request: Request) -> None:
+        assert row.cache is not None
+        cache, start, most = row.cache, row.num_cached, row.max_new_tokens - 1
+        guard = cache.run.guards.of(0)
+        steps = DecodeRow(cache, 0, cache.stats, start, most, row.token, rule_of(row.plan), request.sampling, guard)
+        self._rows[row] = JoinedRow(steps, self._steps.setup_s)
+        self._source.need(cache.table.longest)
+
+    def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
+        present = self._steps.ready([self._rows[row].steps for row in rows])
+        if not present:
+            self._steps.recall()
+            return [list(rows)]
+        if len(present) < len(rows):
+            self._steps.stop_ahead()
+        return [[row for row in rows if self._rows[row].steps in present]]
+
+    def step(self, rows: Sequence[Row]) -> list[int]:
+        if any(row.token != self._rows[row].steps.token for row in rows):  # their clients took others
+            self.recall()
+        return self._steps.step([self._rows[row].steps for row in rows])
+
+    def recall(self) -> None:
+        for row, (steps, _) in self._rows.items():
+            steps.steps, steps.token = row.num_cached - steps.start, row.token
+        self._steps.recall()
+
+    def release(self, kv: KVPool) -> None:
+        if self._source.kv is kv:
+            super().release(kv)
+            self._steps.release()
+
+    def leave(self, row: Row) -> None:
         steps, setup_s = self._rows.pop(row)
         row.steps = None  # whoever keeps the row keeps no graphs
         self._steps.leave(steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from time import perf_counter
 from typing import Any
 
@@ -15,10 +16,11 @@ from kvsift.batching.exact.decoder import Logits
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import can_undo
+from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
-from kvsift.engine.row_groups import PoolSession, RowGroup
+from kvsift.engine.row_groups import Group, PoolSession, RowGroup
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -43,12 +45,13 @@ class RunnerRows:
         self._runner = runner
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
-        self._groups: list[RowGroup] = []  # of rows that take captured steps
+        self._groups: list[Group[Any]] = []  # of rows that take captured steps
 
     @property
     def most_read(self) -> int:
         """A chunk of an ``LLM`` on a GPU. Elsewhere one of the grid: the bits of a prompt depend on its passes."""
-        return self._runner.chunk_size if self._runner.device.type == "cuda" else 0
+        steady = self._runner.device.type != "cuda" or self._runner.deterministic
+        return 0 if steady else self._runner.chunk_size
 
     def reason_apart(self, row: Row) -> str | None:
         return self._runner.reason_apart(row.plan)
@@ -62,7 +65,7 @@ class RunnerRows:
 
     def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
         if rows[0].steps is not None:
-            group: RowGroup = rows[0].steps
+            group: Group[Any] = rows[0].steps
             return group.step(rows)
         return self.decode([row.cache for row in rows if row.cache is not None], [row.token for row in rows])
 
@@ -132,13 +135,17 @@ class RunnerRows:
         if row.steps is None and row.cache is not None:
             row.cache.undo(row.num_cached)
 
+    @property
+    def setup_s(self) -> float:
+        return sum(group.setup_s for group in self._groups)
+
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         for row in rows:
             if row.composed is None:
                 self._begin_steps(row)
         captured = [[row for row in rows if row.steps is group] for group in self._groups]
-        ready = [group.ready(present) for group, present in zip(self._groups, captured) if present]
-        return [*ready, *self._composed_groups([row for row in rows if row.steps is None])]
+        parts = [group.parts(present) for group, present in zip(self._groups, captured) if present]
+        return [*chain(*parts), *self._composed_groups([row for row in rows if row.steps is None])]
 
     def _begin_steps(self, row: Row) -> None:
         """Decide whether a row takes captured steps, and let it join others."""
@@ -147,10 +154,11 @@ class RunnerRows:
         if row.composed:
             return
         rotation, kv = row.cache.rotation, row.cache.table.kv
+        kind = BlockGroup if self._runner.fast_path.takes_blocks(row.plan, row.exact is not None) else RowGroup
         self._groups = [group for group in self._groups if group.serves(kv)]
-        group = next((group for group in self._groups if group.takes(row, rotation)), None)
+        group = next((each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)), None)
         if group is None:
-            group = RowGroup(PoolSession(kv, partial(self._open_session, rotation)), rotation)
+            group = kind(PoolSession(kv, partial(self._open_session, rotation)), rotation)
             self._groups.append(group)
         group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
         row.steps = group
@@ -160,7 +168,7 @@ class RunnerRows:
         transcript = getattr(row.output, "transcript", None)
         if row.observer is not None:
             return "what is selected is recorded"
-        if row.exact is not None:
+        if row.exact is not None and not self._runner.fast_path.takes_blocks(row.plan, True):
             return "drafts are verified"
         if transcript is None or transcript.request.logprobs is not None:
             return "probabilities are kept"

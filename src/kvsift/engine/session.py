@@ -12,6 +12,9 @@ from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
 
+BLOCK = 8  # tokens: as many as one answer is worth drafting
+BLOCK_ROWS = 4  # of a step: its products have 32 rows, empty ones too, and take hardly longer than those of one
+STEADY_SLOTS = 16  # as many as rows may take steps together
 Crossover = Callable[[SparseCache, Slots, Rule], int]
 
 
@@ -24,15 +27,17 @@ class Session:
         crossover: returns the context length below which dense steps are faster.
         capture: False runs steps without graphs, for tests on a CPU.
         rules: decode rules that rows may have (``Slots``); the cache's own by default.
+        steady: what a row answers is not to depend on others: all steps are of as many slots, and each row is attended
+            by its own mode.
         max_pages: of a row, in a pool that may grow: ``KVPool.moves`` tells when these steps are of no use any more. By
             default those of the cache's longest row, and its pool does not grow.
     """
 
     def __init__(
         self, step: Step, cache: SparseCache, crossover: Crossover, capture: bool = True,
-        rules: Sequence[Rule | None] | None = None, max_pages: int | None = None,
+        rules: Sequence[Rule | None] | None = None, max_pages: int | None = None, steady: bool = False,
     ) -> None:  # fmt: skip
-        self.cache = cache
+        self.cache, self.steady = cache, steady
         self._step, self._crossover = step, crossover
         self._rules = [rule_of(cache.run.plan)] if rules is None else rules
         self._made_for = self._fingerprint()
@@ -40,6 +45,7 @@ class Session:
         self._angles = step.angles(self.max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._slots: dict[tuple[object, ...], Slots] = {}
+        self._blocks: Slots | None = None
         self._held = cache.table.pool
         if max_pages is None:
             self._held.hold(self)
@@ -47,6 +53,7 @@ class Session:
     def forget(self) -> None:
         """Release graphs and pools; this session is of no use afterwards."""
         self._slots.clear()
+        self._blocks = None
         self._made_for = ()
         self._held.let_go(self)
 
@@ -71,9 +78,17 @@ class Session:
         may have grown."""
         key = self._key(num_slots, rules)
         if key not in self._slots:
-            every, number = [*self._rules, *rules], _bucket(num_slots)
+            every, number = [*self._rules, *rules], self._number(num_slots)
             self._slots[key] = Slots(self._step, self._angles, self.cache, every, number, self.max_pages, self._pool)
         return self._slots[key]
+
+    def blocks(self) -> Slots:
+        """Return slots of which each sequence has a block."""
+        if self._blocks is None:
+            self._blocks = Slots(
+                self._step, self._angles, self.cache, [None], BLOCK_ROWS * BLOCK, self.max_pages, self._pool, BLOCK
+            )
+        return self._blocks
 
     def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
         """Return whether a step for so many sequences with these rules is captured."""
@@ -87,7 +102,10 @@ class Session:
         max_units = self.max_pages * page_size // unit_size
         needs = [list_capacity(rule.budget, max_units, unit_size) for rule in every if rule is not None]
         dense = {tuple(rule.budget.dense_layers) for rule in every if rule is not None}
-        return _bucket(num_slots), max(needs, default=0), frozenset(dense)
+        return self._number(num_slots), max(needs, default=0), frozenset(dense)
+
+    def _number(self, num_slots: int) -> int:
+        return STEADY_SLOTS if self.steady else _bucket(num_slots)
 
     def dense_below(self, slots: Slots, rule: Rule) -> int:
         """Return the context length below which dense steps are to be preferred."""

@@ -26,7 +26,14 @@ Logits = Tensor | int  # [vocabulary], or the token that the model has chosen fr
 
 
 class ExactModel(Protocol):
-    """What exact decoding needs of a model. Rows are exact, and given together those of one group of the loop."""
+    """What exact decoding needs of a model. Rows are exact, and given together those of one group of the loop.
+
+    Attributes:
+        setup_s: seconds so far that belong to no token.
+    """
+
+    @property
+    def setup_s(self) -> float: ...
 
     def most_verified(self, row: Row) -> int:
         """Tokens of the next verification of a row, at most."""
@@ -135,13 +142,13 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
     for row in rows:
         assert row.exact is not None
         proposals[row] = row.exact.propose(row.token, min(row.length - row.num_cached, model.most_verified(row)) - 1)
-    started, drafting = perf_counter(), [row for row in rows if proposals[row].drafts]
+    started, drafting = perf_counter() - model.setup_s, [row for row in rows if proposals[row].drafts]
     if drafting:
         drafted = model.draft(drafting, [proposals[row].drafts for row in drafting])
         proposals |= {row: proposals[row]._replace(tokens=tokens) for row, tokens in zip(drafting, drafted)}
-    verifying = perf_counter()
+    verifying = perf_counter() - model.setup_s
     every = model.verify(rows, [[row.token, *proposals[row].tokens] for row in rows])
-    draft_s, verify_s = verifying - started, perf_counter() - verifying
+    draft_s, verify_s = verifying - started, perf_counter() - model.setup_s - verifying
     for row, logits_of_row in zip(rows, every):
         proposal, accepted, token = proposals[row], 0, None
         for logits, proposed in zip(logits_of_row, [*proposal.tokens, None]):

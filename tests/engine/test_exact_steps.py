@@ -1,0 +1,176 @@
+"""Exact and deterministic answers in captured steps; here the steps run without graphs, on a GPU with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine.loop_rows import GRID, new_row, take_steps, tokens
+from engine.tiny_directory import text_of, write_model
+
+from kvsift import LLM, InputError, Sampling
+from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.batching.row import Row
+from kvsift.engine.exactness import exact_decoder
+from kvsift.engine.result import Answer
+from kvsift.engine.transcript import Request
+
+SMALL = "budget=80:sinks=4:window=16"
+PLANS = [f"sketch:{SMALL}:dense_layers=none", f"quest:{SMALL}:dense_layers=0", "dense"]
+SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
+NEW = 24
+SIZES = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 3}
+PATHS = [
+    "eager",
+    pytest.param(
+        "captured",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")],
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of all lengths, whether they pay or not."""
+    lengths: Iterator[int] = iter(())
+
+    def choose(self: Pace, repeat: int, repeated: int, most: int) -> Amount:
+        nonlocal lengths
+        try:
+            wanted = next(lengths)
+        except StopIteration:
+            lengths = iter((3, 0, 7, 1, 5, 2))
+            return Amount(0.0, min(4, repeated), True) if repeated else Amount(0.0)
+        return Amount(0.0, min(wanted, most))
+
+    monkeypatch.setattr(Pace, "choose", choose)
+
+
+def open_llm(directory: Path, path: str, **options: object) -> LLM:
+    device, dtype = ("cpu", "float32") if path == "eager" else ("cuda", "bfloat16")
+    settings = {"path": path, "device": device, "dtype": dtype, "deterministic": True, "chunk_size": GRID}
+    return LLM(directory, "dense", **{**settings, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module", params=PATHS)
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    directory = write_model(tmp_path_factory.mktemp("steps"), "Qwen3", **SIZES)
+    return open_llm(directory, request.param)
+
+
+def same(exact: Answer, dense: Answer) -> bool:
+    return (exact.token_ids, exact.text, exact.finish_reason) == (dense.token_ids, dense.text, dense.finish_reason)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_answers_are_those_of_dense_attention(llm: LLM, plan: str, sampling: Sampling) -> None:
+    prompt = text_of(450)
+    dense = llm.generate(prompt, max_new_tokens=NEW, sampling=sampling)
+    exact = llm.generate(prompt, max_new_tokens=NEW, sampling=sampling, plan=plan, exact=True)
+    assert same(exact, dense)
+    assert dense.exact is None
+    assert exact.exact is not None
+    report = exact.exact
+    assert sum(report["verified"].values()) + report["drafts_accepted"] + report["repeats_accepted"] == NEW - 1
+    assert plan == "dense" or report["drafted"] > 0
+    assert exact.path == dense.path != ""
+    assert not exact.path.startswith("composed")
+
+
+def test_rows_of_a_batch_are_exact_side_by_side(llm: LLM) -> None:
+    prompts = [text_of(length) for length in (700, 130, 350, 90, 510, 210)]
+    samplings = [SAMPLINGS[number % 3] for number in range(6)]
+    alone = [llm.generate(prompt, max_new_tokens=NEW, sampling=each) for prompt, each in zip(prompts, samplings)]
+    dense = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings)
+    exact = llm.generate(prompts, max_new_tokens=NEW, sampling=samplings, plan=PLANS[0], exact=True)
+    assert all(map(same, dense, alone))
+    assert all(map(same, exact, alone))
+
+
+def test_rows_of_all_kinds_join_and_leave(llm: LLM) -> None:
+    kinds = [(plan, exact) for plan in PLANS for exact in (False, True)]
+
+    def row_of(number: int) -> Row:
+        plan, exact = kinds[number]
+        sampling, text = SAMPLINGS[number % 3], text_of(100 + 37 * number)
+        row = new_row(llm, text, plan, 16, sampling)
+        row.exact = exact_decoder(llm, Request(row.ids, 16, sampling, exact=exact), row.plan)
+        return row
+
+    expected = []
+    for number in range(len(kinds)):
+        llm.loop.submit(row := row_of(number))
+        take_steps(llm, [row])
+        expected.append(tokens(row))
+    for seed in range(8):
+        rng, rows = random.Random(seed), dict[int, Row]()
+        waiting = rng.sample(range(len(kinds)), len(kinds))
+        while waiting or not all(row.is_ended for row in rows.values()):
+            if waiting and rng.random() < 0.4:
+                rows[waiting[-1]] = row_of(waiting[-1])
+                llm.loop.submit(rows[waiting.pop()])
+            llm.loop.step(unless=lambda: False)
+            llm.loop.check()
+            if rng.random() < 0.02 and rows:
+                llm.loop.cancel(rng.choice(list(rows.values())))
+        for number, row in rows.items():
+            assert row.error is None
+            assert tokens(row) == expected[number][: len(tokens(row))], kinds[number]
+            assert row.finish_reason == "cancelled" or len(tokens(row)) == len(expected[number])
+
+
+def test_counters_tell_drafts_and_verifications(llm: LLM) -> None:
+    answer = llm.generate(text_of(450), plan=PLANS[1], exact=True, max_new_tokens=NEW)
+    assert answer.exact is not None
+    report, decode = answer.exact, answer.stats["phases"]["decode"]
+    layers = llm.directory.config.num_hidden_layers
+    fed = sum((proposed + 1) * times for proposed, times in report["verified"].items())
+    assert decode["queries"] == layers * (fed + report["drafted"])
+    assert decode["sparse_queries"] == (layers - 1) * report["drafted"]
+    assert 0 < decode["kv_bytes_read"] < decode["queries"] / layers * decode["kv_bytes_dense"]
+
+
+def test_conversations_are_exact_in_every_turn(llm: LLM) -> None:
+    exact, dense = llm.chat(text_of(400), stop="#"), llm.chat(text_of(400), stop="#")
+    for question in ("What grinds?", "And then?", "Where?"):
+        one = exact.ask(question, plan=PLANS[0], exact=True, max_new_tokens=12)
+        assert same(one, dense.ask(question, plan="dense", max_new_tokens=12))
+
+
+def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
+    keeping = open_llm(Path(llm.directory.path), llm.fast_path._path, keep_tokens=4096)
+    for plan, exact in ((PLANS[0], False), (PLANS[1], True), ("dense", False)):
+        options = {"plan": plan, "exact": exact, "max_new_tokens": NEW}
+        first, again = (keeping.generate(text_of(500), **options) for _ in range(2))
+        assert again.new_prompt_tokens < again.prompt_tokens - GRID
+        assert same(again, first)
+        assert same(first, llm.generate(text_of(500), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "reason"),
+    [
+        ({"deterministic": False}, {"plan": PLANS[0]}, "deterministic=True"),
+        ({}, {"plan": PLANS[0], "logprobs": 2}, "keep no probabilities"),
+        ({}, {"plan": f"verify:{SMALL}"}, "captured steps"),
+        ({}, {"plan": f"quest:{SMALL}:page_size=8"}, "pages have 8 tokens"),
+        ({}, {"plan": f"prefill=quoka:{SMALL}"}, "rule of prefill"),
+    ],
+)
+def test_what_cannot_be_promised_is_refused(llm: LLM, options: dict, call: dict, reason: str) -> None:
+    other = open_llm(Path(llm.directory.path), llm.fast_path._path, **options)
+    with pytest.raises(InputError, match=reason):
+        other.generate(text_of(200), exact=True, **call)
+
+
+def test_a_context_is_cut_at_the_same_places_whatever_is_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvsift.engine.block_groups.reach", lambda kv: 6)
+    prompt = text_of(300)
+    exact = llm.generate(prompt, plan=PLANS[0], exact=True, max_new_tokens=NEW)
+    assert same(exact, llm.generate(prompt, max_new_tokens=NEW))
+    assert exact.exact is not None
+    assert max(exact.exact["verified"]) <= 5
