@@ -176,7 +176,7 @@ def test_what_cannot_be_exact_is_refused_with_the_reason(wide: Path, plan: str, 
 def test_a_model_without_a_fused_pass_is_refused(gemma: Path, wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match=r"exact=True: .*compiled core"):
         LLM(gemma, "quest:budget=128").generate(PROMPT, exact=True)
-    with pytest.raises(InputError, match=r"exact=True: .*captured"):
+    with pytest.raises(InputError, match=r"exact=True: .*deterministic=True"):
         LLM(wide, "quest:budget=128", path="eager").generate(PROMPT, exact=True)
 
 

@@ -141,6 +141,24 @@ def test_conversations_are_exact_in_every_turn(llm: LLM) -> None:
         assert same(one, dense.ask(question, plan="dense", max_new_tokens=12))
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_documents_answer_exactly_and_stay_as_they_were(llm: LLM, phase: str) -> None:
+    document = llm.read(text_of(600))
+    options = {"question_phase": phase, "max_new_tokens": NEW, "stop": None}
+    before = document.ask("What grinds?", plan=PLANS[0], **options)
+    dense = document.ask("What grinds?", plan="dense", **options)
+    for plan in PLANS:
+        exact = document.ask("What grinds?", plan=plan, exact=True, sampling=SAMPLINGS[0], **options)
+        assert same(exact, dense)
+        assert exact.exact is not None
+        assert exact.path == dense.path
+        assert plan == "dense" or exact.exact["drafted"] > 0
+    assert same(document.ask("What grinds?", plan=PLANS[0], **options), before)
+    sampled = {**options, "sampling": SAMPLINGS[1]}
+    exact = document.ask("Which mill?", plan=PLANS[1], exact=True, **sampled)
+    assert same(exact, llm.read(text_of(600)).ask("Which mill?", plan="dense", **sampled))
+
+
 def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
     keeping = open_llm(Path(llm.directory.path), llm.fast_path._path, keep_tokens=4096)
     for plan, exact in ((PLANS[0], False), (PLANS[1], True), ("dense", False)):

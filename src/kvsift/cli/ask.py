@@ -91,7 +91,7 @@ def ask(
         items,
         specs,
         Output(out, questions_file is not None, printed),
-        model={"model": model, **engine.keywords()},
+        model={"model": model, **engine.keywords(sampling.exact)},
         prompt={"template": template, "system": system, "stop": stop},
         sampling=sampling,
         max_new_tokens=max_new_tokens,

@@ -64,7 +64,7 @@ def chat(
 
         chosen, parsed = sampling.sampling(), parse_plan(spec)
         progress.clear()  # a download draws bars of its own
-        llm = LLM(model, parsed, **engine.keywords())
+        llm = LLM(model, parsed, **engine.keywords(sampling.exact))
         options: Options = {"max_new_tokens": max_new_tokens, "sampling": chosen, "exact": sampling.exact}
         conversation = Conversation(
             llm, about, options, progress, interactive=interactive, quiet=quiet, system=system, stop=stop

@@ -51,7 +51,7 @@ def generate(
 
         parsed, chosen = parse_plan(spec), sampling.sampling()
         progress.clear()  # a download draws bars of its own
-        llm = LLM(model, parsed, **engine.keywords())
+        llm = LLM(model, parsed, **engine.keywords(sampling.exact))
 
         def show(piece: str) -> None:
             progress.clear()

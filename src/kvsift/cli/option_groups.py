@@ -34,11 +34,13 @@ class EngineOptions(DeviceOptions):
     probe_every: o.ProbeOption = 16
     dense_below: o.DenseBelowOption = "auto"
     placement: o.PlacementOption = "device"
+    deterministic: o.DeterministicOption = False
 
-    def keywords(self) -> dict[str, Any]:
-        """Return the keywords of ``LLM``."""
+    def keywords(self, exact: bool = False) -> dict[str, Any]:
+        """Return the keywords of ``LLM``, which answers exactly if asked to."""
         is_number = self.dense_below.isdecimal()
-        return {**asdict(self), "dense_below": int(self.dense_below) if is_number else self.dense_below}
+        dense_below = int(self.dense_below) if is_number else self.dense_below
+        return {**asdict(self), "dense_below": dense_below, "deterministic": self.deterministic or exact}
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,10 @@ SeedOption = Annotated[
 ExactOption = Annotated[
     bool, typer.Option("--exact", help="Answers of dense attention, token by token: the plan drafts them.")
 ]
+DeterministicOption = Annotated[
+    bool,
+    typer.Option("--deterministic", help="Answers whose bits do not depend on others; --exact needs it on a GPU."),
+]
 StopOption = Annotated[str | None, typer.Option("--stop", help="End the text when this appears; it is left out.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no table of numbers.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers, not only the main ones.")]

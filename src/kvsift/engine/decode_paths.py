@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 
 import torch
@@ -11,9 +11,11 @@ import torch
 from kvsift.batching.exact.decoder import ExactDecoder, Logits, step_exactly
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeRow
+from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.captured_rows import CapturedRows
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
+from kvsift.engine.row_groups import CacheSession
 from kvsift.engine.rows import RunnerRows, TextOutput
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Transcript
@@ -103,28 +105,53 @@ def first_token(
         yield piece
 
 
+def row_of(runner: ModelRunner, cache: SparseCache, transcript: Transcript, exact: ExactDecoder | None) -> Row:
+    """A row beside the loop, over a cache of its own."""
+    request = transcript.request
+    output = TextOutput(request, runner.tokenizer, runner.device, transcript)
+    return Row(request.ids, cache.run.plan, request.max_new_tokens, output, exact=exact, cache=cache)
+
+
 @torch.inference_mode()
 def decode_exactly(
-    runner: ModelRunner, cache: SparseCache, transcript: Transcript, phase: Phase, exact: ExactDecoder
+    runner: ModelRunner, row: Row, phase: Phase, session: Callable[[], AbstractContextManager[Session]] | None = None
 ) -> Iterator[str]:
-    """As ``decode_composed``, with the tokens of dense decoding."""
-    request, model = transcript.request, RunnerRows(runner)
-    output = TextOutput(request, runner.tokenizer, runner.device, transcript)
-    row = Row(request.ids, cache.run.plan, request.max_new_tokens, output, exact=exact, cache=cache)
+    """Feed what is not cached of the prompt of a row (``row_of``), then generate the tokens of dense decoding.
+
+    Args:
+        runner: of the model.
+        row: an exact one, or a dense one that takes steps of blocks.
+        phase: of the prompt's tokens.
+        session: opens captured steps, once every layer has attended a token; None: passes are composed.
+    """
+    cache, output, model = row.cache, row.output, RunnerRows(runner)
+    assert cache is not None
+    assert isinstance(output, TextOutput)
 
     def tell(row: Row, logits: Logits) -> int | None:
-        row.token, reason = output.take(logits, 0.0)
+        row.token, reason = output.take(logits, cache.stats.probe_s)
         return None if reason else row.token
 
     with decoding_exactly(cache):
-        logits = runner.prefill(cache, request.ids[cache.get_seq_length() :], phase=phase)
+        logits = runner.prefill(cache, row.ids[cache.get_seq_length() :], phase=phase)
         cache.prepare()
-        row.num_cached = len(request.ids)
+        row.num_cached = len(row.ids)
         tell(row, logits[0, -1])
-        while not transcript.done:
-            yield from output.take_pieces()
-            step_exactly(model, [row], tell)
-    yield from output.take_pieces()
+        yield from output.take_pieces()
+        with ExitStack() as stack:
+            if session is not None and not output.transcript.done:
+                group = BlockGroup(CacheSession(stack.enter_context(session())), cache.rotation)
+                group.join(row, output.transcript.request)
+                stack.callback(group.leave, row)
+                row.steps = group
+            while not output.transcript.done:
+                if row.exact is not None:
+                    step_exactly(model, [row], tell)
+                else:
+                    [token] = model.decode_rows([row])
+                    row.num_cached += 1
+                    tell(row, token)
+                yield from output.take_pieces()
 
 
 @contextmanager

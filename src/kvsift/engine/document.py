@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from time import perf_counter
@@ -11,8 +12,8 @@ from typing import Any, Unpack
 
 import torch
 
-from kvsift.batching.row import CacheReport
-from kvsift.engine.decode_paths import CapturedDecode, decode_composed, decode_exactly
+from kvsift.batching.row import CacheReport, Row
+from kvsift.engine.decode_paths import CapturedDecode, decode_composed, decode_exactly, row_of
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of, check_captured, log_of
 from kvsift.engine.model_runner import ModelRunner
@@ -273,18 +274,24 @@ class Document:
         self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
     ) -> Answer:
         runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
-        reason, captured = runner.composed_reason(cache.run.plan), None
-        exact = exact_decoder(runner, transcript.request, cache.run.plan)
+        plan, request = cache.run.plan, transcript.request
+        reason, exact = runner.composed_reason(plan), exact_decoder(runner, request, plan)
+        captured: CapturedDecode | Row | None = None
+        pieces: Iterator[str]
         if reason is None:
-            check_captured([transcript.request])
+            check_captured([request])
+        in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None)
+        if in_blocks or exact is not None:
+            row = row_of(runner, cache, transcript, exact)
+            captured = row if in_blocks else None
+            pieces = decode_exactly(runner, row, phase, partial(self._block_steps, cache, row) if in_blocks else None)
+        elif reason is None:
             rows = [(transcript, cache.stats)]
             captured = decode = CapturedDecode(runner, cache, rows, lambda: self._steps(cache, decode), phase)
-            pieces: Iterator[str] = (piece for _, piece in decode)
-        elif exact is not None:
-            pieces = decode_exactly(runner, cache, transcript, phase, exact)
+            pieces = (piece for _, piece in decode)
         else:
             pieces = decode_composed(runner, cache, transcript, phase)
-        cache.stats.observer = log_of(transcript.request)
+        cache.stats.observer = log_of(request)
         try:
             for piece in pieces:
                 if on_text is not None:
@@ -295,6 +302,15 @@ class Document:
             )  # fmt: skip
         finally:
             cache.stats.observer = None
+
+    @contextmanager
+    def _block_steps(self, cache: SparseCache, row: Row) -> Iterator[Session]:
+        """As ``_steps``, for a row that takes steps of blocks."""
+        self._session = self._runner.fast_path.extend(self._runner.model, cache, row.length + 1, self._session)
+        try:
+            yield self._session
+        finally:
+            cache.advance(0, row.num_cached, row.num_cached)
 
     @contextmanager
     def _steps(self, cache: SparseCache, decode: CapturedDecode) -> Iterator[Session]:

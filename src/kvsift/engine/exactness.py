@@ -73,7 +73,7 @@ def _reason_of_steps(runner: ModelRunner, plan: Plan) -> str | None:
     if not runner.deterministic:
         return (
             "on a GPU the sums of a pass depend on its number of tokens, so that drafts could not be verified to the "
-            "last bit. Open the model with deterministic=True (kvsift: --deterministic), or leave exact out, with "
+            "last bit. Open the model with deterministic=True (kvsift serve --deterministic), or leave exact out, with "
             "plan='dense'."
         )
     if reason := runner.composed_reason(plan) or runner.reason_apart(plan):

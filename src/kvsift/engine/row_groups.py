@@ -91,6 +91,20 @@ class PoolSession:
         return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
 
 
+class CacheSession(PoolSession):
+    """Slots over a cache that has all its pages, beside a loop."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.cache.table.kv, lambda *_: session)
+        self._session = session
+
+    def need(self, num_pages: int) -> None:
+        """There is room."""
+
+    def _ready(self, rule: Rule | None) -> None:
+        """It is."""
+
+
 class Group(ABC, Generic[GroupRow]):
     """Rows of a loop that take captured steps together.
 

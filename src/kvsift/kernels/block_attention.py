@@ -76,7 +76,7 @@ def block_attention_triton(
 ) -> Tensor:
     heads, dim = kv.num_kv_heads, kv.head_dim
     parts = new_parts(kv, size, queries.shape[1]) if parts is None else parts
-    by_head = queries.view(-1, size, heads, queries.shape[1] // heads, dim).transpose(1, 2).contiguous()
+    by_head = queries.reshape(-1, size, heads, queries.shape[1] // heads, dim).transpose(1, 2).contiguous()
     output, group = torch.empty_like(by_head), size * queries.shape[1] // heads
     splits, record, padded = *parts.shape[1:], max(16, power_of_two(group))
     sizes = {"G": group, "D": dim, "DP": power_of_two(dim), "SPLITS": splits, "RECORD": record}
