@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvsift.batching.exact.decoder import Logits, step_exactly
+from kvsift.batching.exact.step import Logits, step_exactly
 from kvsift.batching.ledger import audit
 from kvsift.batching.pauses import Pauses
 from kvsift.batching.prefix_tree import Node, PrefixTree

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kvsift.batching.exact.decoder import ExactModel
+from kvsift.batching.exact.step import ExactModel
 from kvsift.batching.row import Row
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.stores.kv_pool import KVPool

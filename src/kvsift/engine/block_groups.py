@@ -28,7 +28,7 @@ from kvsift.plan.plan import Rule
 
 
 @dataclass
-class BlockRow:
+class RowBlocks:
     """What a group keeps of a row.
 
     Attributes:
@@ -52,7 +52,7 @@ class BlockRow:
     counted: Tensor | int = 0
 
 
-class BlockGroup(Group[BlockRow]):
+class BlockGroup(Group[RowBlocks]):
     """Rows that are dense or exact."""
 
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
@@ -66,7 +66,7 @@ class BlockGroup(Group[BlockRow]):
     def join(self, row: Row, request: Request) -> None:
         assert row.cache is not None
         pages = row.cache.table.planned(0)
-        self._rows[row] = BlockRow(row.cache, pages, request.sampling, rule_of(row.plan), self.setup_s)
+        self._rows[row] = RowBlocks(row.cache, pages, request.sampling, rule_of(row.plan), self.setup_s)
         self._source.need(row.cache.table.longest)
 
     def parts(self, rows: Sequence[Row]) -> list[list[Row]]:

@@ -8,7 +8,8 @@ from time import perf_counter
 
 import torch
 
-from kvsift.batching.exact.decoder import ExactDecoder, Logits, step_exactly
+from kvsift.batching.exact.decoder import ExactDecoder
+from kvsift.batching.exact.step import Logits, step_exactly
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.block_groups import BlockGroup

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.batching.exact.decoder import Logits
+from kvsift.batching.exact.step import Logits
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import can_undo
