@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
@@ -23,8 +24,8 @@ SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
 CHATS = ("chats-h200.json", "chats-shared-h200.json", "chats-cpu.json")  # scripts/chats.py
 CHAT_TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
-EXACT = "exact-cpu.json"
-SCRIPTS = {IN_VLLM: "vllm_decode.py", EXACT: "exact_decoding.py"}  # that make these
+EXACT, ACCEPTED = "exact-cpu.json", "exact-acceptance-cpu.json"
+SCRIPTS = {IN_VLLM: "vllm_decode.py", EXACT: "exact_decoding.py", ACCEPTED: "exact_acceptance.py"}  # that make these
 CHART = "docs/attention-h200.svg"
 README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
 
@@ -267,6 +268,29 @@ def made_exactly(result: dict[str, Any]) -> str:
     )
 
 
+def accepted_drafts(result: dict[str, Any]) -> str:
+    """Return the share of drafts that were accepted, by length, text and plan; RULER's tasks together."""
+    known, own = Counter[tuple[int, str, str, str]](), ("needle", "facts")
+    for case in result["cases"]:
+        task = case["task"] if case["task"] in own or case["task"].startswith("prose") else "RULER, 13 tasks"
+        for name, count in case.items():
+            if isinstance(count, int):
+                known[case["length"], task, case["plan"], name] += count
+    plans = list(dict.fromkeys(case["plan"] for case in result["cases"]))
+    heads = ["tokens", "text", "answers", *(f"`{plan}`" for plan in plans), "repeats"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for length, task in dict.fromkeys(key[:2] for key in known):
+        of = {name: known[length, task, plans[0], name] for name in ("tokens", "repeated", "repeats_accepted")}
+        shares = []
+        for plan in plans:
+            right, wrong = (known[length, task, plan, f"drafts_{name}"] for name in ("accepted", "wrong"))
+            shares.append(f"{right / (right + wrong):.3f} of {right + wrong}" if right + wrong else "")
+        repeats = f"{of['repeats_accepted'] / of['repeated']:.2f} of {of['repeated']}" if of["repeated"] else ""
+        lines.append(f"| {length:,} | {task} | {of['tokens']} | {' | '.join(shares)} | {repeats} |")
+    total = sum(case["tokens"] for case in result["cases"])
+    return "\n".join(lines) + f"\n\n{place(ACCEPTED)}: {total:,} tokens, all equal to dense decoding's."
+
+
 def readme() -> str:
     """Return a line per benchmark, as far as they are measured."""
     rows = [shown(DECODE, one_token), shown(ATTENTION, one_layer), shown(PREFILL[0], first_token)]
@@ -297,7 +321,10 @@ BLOCKS = {
             lambda result: f"{place(IN_VLLM)}: {result['machine']}, vLLM {result['versions']['vllm']}.",
         )
     },
-    "results/exact-cpu.md": {"exact": shown(EXACT, exactly, made_exactly)},
+    "results/exact-cpu.md": {
+        "exact": shown(EXACT, exactly, made_exactly),
+        "exact-acceptance": shown(ACCEPTED, accepted_drafts),
+    },
     "results/prefill-chunk-cpu.md": {
         "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK))
     },

@@ -25,6 +25,13 @@ CHATS = {
         for plan, speed in (("dense", 300), ("quest", 900), ("dense", 300), ("quest", 960), ("quest", 100))
     ],
 }  # fmt: skip
+ACCEPTED = {
+    "cases": [
+        {"length": 4096, "task": task, "plan": "sketch", "tokens": tokens, "drafts_accepted": right,
+         "drafts_wrong": wrong, "repeats_accepted": repeats, "repeated": 2 * repeats}
+        for task, tokens, right, wrong, repeats in (("needle", 9, 3, 0, 0), ("vt", 10, 9, 1, 4), ("cwe", 20, 6, 4, 0))
+    ]
+}  # fmt: skip
 EXACT = {
     "context": 32000, "machine": {"threads": 2, "level": "avx512"}, "commit": "0123456789", "rows": [
         {"task": "prose", "plan": plan, "tokens": 30, "accepted": share, "speedup": 1.5,
@@ -56,7 +63,7 @@ def measured(folder: Path) -> None:
         "prefill-layer-cpu": prefill_layer_result(),
         "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(),
         "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM,
-        "chats-h200": CHATS, "exact-cpu": EXACT,
+        "chats-h200": CHATS, "exact-cpu": EXACT, "exact-acceptance-cpu": ACCEPTED,
         "serve-cpu": json.loads(read_stored(SCRIPTS.parent / "results" / "serve-cpu.json")),
     }  # fmt: skip
     for name, result in results.items():
@@ -98,6 +105,8 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 8 | 2 of 128K | `quest` | 900 | 3.00x | 0.10 s | 0.20 s |" in text["chats"]
     assert "| prose | `sketch` | 0.950 | 1.50x | 1.25x | 3.0 |\n| prose | none |  | 1.50x |" in text["exact"]
     assert "10.0 to 11.0 ms a token" in text["exact"]
+    assert "| 4,096 | RULER, 13 tasks | 30 | 0.750 of 20 | 0.50 of 8 |" in text["exact-acceptance"]
+    assert "| 4,096 | needle | 9 | 1.000 of 3 |  |" in text["exact-acceptance"]
     for name in ("break-even", "serve", "breakdown", "losses", "decode", "engine", "kernels"):
         assert text[name].count("|---") >= 1, name
 
