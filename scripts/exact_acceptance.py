@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, product
 from pathlib import Path
@@ -28,7 +28,7 @@ from kvsift.engine.provenance import versions_and_machine
 from kvsift.eval.tasks import make_sample, task_names
 from kvsift.plan.syntax import parse_plan
 
-TASKS = ("needle", "facts", "ruler")
+TASKS = ("needle", "facts", "ruler", "prose")
 SHARE, DRAFTS, NEW, SEEDS = 0.05, 4, 400, (17, 18)
 PLANS = ("sketch", "quest", "verify")
 PROSE = {"prose, greedy": None, "prose, temperature 1": Sampling(1.0, seed=7)}
@@ -49,19 +49,21 @@ def repeats_first() -> Iterator[None]:
 class Texts:
     """What is decoded after contexts of one length."""
 
-    def __init__(self, llm: LLM, tokens: int) -> None:
-        self._llm, self._tokens = llm, tokens
+    def __init__(self, llm: LLM, tokens: int, tasks: Sequence[str]) -> None:
+        self._llm, self._tokens, self._tasks = llm, tokens, tasks
         self._encode = lambda text: llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def cases(self) -> Iterator[tuple[str, Document, list[tuple[list[int], dict[str, Any]]]]]:
         """Task, document, and the whole prompts after it with their options."""
-        for task, seed in product(task_names(TASKS), SEEDS):
+        for task, seed in product(task_names([name for name in self._tasks if name != "prose"]), SEEDS):
             sample = make_sample(task, self._tokens, seed, self._encode, 2, [self._llm.tokenizer.bos_token_id])
             ids, asked = list(sample.context_ids), []
             for question in sample.questions:
                 options = {"max_new_tokens": question.max_new_tokens, "stop": question.stop}
                 asked.append(([*ids, *self._encode(question.tail)], options))
             yield task, self._document(ids), asked
+        if "prose" not in self._tasks:
+            return
         ids = self._llm.tokenizer(make_document(self._tokens))["input_ids"][: self._tokens]
         document = self._document(ids)
         for name, sampling in PROSE.items():
@@ -72,10 +74,10 @@ class Texts:
         return Document(self._llm, ids, lambda question: ids, parse_plan("dense"))
 
 
-def measure(llm: LLM, tokens: int) -> Iterator[dict[str, Any]]:
+def measure(llm: LLM, tokens: int, tasks: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Counts of each task under each plan."""
     budget = int(SHARE * tokens)
-    for task, cases in groupby(Texts(llm, tokens).cases(), lambda case: case[0]):
+    for task, cases in groupby(Texts(llm, tokens, tasks).cases(), lambda case: case[0]):
         ends = frozenset() if task in PROSE else llm._end_ids()
         found: dict[str, Counter[str]] = defaultdict(Counter)
         for _, document, asked in cases:
@@ -96,6 +98,7 @@ def measure(llm: LLM, tokens: int) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("results/exact-acceptance-cpu.json"))
     options = parser.parse_args()
@@ -106,7 +109,7 @@ def main() -> None:
         "share": SHARE, "drafts": DRAFTS, "cases": [],
     }  # fmt: skip
     for tokens in options.lengths:
-        for case in measure(llm, tokens):
+        for case in measure(llm, tokens, options.tasks):
             tried = case["drafts_accepted"] + case["drafts_wrong"]
             print(case, f"{case['drafts_accepted'] / tried:.3f}" if tried else "-", flush=True)
             result["cases"].append(case)

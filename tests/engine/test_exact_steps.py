@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from kvsift.batching.exact.pace import Amount, Pace
 from kvsift.batching.row import Row
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.result import Answer
+from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
+from kvsift.plan.syntax import parse_plan
+from kvsift.stores.page_pool import Run
+from kvsift.stores.page_table import PageTable
+from kvsift.stores.reader import RowReader
 
 SMALL = "budget=80:sinks=4:window=16"
 PLANS = [f"sketch:{SMALL}:dense_layers=none", f"quest:{SMALL}:dense_layers=0", "dense"]
@@ -121,6 +127,54 @@ def test_rows_of_all_kinds_join_and_leave(llm: LLM) -> None:
             assert row.error is None
             assert tokens(row) == expected[number][: len(tokens(row))], kinds[number]
             assert row.finish_reason == "cancelled" or len(tokens(row)) == len(expected[number])
+
+
+def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
+    """Budgets decide how lists are cut, and with it the bits."""
+    plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]
+    rows = [new_row(llm, text_of(200 + 40 * number), plan, 30) for number, plan in enumerate(plans)]
+    for row in rows:
+        llm.loop.submit(row)
+    while any(row.steps is None for row in rows):
+        assert not any(row.is_ended for row in rows)
+        llm.loop.step(unless=lambda: False)
+    assert rows[0].steps is rows[2].steps
+    assert len({id(row.steps) for row in rows}) == 4
+    take_steps(llm, rows)
+
+
+def test_what_is_attended_does_not_depend_on_where_its_pages_lie(llm: LLM) -> None:
+    """A GPU attends runs of pages one by one elsewhere, which rounds differently."""
+    llm.load()
+    document = llm.read(text_of(300)).prefill(parse_plan("dense"))
+    for kv in (llm.loop.kv, document.table.kv):
+        table = PageTable(1, kv)
+        table.rows[0].runs = [Run(0, 4), Run(9, 14)]
+        reader = RowReader(document.attentions[0].store.pool, table, 0, 100)
+        assert reader.consecutive(100) == [(0, 100)]
+        kv.steady = False
+        assert reader.consecutive(100) == [(0, 64), (64, 100)]
+        kv.steady = True
+        table.rows[0].runs = []
+
+
+def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = Slots.prepare
+
+    def slow(slots: Slots, kind: StepKind) -> None:
+        if not slots.captured(kind):
+            sleep(0.5)
+        prepare(slots, kind)
+
+    monkeypatch.setattr(Slots, "prepare", slow)
+    other = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    for answer in (
+        other.generate(text_of(200), plan=PLANS[1], exact=True, max_new_tokens=NEW),
+        other.read(text_of(300)).ask("What grinds?", plan=PLANS[1], exact=True, max_new_tokens=NEW, stop=None),
+    ):
+        assert answer.exact is not None
+        assert answer.setup_s > 0.9
+        assert max(answer.itl_s) < 0.45
 
 
 def test_counters_tell_drafts_and_verifications(llm: LLM) -> None:

@@ -78,7 +78,7 @@ class Loop:
         self._begin()
 
     def _begin(self) -> None:
-        self.kv = KVPool()
+        self.kv = KVPool(steady=self._model.steady)
         self.tree = PrefixTree(self.kv.pages, self.grid)
 
     @property

@@ -20,9 +20,11 @@ class RowModel(ExactModel, Protocol):
 
     Attributes:
         page_size: tokens of a page that rows share.
+        steady: no bit of an answer may depend on other rows.
     """
 
     page_size: int
+    steady: bool
 
     def reason_apart(self, row: Row) -> str | None:
         """Why a row has a pool of its own; None if its pages are in that of all rows."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 
@@ -116,7 +116,7 @@ def row_of(runner: ModelRunner, cache: SparseCache, transcript: Transcript, exac
 @torch.inference_mode()
 def decode_exactly(
     runner: ModelRunner, row: Row, phase: Phase, session: Callable[[], AbstractContextManager[Session]] | None = None
-) -> Iterator[str]:
+) -> Generator[str]:
     """Feed what is not cached of the prompt of a row (``row_of``), then generate the tokens of dense decoding.
 
     Args:
@@ -145,6 +145,7 @@ def decode_exactly(
                 group.join(row, output.transcript.request)
                 stack.callback(group.leave, row)
                 row.steps = group
+                model.add(group)
             while not output.transcript.done:
                 if row.exact is not None:
                     step_exactly(model, [row], tell)
@@ -168,7 +169,7 @@ def decoding_exactly(cache: SparseCache) -> Iterator[None]:
 @torch.inference_mode()
 def decode_composed(
     runner: ModelRunner, cache: SparseCache, transcript: Transcript, phase: Phase = "prefill"
-) -> Iterator[str]:
+) -> Generator[str]:
     """Feed the tokens of a prompt that are not cached, then generate, with a forward pass for each token."""
     request = transcript.request
     choose = request.sampling.chooser(runner.device)

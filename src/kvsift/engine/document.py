@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -277,7 +277,7 @@ class Document:
         plan, request = cache.run.plan, transcript.request
         reason, exact = runner.composed_reason(plan), exact_decoder(runner, request, plan)
         captured: CapturedDecode | Row | None = None
-        pieces: Iterator[str]
+        pieces: Generator[str]
         if reason is None:
             check_captured([request])
         in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None)
@@ -301,6 +301,7 @@ class Document:
                 path=reason or "", build_s=self._build_s, exact=exact,
             )  # fmt: skip
         finally:
+            pieces.close()  # now, and not in the middle of the next answer
             cache.stats.observer = None
 
     @contextmanager

@@ -185,9 +185,10 @@ class FastPath:
             return kept
         return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
 
-    def over_pool(self, model: Any, cache: SparseCache, max_pages: int) -> Session:
-        """Captured steps over the pool of a cache, which may grow, for rows of so many pages."""
-        capture, steady = self._path != "eager", self.deterministic
+    def over_pool(self, model: Any, cache: SparseCache, max_pages: int, steady: bool) -> Session:
+        """Captured steps over the pool of a cache, which may grow, for rows of so many pages; ``steady``: see
+        ``Session``."""
+        capture = self._path != "eager"
         return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages, steady=steady)
 
     def _step_of(self, model: Any, cache: SparseCache) -> Step:

@@ -80,7 +80,10 @@ class Generation:
             yield from self._captured(indices)
 
     def _groups(self) -> Iterable[list[int]]:
-        """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all."""
+        """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all. With
+        ``deterministic`` each has its own."""
+        if self._runner.deterministic:
+            return [[index] for index in range(len(self._requests))]
         groups: dict[int | None, list[int]] = {}
         for index, request in enumerate(self._requests):
             groups.setdefault(self._runner.rotation(request.length), []).append(index)

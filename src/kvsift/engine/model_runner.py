@@ -171,7 +171,7 @@ class ModelRunner:
         cache = make_drafting_cache(
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
-        cache.run.kv = self.kv
+        cache.run.kv = KVPool(steady=True) if self.kv is None and self.deterministic else self.kv
         cache.pin(self.rotation(reserve if length is None else length))
         return cache
 

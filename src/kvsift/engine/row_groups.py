@@ -27,28 +27,32 @@ class PoolSession:
     Args:
         kv: the pool.
         open_session: returns captured steps for a rule, over the pool of a table and for rows of so many pages.
+        least: pages that there is always room for.
     """
 
-    def __init__(self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session]) -> None:
+    def __init__(
+        self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session], least: int = 1
+    ) -> None:
         self.kv, self._open = kv, open_session
         self.table = PageTable(1, kv)  # of the scratch page
         self._session: Session | None = None
         self._moves = 0
-        self._pages = 1  # of the longest row
+        self._pages = least  # of the longest row
 
     def need(self, num_pages: int) -> None:
         """Make room for a row of so many pages, and soon for twice as many: it is said in powers of two."""
-        self._pages = max(self._pages, 1 << (num_pages - 1).bit_length())
+        if num_pages > self._pages:
+            self._pages = 1 << (num_pages - 1).bit_length()
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:
         """Return slots for at least so many sequences with these rules, all of one method."""
         self._ready(next((rule for rule in rules if rule is not None), None))
         return self._open_session.slots(num_slots, rules)
 
-    def blocks(self, rules: Sequence[Rule | None]) -> Slots:
-        """Return slots of blocks, whose steps write the summaries of these rules."""
+    def blocks(self, number: int, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots of blocks, others for each number, whose steps write the summaries of these rules."""
         self._ready(next((rule for rule in rules if rule is not None), None))
-        return self._open_session.blocks()
+        return self._open_session.blocks(number)
 
     def _ready(self, rule: Rule | None) -> None:
         if not self.holds or not self._session_takes(rule):
@@ -88,6 +92,8 @@ class PoolSession:
     def _session_takes(self, rule: Rule | None) -> bool:
         session = self._open_session
         own = rule_of(session.cache.run.plan)
+        if session.steady and own != rule:
+            return False
         return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
 
 
@@ -184,6 +190,14 @@ class RowGroup(Group[JoinedRow]):
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
         super().__init__(source, rotation)
         self._steps = CapturedRows(source)
+
+    def takes(self, row: Row, rotation: int | None) -> bool:
+        alike = True
+        if self._source.kv.steady:  # slots are made for the budgets that their rows have, and may come to have
+            alike = not self._rows or (
+                not row.plan.is_guarded and all(row.plan.decode == each.plan.decode for each in self._rows)
+            )
+        return alike and super().takes(row, rotation)
 
     @property
     def setup_s(self) -> float:

@@ -29,7 +29,7 @@ from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
-from kvsift.stores.page_table import PageTable
+from kvsift.stores.page_table import SPARE_PAGES, PageTable
 from kvsift.types import LayerShape
 
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
@@ -42,7 +42,7 @@ class RunnerRows:
     page_size = DEFAULT_PAGE_SIZE
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+        self._runner, self.steady = runner, runner.deterministic
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
         self._groups: list[Group[Any]] = []  # of rows that take captured steps
@@ -135,6 +135,10 @@ class RunnerRows:
         if row.steps is None and row.cache is not None:
             row.cache.undo(row.num_cached)
 
+    def add(self, group: Group[Any]) -> None:
+        """Take in a group that somebody else has opened."""
+        self._groups.append(group)
+
     @property
     def setup_s(self) -> float:
         return sum(group.setup_s for group in self._groups)
@@ -158,7 +162,11 @@ class RunnerRows:
         self._groups = [group for group in self._groups if group.serves(kv)]
         group = next((each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)), None)
         if group is None:
-            group = kind(PoolSession(kv, partial(self._open_session, rotation)), rotation)
+            steady = self.steady and kind is RowGroup
+            most = self._runner.directory.max_positions if steady else None
+            least = 1 if most is None else most // self.page_size + SPARE_PAGES
+            source = PoolSession(kv, partial(self._open_session, rotation, steady), least)
+            group = kind(source, rotation)
             self._groups.append(group)
         group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
         row.steps = group
@@ -174,7 +182,9 @@ class RunnerRows:
             return "probabilities are kept"
         return self._runner.composed_reason(row.plan) or (None if row.in_pool else row.no_reuse)
 
-    def _open_session(self, rotation: int | None, rule: Rule | None, table: PageTable, max_pages: int) -> Session:
+    def _open_session(
+        self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
+    ) -> Session:
         """Captured steps over the pool of a table."""
         runner = self._runner
         cache = runner.new_cache(Plan(None, rule), 0)
@@ -182,7 +192,7 @@ class RunnerRows:
         cache.pin(rotation)
         cache.adopt(self._shapes, self._like, 0, False, runner.chunk_size)
         cache.reserve_rows([0])  # and the scratch page
-        return runner.fast_path.over_pool(runner.model, cache, max_pages)
+        return runner.fast_path.over_pool(runner.model, cache, max_pages, steady)
 
     def recall(self, row: Row) -> None:
         row.steps.recall()

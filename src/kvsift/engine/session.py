@@ -45,7 +45,7 @@ class Session:
         self._angles = step.angles(self.max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._slots: dict[tuple[object, ...], Slots] = {}
-        self._blocks: Slots | None = None
+        self._blocks: dict[int, Slots] = {}
         self._held = cache.table.pool
         if max_pages is None:
             self._held.hold(self)
@@ -53,7 +53,7 @@ class Session:
     def forget(self) -> None:
         """Release graphs and pools; this session is of no use afterwards."""
         self._slots.clear()
-        self._blocks = None
+        self._blocks.clear()
         self._made_for = ()
         self._held.let_go(self)
 
@@ -82,13 +82,12 @@ class Session:
             self._slots[key] = Slots(self._step, self._angles, self.cache, every, number, self.max_pages, self._pool)
         return self._slots[key]
 
-    def blocks(self) -> Slots:
-        """Return slots of which each sequence has a block."""
-        if self._blocks is None:
-            self._blocks = Slots(
-                self._step, self._angles, self.cache, [None], BLOCK_ROWS * BLOCK, self.max_pages, self._pool, BLOCK
-            )
-        return self._blocks
+    def blocks(self, number: int) -> Slots:
+        """Return slots of which ``BLOCK_ROWS`` sequences have a block each; others for each number."""
+        if number not in self._blocks:
+            sizes = BLOCK_ROWS * BLOCK, self.max_pages
+            self._blocks[number] = Slots(self._step, self._angles, self.cache, [None], *sizes, self._pool, BLOCK)
+        return self._blocks[number]
 
     def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
         """Return whether a step for so many sequences with these rules is captured."""

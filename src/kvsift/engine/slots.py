@@ -25,7 +25,8 @@ from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
 
-NO_PAGES: Sequence[int] = ()  # of an idle slot
+Pages = Sequence[int] | Tensor
+NO_PAGES: Pages = ()  # of an idle slot
 
 
 class StepKind(NamedTuple):
@@ -45,7 +46,7 @@ class CapturedStep(NamedTuple):
 class Assignment(NamedTuple):
     """A row that takes a slot."""
 
-    pages: Sequence[int]  # of its tokens so far, and of those to come
+    pages: Pages  # of its tokens so far, and of those to come
     length: int  # tokens cached
     token: int  # the next to feed
     sampling: Sampling
@@ -61,11 +62,22 @@ class Assignment(NamedTuple):
 class Block(NamedTuple):
     """Consecutive tokens of a row, which take neighbouring slots."""
 
-    pages: Sequence[int]  # as of ``Assignment``
+    pages: Pages
     length: int  # tokens cached before them
     tokens: Sequence[int]
     sampling: Sampling
     drawn: int  # tokens chosen so far, the first of these included
+
+
+class Feed(NamedTuple):
+    """What a slot feeds in the next step."""
+
+    length: int  # tokens cached
+    token: int
+    sampling: Sampling
+
+
+IDLE = Feed(1, 0, Sampling())
 
 
 class SlotBatch(DecodeBatch):
@@ -111,7 +123,7 @@ class Slots:
         self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
         self._scratch = cache.table.reserve_scratch()
         self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
-        self._placed: list[Sequence[int]] = [NO_PAGES] * num_slots  # in the table
+        self._placed: list[Pages] = [NO_PAGES] * num_slots  # in the table
         self.batch = SlotBatch(self._table, page_size, rules, block)
         self.results = torch.zeros(1 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
         self.tokens = self.results[0]
@@ -168,48 +180,44 @@ class Slots:
         for slot in range(self.num_slots):
             self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
         noise = [_noise(row.sampling, row.drawn, steps) for row in rows] + [_noise(Sampling(), 0, steps)] * free
-        self._feed(
-            [row.length for row in rows], [row.token for row in rows], [row.sampling for row in rows],
-            torch.stack(noise, 1),
-        )  # fmt: skip
+        feeds = [Feed(row.length, row.token, row.sampling) for row in rows]
+        self._feed([*feeds, *[IDLE] * free], torch.stack(noise, 1))
 
     @torch.inference_mode()
-    def assign_blocks(self, blocks: Sequence[Block]) -> None:
-        """Assign neighbouring slots to the tokens of each block, for one step; the other slots are idle.
+    def assign_blocks(self, blocks: Mapping[int, Block]) -> None:
+        """Assign neighbouring slots to the tokens of each block, by its place, for one step; the others are idle.
 
         What is missing to a whole block repeats its last token at the same place, which changes nothing.
         """
-        size, lengths, tokens, samplings, noise = self.batch.block, list[int](), list[int](), list[Sampling](), []
-        for slot in range(self.num_slots):
-            self._place(slot, blocks[slot // size].pages if slot < size * len(blocks) else NO_PAGES)
-        for block in blocks:
+        size = self.batch.block
+        feeds, noise = [IDLE] * self.num_slots, torch.zeros(1, self.num_slots, dtype=torch.int64)
+        for number in range(self.num_slots // size):
+            block, first = blocks.get(number), number * size
+            for slot in range(first, first + size):
+                self._place(slot, NO_PAGES if block is None else block.pages)
+            if block is None:
+                continue
             count, drawn = len(block.tokens), _noise(block.sampling, block.drawn, size)
-            for place in [*range(count), *[count - 1] * (size - count)]:
-                lengths.append(block.length + place)
-                tokens.append(block.tokens[place])
-                samplings.append(block.sampling)
-                noise.append(drawn[place])
-        idle = [torch.zeros((), dtype=torch.int64)] * (self.num_slots - len(noise))
-        self._feed(lengths, tokens, samplings, torch.stack([*noise, *idle]).unsqueeze(0))
+            for slot, place in enumerate([*range(count), *[count - 1] * (size - count)], first):
+                feeds[slot] = Feed(block.length + place, block.tokens[place], block.sampling)
+                noise[0, slot] = drawn[place]
+        self._feed(feeds, noise)
 
-    def _place(self, slot: int, pages: Sequence[int]) -> None:
+    def _place(self, slot: int, pages: Pages) -> None:
         """Write the pages of a slot into the table, unless they are there."""
         if pages is not self._placed[slot]:
             held = pages[: self._table.shape[1]]
             self._table[slot].fill_(self._scratch)
-            self._table[slot, : len(held)] = torch.tensor(held, dtype=torch.int32)
+            self._table[slot, : len(held)] = held if isinstance(held, Tensor) else torch.tensor(held, dtype=torch.int32)
             self._placed[slot] = pages
 
-    def _feed(
-        self, lengths: Sequence[int], tokens: Sequence[int], samplings: Sequence[Sampling], noise: Tensor
-    ) -> None:  # fmt: skip
-        """Set what the first slots feed; the others are idle. noise: int64 [steps, slots]."""
-        free = self.num_slots - len(tokens)
-        self.batch.lengths.copy_(torch.tensor([*lengths, *[1] * free]))
-        self.batch.idle.copy_(torch.tensor([0] * len(tokens) + [1] * free))
+    def _feed(self, feeds: Sequence[Feed], noise: Tensor) -> None:
+        """Set what each slot feeds. noise: int64 [steps, slots]."""
+        self.batch.lengths.copy_(torch.tensor([feed.length for feed in feeds]))
+        self.batch.idle.copy_(torch.tensor([feed is IDLE for feed in feeds], dtype=torch.int32))
         self.results.zero_()
-        self.tokens.copy_(torch.tensor([*tokens, *[0] * free]))
-        knobs = [(sampling.temperature, sampling.top_p) for sampling in samplings] + [(0.0, 1.0)] * free
+        self.tokens.copy_(torch.tensor([feed.token for feed in feeds]))
+        knobs = [(feed.sampling.temperature, feed.sampling.top_p) for feed in feeds]
         self._knobs.copy_(torch.tensor(knobs, dtype=torch.float64).T)
         self._noise = noise.to(self.tokens.device)
 

@@ -117,10 +117,12 @@ class KVPool:
     Attributes:
         pages: which pages are free.
         layers: by true layer index.
+        steady: what is attended must not depend, in any bit, on where its pages lie.
     """
 
     pages: PagePool = field(default_factory=PagePool)
     layers: dict[int, LayerPool] = field(default_factory=dict)
+    steady: bool = False
 
     @classmethod
     def of_size(cls, num_pages: int) -> KVPool:

@@ -74,7 +74,9 @@ class RowReader:
         return self._pool.values.flatten(1, 2)[:, self.slots(start, stop)]
 
     def consecutive(self, stop: int) -> list[tuple[int, int]]:
-        """Positions 0 to stop, cut where one page is not behind the other in the pool."""
+        """Positions 0 to stop, cut where one page is not behind the other in the pool; never cut in a steady one."""
+        if self._table.kv.steady:
+            return [(0, stop)]
         stops = accumulate((run.num_pages * self.page_size for run in self._table.runs(self._row)), initial=0)
         return [(start, min(end, stop)) for start, end in pairwise(stops) if start < stop]
 

@@ -63,13 +63,16 @@ class ExactDecoder:
     def __init__(self, ids: Sequence[int], pace: Pace, drafts: bool = True, repeats: bool = True) -> None:
         self._pace, self._drafts = pace, drafts
         self._repeats = Repeats(ids) if repeats else None
+        self._is_known = False  # the last token is among ``_repeats``
         self.report = ExactReport()
 
     def propose(self, token: int, most: int) -> Proposal:
         """Decide what is verified with the last token that was chosen: ``most`` tokens after it."""
         length, repeated = 0, list[int]()
         if self._repeats is not None:
-            self._repeats.extend([token])
+            if not self._is_known:  # else the step after its proposal has failed, and is taken again
+                self._repeats.extend([token])
+            self._is_known = True
             length, repeated = self._repeats.find(most)
         choice = self._pace.choose(length, len(repeated), max(most, 0) if self._drafts else 0)
         return Proposal(repeated[: choice.tokens], length) if choice.is_repeat else Proposal(drafts=choice.tokens)
@@ -90,3 +93,4 @@ class ExactDecoder:
         report.is_paused = pace.measured.is_paused
         if self._repeats is not None:
             self._repeats.extend(proposal.tokens[:accepted])
+            self._is_known = False

@@ -61,7 +61,8 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
         proposals |= {row: proposals[row]._replace(tokens=tokens) for row, tokens in zip(drafting, drafted)}
     verifying = perf_counter() - model.setup_s
     every = model.verify(rows, [[row.token, *proposals[row].tokens] for row in rows])
-    draft_s, verify_s = verifying - started, perf_counter() - model.setup_s - verifying
+    longest = max((len(proposals[row].tokens) for row in drafting), default=1)  # all rows draft at once
+    draft_s, verify_s = (verifying - started) / longest, perf_counter() - model.setup_s - verifying
     for row, logits_of_row in zip(rows, every):
         proposal, accepted, token = proposals[row], 0, None
         for logits, proposed in zip(logits_of_row, [*proposal.tokens, None]):
@@ -71,6 +72,7 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
                 break
             accepted += 1
         assert row.exact is not None
-        row.exact.learn(proposal, accepted, draft_s, verify_s, token is not None and accepted < len(proposal.tokens))
+        is_wrong = token is not None and accepted < len(proposal.tokens)
+        row.exact.learn(proposal, accepted, draft_s * len(proposal.tokens), verify_s, is_wrong)
         if token is not None:
             model.undo(row)
