@@ -9,6 +9,8 @@ import pytest
 from engine.apart import SIZES
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
+from kvsift.batching.exact.pace import Amount, Pace
+
 
 @pytest.fixture(scope="module", autouse=True)
 def on_the_cpu() -> Iterator[None]:
@@ -41,3 +43,20 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model for keys and values that lie apart from it (``engine.apart``)."""
     return write_model(tmp_path_factory.mktemp("wide"), **SIZES)
+
+
+@pytest.fixture
+def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of all lengths, whether they pay or not."""
+    lengths: Iterator[int] = iter(())
+
+    def choose(self: Pace, repeat: int, repeated: int, most: int) -> Amount:
+        nonlocal lengths
+        try:
+            wanted = next(lengths)
+        except StopIteration:
+            lengths = iter((3, 0, 7, 1, 5, 2))
+            return Amount(0.0, min(4, repeated), True) if repeated else Amount(0.0)
+        return Amount(0.0, min(wanted, most))
+
+    monkeypatch.setattr(Pace, "choose", choose)

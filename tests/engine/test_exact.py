@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from engine.tiny_directory import text_of, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling, native
-from kvsift.batching.exact.pace import Amount, Pace
 from kvsift.engine.result import Answer
 
 SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
@@ -30,24 +29,10 @@ SAMPLINGS = [None, Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
 PROMPT = text_of(450)
 NEW = 24
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="verification needs the compiled core")
-
-
-@pytest.fixture(autouse=True)
-def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of all lengths, whether they pay or not."""
-    lengths: Iterator[int] = iter(())
-
-    def choose(self: Pace, repeat: int, repeated: int, most: int) -> Amount:
-        nonlocal lengths
-        try:
-            wanted = next(lengths)
-        except StopIteration:
-            lengths = iter((3, 0, 7, 1, 5, 2))
-            return Amount(0.0, min(4, repeated), True) if repeated else Amount(0.0)
-        return Amount(0.0, min(wanted, most))
-
-    monkeypatch.setattr(Pace, "choose", choose)
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason="verification needs the compiled core"),
+    pytest.mark.usefixtures("eager_pace"),
+]
 
 
 @pytest.fixture(scope="module", params=["Qwen3-bfloat16", "Qwen3-float32", "Qwen2-bfloat16"])

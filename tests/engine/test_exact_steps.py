@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from time import sleep
 
@@ -13,7 +12,6 @@ from engine.loop_rows import GRID, new_row, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.batching.exact.pace import Amount, Pace
 from kvsift.batching.row import Row
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.result import Answer
@@ -37,22 +35,12 @@ PATHS = [
     ),
 ]
 
+pytestmark = pytest.mark.usefixtures("eager_pace")
 
-@pytest.fixture(autouse=True)
-def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts of all lengths, whether they pay or not."""
-    lengths: Iterator[int] = iter(())
 
-    def choose(self: Pace, repeat: int, repeated: int, most: int) -> Amount:
-        nonlocal lengths
-        try:
-            wanted = next(lengths)
-        except StopIteration:
-            lengths = iter((3, 0, 7, 1, 5, 2))
-            return Amount(0.0, min(4, repeated), True) if repeated else Amount(0.0)
-        return Amount(0.0, min(wanted, most))
-
-    monkeypatch.setattr(Pace, "choose", choose)
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> None:
+    """Not here."""
 
 
 def open_llm(directory: Path, path: str, **options: object) -> LLM:
@@ -163,7 +151,7 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
 
     def slow(slots: Slots, kind: StepKind) -> None:
         if not slots.captured(kind):
-            sleep(0.5)
+            sleep(1.0)
         prepare(slots, kind)
 
     monkeypatch.setattr(Slots, "prepare", slow)
@@ -173,8 +161,8 @@ def test_time_of_captures_is_no_time_of_a_token(llm: LLM, monkeypatch: pytest.Mo
         other.read(text_of(300)).ask("What grinds?", plan=PLANS[1], exact=True, max_new_tokens=NEW, stop=None),
     ):
         assert answer.exact is not None
-        assert answer.setup_s > 0.9
-        assert max(answer.itl_s) < 0.45
+        assert answer.setup_s > 1.9
+        assert max(answer.itl_s) < 0.95
 
 
 def test_counters_tell_drafts_and_verifications(llm: LLM) -> None:

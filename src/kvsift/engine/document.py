@@ -280,7 +280,7 @@ class Document:
         pieces: Generator[str]
         if reason is None:
             check_captured([request])
-        in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None)
+        in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None, runner.model)
         if in_blocks or exact is not None:
             row = row_of(runner, cache, transcript, exact)
             captured = row if in_blocks else None

@@ -108,9 +108,10 @@ class FastPath:
             return self._path == "captured"  # which is refused
         return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
 
-    def takes_blocks(self, plan: Plan, exact: bool) -> bool:
+    def takes_blocks(self, plan: Plan, exact: bool, model: Any) -> bool:
         """Whether rows of a plan take steps of blocks (``engine.block_groups``), where they take captured ones."""
-        return self.enabled and self.deterministic and (exact or rule_of(plan) is None)
+        asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
+        return asked and DecoderStep.reason_against(model) is None
 
     def composed_reason(self, plan: Plan, model: Any) -> str | None:
         """Why decode steps are composed; None: they are captured.

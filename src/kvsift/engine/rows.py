@@ -158,7 +158,7 @@ class RunnerRows:
         if row.composed:
             return
         rotation, kv = row.cache.rotation, row.cache.table.kv
-        kind = BlockGroup if self._runner.fast_path.takes_blocks(row.plan, row.exact is not None) else RowGroup
+        kind = BlockGroup if self._takes_blocks(row) else RowGroup
         self._groups = [group for group in self._groups if group.serves(kv)]
         group = next((each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)), None)
         if group is None:
@@ -171,12 +171,15 @@ class RunnerRows:
         group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
         row.steps = group
 
+    def _takes_blocks(self, row: Row) -> bool:
+        return self._runner.fast_path.takes_blocks(row.plan, row.exact is not None, self._runner.model)
+
     def _composed_reason(self, row: Row) -> str | None:
         """Why the steps of a row are composed; None: they are captured."""
         transcript = getattr(row.output, "transcript", None)
         if row.observer is not None:
             return "what is selected is recorded"
-        if row.exact is not None and not self._runner.fast_path.takes_blocks(row.plan, True):
+        if row.exact is not None and not self._takes_blocks(row):
             return "drafts are verified"
         if transcript is None or transcript.request.logprobs is not None:
             return "probabilities are kept"
