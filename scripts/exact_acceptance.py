@@ -74,7 +74,7 @@ class Texts:
         return Document(self._llm, ids, lambda question: ids, parse_plan("dense"))
 
 
-def measure(llm: LLM, tokens: int, tasks: Sequence[str]) -> Iterator[dict[str, Any]]:
+def measure(llm: LLM, tokens: int, tasks: Sequence[str], plans: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Counts of each task under each plan."""
     budget = int(SHARE * tokens)
     for task, cases in groupby(Texts(llm, tokens, tasks).cases(), lambda case: case[0]):
@@ -84,7 +84,7 @@ def measure(llm: LLM, tokens: int, tasks: Sequence[str]) -> Iterator[dict[str, A
             for prompt, options in asked:
                 with patch.object(LLM, "_end_ids", lambda runner, ends=ends: ends), repeats_first():
                     dense = document.go_on(prompt, plan="dense", **options)
-                    for plan in PLANS:
+                    for plan in plans:
                         spec = f"{plan}:budget={budget}:dense_layers=none"
                         answer = document.go_on(prompt, plan=spec, exact=True, **options)
                         assert answer.token_ids == dense.token_ids, f"{task}, {tokens} tokens, {spec}: not exact"
@@ -99,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
     parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--plans", nargs="+", default=PLANS, help="without a budget")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--out", type=Path, default=Path("results/exact-acceptance-cpu.json"))
     options = parser.parse_args()
@@ -109,7 +110,7 @@ def main() -> None:
         "share": SHARE, "drafts": DRAFTS, "cases": [],
     }  # fmt: skip
     for tokens in options.lengths:
-        for case in measure(llm, tokens, options.tasks):
+        for case in measure(llm, tokens, options.tasks, options.plans):
             tried = case["drafts_accepted"] + case["drafts_wrong"]
             print(case, f"{case['drafts_accepted'] / tried:.3f}" if tried else "-", flush=True)
             result["cases"].append(case)

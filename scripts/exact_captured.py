@@ -27,8 +27,11 @@ from chats import Chats, Timed, digits, gpu_llm
 from torch import Tensor
 
 from kvsift import LLM
+from kvsift.batching.exact.decoder import Proposal
+from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.benchmarks import machine
+from kvsift.benchmarks.decode_case import with_anchors
 from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.provenance import versions_and_machine
@@ -39,6 +42,7 @@ from kvsift.plan.syntax import parse_plan
 
 CONTEXTS = ["32768x1", "131072x1", "131072x4", "524288x1"]
 PLANS = ["quest:budget=2048:dense_layers=none", "sketch:budget=1024:dense_layers=none"]
+ANCHORS = 6  # layers that select, in a last plan
 ACCEPTED = [0.90, 0.94, 0.97]
 
 
@@ -51,22 +55,22 @@ class Rate:
 
 @contextmanager
 def imposed_acceptance() -> Iterator[None]:
-    """Tokens of a verification are those that were proposed, up to the first that is refused."""
-    verify = BlockGroup.verify
+    """What follows is what was proposed, up to the first draft that is refused."""
+    check = BlockGroup.check
 
-    def imposed(group: BlockGroup, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
-        every = verify(group, rows, tokens)
+    def imposed(group: BlockGroup, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
+        checked = check(group, rows, proposals)
         if Rate.share is None:
-            return every
-        for chosen, fed in zip(every, tokens):
-            for place, proposed in enumerate(fed[1:]):
+            return checked
+        for chosen, proposed in zip(checked.following, checked.proposed):
+            for place, token in enumerate(proposed):
                 accepted = Rate.random.random() < Rate.share
-                chosen[place] = proposed if accepted else (proposed + 1) % 4096
+                chosen[place] = token if accepted else (token + 1) % 4096  # type: ignore[index]
                 if not accepted:
                     break
-        return every
+        return checked
 
-    with patch.object(BlockGroup, "verify", imposed):
+    with patch.object(BlockGroup, "check", imposed):
         yield
 
 
@@ -107,7 +111,7 @@ class Bench:
 
     def measure(self, plan: str, new: int, steady: bool, exact: bool) -> dict[str, Any]:
         """Seconds per token of a row, once all have their first."""
-        self._llm.fast_path.deterministic = steady
+        self._llm.fast_path.deterministic = self._llm.loop._model.steady = steady
         rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
         self._wait(rows, 2)
         begun, started = [len(row.output.times) for row in rows], perf_counter()
@@ -149,6 +153,8 @@ def main() -> None:
         else:
             llm = gpu_llm(Path(folder), **how)
         llm.load()
+        anchored = with_anchors(parse_plan(PLANS[-1]), llm.model, ANCHORS, Path(folder) / "anchors.json")
+        plans = [*options.plans, str(anchored)]
         result: dict[str, Any] = {"kind": "exact", **versions_and_machine(llm.device), "cases": []}
         result |= {} if options.embedded else machine.gpu_environment(None)
         for context in options.contexts:
@@ -159,8 +165,8 @@ def main() -> None:
                 ("dense, deterministic", {"plan": "dense", "steady": True, "exact": False}),
             ]
             runs += [
-                (f"{plan} {share}", {"plan": plan, "steady": True, "exact": True, "share": share})
-                for plan in options.plans
+                (f"{plan} {share}".replace(folder, ""), {"plan": plan, "steady": True, "exact": True, "share": share})
+                for plan in plans
                 for share in options.accepted
             ]
             found: dict[str, list[Any]] = {name: [] for name, _ in runs}

@@ -12,7 +12,9 @@ from engine.loop_rows import GRID, new_row, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, Sampling
+from kvsift.batching.exact.pace import Amount, Pace
 from kvsift.batching.row import Row
+from kvsift.engine import block_groups
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.result import Answer
 from kvsift.engine.slots import Slots, StepKind
@@ -117,6 +119,45 @@ def test_rows_of_all_kinds_join_and_leave(llm: LLM) -> None:
             assert row.finish_reason == "cancelled" or len(tokens(row)) == len(expected[number])
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
+    llm: LLM, exact: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pace, "choose", lambda *_: Amount(0.0))
+    launched: list[int] = []
+    run = Slots.run
+
+    def watched(slots: Slots, kind: StepKind, number: int) -> object:
+        launched.append(number)
+        return run(slots, kind, number)
+
+    def answer(num_tokens: int, others: tuple[int, ...]) -> list[int]:
+        row = new_row(llm, text_of(300), PLANS[1], num_tokens, SAMPLINGS[2])
+        row.plan, row.exact = parse_plan(PLANS[1] if exact else "dense"), None
+        if exact:
+            row.exact = exact_decoder(llm, Request(row.ids, num_tokens, SAMPLINGS[2], exact=True), row.plan)
+        take = row.output.take
+
+        def chosen(logits: object, probe_s: float) -> tuple[int, str]:
+            token, reason = take(logits, probe_s)  # type: ignore[arg-type]
+            return (token + 1 if len(tokens(row)) in others else token), reason
+
+        row.output.take = chosen  # type: ignore[method-assign, assignment]
+        llm.loop.submit(row)
+        take_steps(llm, [row])
+        assert row.error is None
+        return tokens(row)
+
+    monkeypatch.setattr(Slots, "run", watched)
+    answers = [answer(40, others) for others in ((), (4, 5, 17, 30))]
+    assert {1, 2, 3} < set(launched)
+    monkeypatch.setattr(block_groups, "PLAIN_STEPS", 1)
+    launched.clear()
+    assert [answer(40, others) for others in ((), (4, 5, 17, 30))] == answers
+    assert set(launched) == {0}
+    assert answers[0] != answers[1]
+
+
 def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
     """Budgets decide how lists are cut, and with it the bits."""
     plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]
@@ -216,7 +257,7 @@ def test_what_was_read_before_changes_no_bit(llm: LLM) -> None:
     [
         ({"deterministic": False}, {"plan": PLANS[0]}, "deterministic=True"),
         ({}, {"plan": PLANS[0], "logprobs": 2}, "keep no probabilities"),
-        ({}, {"plan": f"verify:{SMALL}"}, "captured steps"),
+        ({}, {"plan": f"verify:{SMALL}"}, "captured"),
         ({}, {"plan": f"quest:{SMALL}:page_size=8"}, "pages have 8 tokens"),
         ({}, {"plan": f"prefill=quoka:{SMALL}"}, "rule of prefill"),
     ],

@@ -79,7 +79,8 @@ def with_anchors(plan: Plan, model: Any, count: int, path: Path) -> Plan:
     assert origin is not None
     dense = plan.decode.budget.dense_layers
     layers = [layer for layer in range(config.num_hidden_layers) if layer not in dense]
-    anchors = [layers[number * len(layers) // count] for number in range(min(count, len(layers)))]
+    count = min(count, len(layers))
+    anchors = [layers[number * len(layers) // count] for number in range(count)]
     heads = tuple(reversed(range(config.num_key_value_heads)))
     reuse = {
         layer: Reuse(max(anchor for anchor in anchors if anchor < layer), heads, 1.0)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.batching.exact.step import Logits
+from kvsift.batching.exact.decoder import Proposal
+from kvsift.batching.exact.step import Checked
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
 from kvsift.batching.sharing import can_undo
@@ -105,10 +106,18 @@ class RunnerRows:
     def most_verified(self, row: Row) -> int:
         return MAX_SEQUENCES if row.steps is None else row.steps.most_verified(row)
 
-    def draft(self, rows: Sequence[Row], counts: Sequence[int]) -> Sequence[Sequence[int]]:
+    def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
         if rows[0].steps is not None:
-            return rows[0].steps.draft(rows, counts)
-        return [self._drafts(row, count) for row, count in zip(rows, counts)]
+            checked: Checked = rows[0].steps.check(rows, proposals)
+            return checked
+        started = perf_counter()
+        proposed = [
+            self._drafts(row, proposal.drafts) if proposal.drafts else proposal.tokens
+            for row, proposal in zip(rows, proposals)
+        ]
+        drafted = perf_counter()
+        following = [self._verify(row, tokens) for row, tokens in zip(rows, proposed)]
+        return Checked(proposed, following, drafted - started, perf_counter() - drafted)
 
     def _drafts(self, row: Row, count: int) -> list[int]:
         cache, token, drafts = row.cache, row.token, list[int]()
@@ -123,13 +132,11 @@ class RunnerRows:
             cache.undo(row.num_cached)
         return drafts
 
-    def verify(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Sequence[Sequence[Logits]]:
-        if rows[0].steps is not None:
-            return rows[0].steps.verify(rows, tokens)
+    def _verify(self, row: Row, tokens: Sequence[int]) -> Sequence[Tensor]:
         fused = self._fused()
         assert fused is not None, "models without a fused pass decode no row exactly"
-        caches = [row.cache for row in rows if row.cache is not None]
-        return [list(fused.verify(torch.tensor(each), cache)) for cache, each in zip(caches, tokens)]
+        assert row.cache is not None
+        return list(fused.verify(torch.tensor([row.token, *tokens]), row.cache))
 
     def undo(self, row: Row) -> None:
         if row.steps is None and row.cache is not None:
@@ -138,10 +145,6 @@ class RunnerRows:
     def add(self, group: Group[Any]) -> None:
         """Take in a group that somebody else has opened."""
         self._groups.append(group)
-
-    @property
-    def setup_s(self) -> float:
-        return sum(group.setup_s for group in self._groups)
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         for row in rows:

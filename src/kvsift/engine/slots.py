@@ -87,7 +87,8 @@ class SlotBatch(DecodeBatch):
         unit_size = unit_size_of(rules, page_size)
         super().__init__(table, [1] * len(table), page_size, [None] * len(table), unit_size=unit_size, block=block)
         self.capacity = self.need([None if rule is None else rule.budget for rule in rules])
-        self.idle = torch.ones_like(self.lengths)
+        self.state = torch.ones(2, len(table), dtype=torch.int32, device=table.device)
+        self.lengths, self.idle = self.state
 
     def advance(self) -> None:
         self.lengths.sub_(self.idle)
@@ -136,8 +137,10 @@ class Slots:
         self._summaries = [attention.store.pools().summaries for attention in attentions]
         self._knobs = torch.zeros(2, num_slots, dtype=torch.float64, device=device)  # temperature, top_p
         self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
-        self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of the steps to come
+        self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
         self._captured: dict[StepKind, CapturedStep] = {}
+        self._ruled: tuple[object, object] | None = None  # budgets, and lengths below which rows are dense, as they are
+        self._known_knobs: list[tuple[float, float]] = []  # on the device
 
     @property
     def num_slots(self) -> int:
@@ -179,29 +182,41 @@ class Slots:
         self._assign_rules(rows, free)
         for slot in range(self.num_slots):
             self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
-        noise = [_noise(row.sampling, row.drawn, steps) for row in rows] + [_noise(Sampling(), 0, steps)] * free
         feeds = [Feed(row.length, row.token, row.sampling) for row in rows]
-        self._feed([*feeds, *[IDLE] * free], torch.stack(noise, 1))
+        noise = torch.zeros(steps, self.num_slots, dtype=torch.int64) if _any_drawn(feeds) else None
+        if noise is not None:
+            for slot, row in enumerate(rows):
+                noise[:, slot] = _noise(row.sampling, row.drawn, steps)
+        self._feed([*feeds, *[IDLE] * free], noise)
 
     @torch.inference_mode()
-    def assign_blocks(self, blocks: Mapping[int, Block]) -> None:
-        """Assign neighbouring slots to the tokens of each block, by its place, for one step; the others are idle.
+    def assign_blocks(self, blocks: Mapping[int, Block], steps: int = 1, drafted: Tensor | None = None) -> None:
+        """Assign neighbouring slots to the tokens of each block, by its place; the others are idle.
 
         What is missing to a whole block repeats its last token at the same place, which changes nothing.
+
+        Args:
+            blocks: by place.
+            steps: more than one if each block has one token: each later step feeds the token that the one before has
+                chosen.
+            drafted: int64 [number], tokens on the device; ``drafts_at`` of a place there may stand for a token.
         """
-        size = self.batch.block
-        feeds, noise = [IDLE] * self.num_slots, torch.zeros(1, self.num_slots, dtype=torch.int64)
+        size, feeds = self.batch.block, [IDLE] * self.num_slots
+        drawn = torch.zeros(steps, self.num_slots, dtype=torch.int64)
         for number in range(self.num_slots // size):
             block, first = blocks.get(number), number * size
             for slot in range(first, first + size):
                 self._place(slot, NO_PAGES if block is None else block.pages)
             if block is None:
                 continue
-            count, drawn = len(block.tokens), _noise(block.sampling, block.drawn, size)
-            for slot, place in enumerate([*range(count), *[count - 1] * (size - count)], first):
+            last, noise = len(block.tokens) - 1, None
+            if block.sampling.temperature > 0:
+                noise = _noise(block.sampling, block.drawn, last + steps)
+            for slot, place in enumerate([*range(last), *[last] * (size - last)], first):
                 feeds[slot] = Feed(block.length + place, block.tokens[place], block.sampling)
-                noise[0, slot] = drawn[place]
-        self._feed(feeds, noise)
+                if noise is not None:
+                    drawn[:, slot] = noise[place : place + steps]
+        self._feed(feeds, drawn if _any_drawn(feeds) else None, drafted)
 
     def _place(self, slot: int, pages: Pages) -> None:
         """Write the pages of a slot into the table, unless they are there."""
@@ -211,26 +226,47 @@ class Slots:
             self._table[slot, : len(held)] = held if isinstance(held, Tensor) else torch.tensor(held, dtype=torch.int32)
             self._placed[slot] = pages
 
-    def _feed(self, feeds: Sequence[Feed], noise: Tensor) -> None:
-        """Set what each slot feeds. noise: int64 [steps, slots]."""
-        self.batch.lengths.copy_(torch.tensor([feed.length for feed in feeds]))
-        self.batch.idle.copy_(torch.tensor([feed is IDLE for feed in feeds], dtype=torch.int32))
+    def _feed(self, feeds: Sequence[Feed], noise: Tensor | None, drafted: Tensor | None = None) -> None:
+        """Set what each slot feeds, without waiting for the device and in few launches, since it waits meanwhile.
+
+        Args:
+            feeds: of each slot.
+            noise: int64 [steps, slots]; None where no token is drawn.
+            drafted: int64, tokens on the device.
+        """
+        others = 0 if drafted is None else len(drafted)
+        numbers = torch.tensor([
+            [feed.length for feed in feeds],
+            [feed is IDLE for feed in feeds],
+            [max(feed.token, 0) for feed in feeds],
+            [drafts_at(feed.token) if feed.token < 0 else others + slot for slot, feed in enumerate(feeds)],
+        ])  # fmt: skip
+        fed = _uploaded(numbers if noise is None else torch.cat([numbers, noise]), self.tokens.device)
+        self.batch.state.copy_(fed[:2])
         self.results.zero_()
-        self.tokens.copy_(torch.tensor([feed.token for feed in feeds]))
+        if drafted is None:
+            self.tokens.copy_(fed[2])
+        else:
+            torch.index_select(torch.cat([drafted, fed[2]]), 0, fed[3], out=self.tokens)
+        self._noise = fed[4:]
         knobs = [(feed.sampling.temperature, feed.sampling.top_p) for feed in feeds]
-        self._knobs.copy_(torch.tensor(knobs, dtype=torch.float64).T)
-        self._noise = noise.to(self.tokens.device)
+        if knobs != self._known_knobs:
+            self._knobs.copy_(_uploaded(torch.tensor(knobs, dtype=torch.float64), self.tokens.device).T)
+            self._known_knobs = knobs
 
     def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
         budgets = [None if row.rule is None else row.rule.budget for row in rows]
-        need = self.batch.need(budgets)
-        assert need <= self.batch.capacity, "lists are too short for these budgets: pass their rules to Slots"
-        self.batch.set_budgets(budgets + [None] * free)
         below = [
             [min(ALWAYS, row.dense_below_in(layer.shape.layer)) for row in rows] + [ALWAYS] * free
             for layer in self.layers
         ]
+        if (budgets, below) == self._ruled:
+            return
+        need = self.batch.need(budgets)
+        assert need <= self.batch.capacity, "lists are too short for these budgets: pass their rules to Slots"
+        self.batch.set_budgets(budgets + [None] * free)
         self._dense_below.copy_(torch.tensor(below, dtype=torch.int32))
+        self._ruled = budgets, below
 
     @torch.inference_mode()
     def release(self, slot: int) -> None:
@@ -243,7 +279,7 @@ class Slots:
     def run(self, kind: StepKind, number: int) -> CapturedStep:
         """Launch a step, the ``number``-th since rows were assigned; ``tokens`` are then the next ones."""
         captured = self._captured[kind]
-        if kind.sampled:
+        if kind.sampled and len(self._noise):  # else nobody draws
             self._drawn.copy_(self._noise[number])
         queries: list[Tensor] = []
         with on_device(self.tokens.device):
@@ -273,6 +309,19 @@ class Slots:
             for kind, rows in summaries.items():
                 if kind in SKETCHES or row_twin(kind) is not None:  # drafts go without others
                     summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+
+
+def drafts_at(place: Any) -> Any:
+    """Return the number that stands for a draft that is still on the device, or the place of such a number."""
+    return -1 - place
+
+
+def _uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
+
+def _any_drawn(feeds: Sequence[Feed]) -> bool:
+    return any(feed.sampling.temperature > 0 for feed in feeds)
 
 
 def _noise(sampling: Sampling, drawn: int, steps: int) -> Tensor:

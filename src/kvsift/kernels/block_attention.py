@@ -19,8 +19,9 @@ MOST_STAGED = 8192  # numbers of the queries of a block: beside more, shared mem
 
 
 def block_attention(
-    queries: Tensor, kv: PagedKV, size: int, *, scale: float, softcap: float | None = None, parts: Tensor | None = None
-) -> Tensor:
+    queries: Tensor, kv: PagedKV, size: int, *, scale: float, softcap: float | None = None,
+    parts: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
     """Return attention of blocks of ``size`` tokens, a power of two.
 
     Args:
@@ -31,17 +32,19 @@ def block_attention(
         scale: factor of q.k.
         softcap: logit = softcap * tanh(logit / softcap).
         parts: ``new_parts``, kept between launches (CUDA graphs); made here by default.
+        pdl: launch while the kernel before still runs (Hopper and later).
 
     Returns:
         [num_blocks * size, num_query_heads, head_dim] in the dtype of ``queries``.
     """
     run = block_attention_triton if runs_on_triton(queries) else block_attention_reference
-    return run(queries, kv, size, scale=scale, softcap=softcap, parts=parts)
+    return run(queries, kv, size, scale=scale, softcap=softcap, parts=parts, pdl=pdl)
 
 
 def block_attention_reference(
-    queries: Tensor, kv: PagedKV, size: int, *, scale: float, softcap: float | None = None, parts: Tensor | None = None
-) -> Tensor:
+    queries: Tensor, kv: PagedKV, size: int, *, scale: float, softcap: float | None = None,
+    parts: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
     output, kv = torch.empty_like(queries), kv._replace(table=kv.table[::size].repeat_interleave(size, 0))
     for row in range(kv.batch):
         mask = torch.ones(kv.num_kv_heads, int(kv.lengths[row]), dtype=torch.bool, device=queries.device)
@@ -72,56 +75,78 @@ def _tile_pages(kv: PagedKV) -> int:
 
 
 def block_attention_triton(
-    queries: Tensor, kv: PagedKV, size: int, *, scale: float, softcap: float | None = None, parts: Tensor | None = None
-) -> Tensor:
-    heads, dim = kv.num_kv_heads, kv.head_dim
+    queries: Tensor, kv: PagedKV, size: int, *, scale: float, softcap: float | None = None,
+    parts: Tensor | None = None, pdl: bool = False,
+) -> Tensor:  # fmt: skip
+    heads, dim, blocks = kv.num_kv_heads, kv.head_dim, len(queries) // size
     parts = new_parts(kv, size, queries.shape[1]) if parts is None else parts
-    by_head = queries.reshape(-1, size, heads, queries.shape[1] // heads, dim).transpose(1, 2).contiguous()
-    output, group = torch.empty_like(by_head), size * queries.shape[1] // heads
+    queries = queries.contiguous()
+    output, group = torch.empty_like(queries), size * queries.shape[1] // heads
     splits, record, padded = *parts.shape[1:], max(16, power_of_two(group))
-    sizes = {"G": group, "D": dim, "DP": power_of_two(dim), "SPLITS": splits, "RECORD": record}
-    _attend_kernel[len(by_head) * heads, splits](
-        by_head, kv.keys, kv.values, kv.table, kv.lengths, parts, *attention_strides(kv), kv.table.stride(0), heads,
-        *logit_factors(scale, softcap), **sizes, GP=padded, PAGE=kv.page_size,
-        TILE=_tile_pages(kv), SIZE=size, CAPPED=softcap is not None,
+    sizes = {"G": group, "D": dim, "DP": power_of_two(dim), "SPLITS": splits, "RECORD": record, "SIZE": size}
+    sizes |= {"PAGE": kv.page_size, "TILE": _tile_pages(kv), "PDL": pdl, **({"launch_pdl": True} if pdl else {})}
+    _attend_kernel[blocks * heads, splits](
+        queries, kv.keys, kv.values, kv.table, kv.lengths, parts, *attention_strides(kv), kv.table.stride(0), heads,
+        *logit_factors(scale, softcap), **sizes, GP=padded, CAPPED=softcap is not None,
         STAGES=3 if padded * dim <= MOST_STAGED else 1, num_warps=4,
     )  # fmt: skip
-    _merge_kernel[len(by_head) * heads, group](parts, output, **sizes, SPLITSP=power_of_two(splits), num_warps=4)
-    return output.transpose(1, 2).reshape(queries.shape)
+    _merge_kernel[blocks * heads, group](
+        parts, kv.lengths, output, heads, **sizes, SPLITSP=power_of_two(splits), num_warps=4
+    )
+    return output
+
+
+@jit
+def _cut(lengths_ptr, first, SPLITS: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Tokens of the longest context of a block, its pages, and those of a split: as many as its length alone says."""
+    longest = tl.max(tl.load(lengths_ptr + first + tl.arange(0, SIZE)), 0)
+    count = (longest + PAGE - 1) // PAGE
+    return longest, count, (count + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
 
 
 @jit
 def _attend_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, parts_ptr, key_head, key_page, key_token, value_head,
     value_page, value_token, max_pages, num_heads, scale, softcap,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, RECORD: tl.constexpr, GP: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr, RECORD: tl.constexpr,
+    SIZE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr, GP: tl.constexpr,
+    CAPPED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
     first, head = row // num_heads * SIZE, (row % num_heads).to(tl.int64)
-    longest = tl.max(tl.load(lengths_ptr + first + tl.arange(0, SIZE)), 0)
-    count = (longest + PAGE - 1) // PAGE
-    per_split = (count + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
-    attend_group(
-        q_ptr + row * G * D, keys_ptr + head * key_head, values_ptr + head * value_head,
-        table_ptr + first.to(tl.int64) * max_pages, table_ptr, split * per_split,
-        tl.minimum((split + 1) * per_split, count), longest, key_page, key_token, value_page, value_token,
-        lengths_ptr + first, scale, softcap, parts_ptr + (row * SPLITS + split).to(tl.int64) * RECORD,
-        G, GP, D, DP, PAGE, PAGE, TILE, False, CAPPED, STAGES, SIZE,
-    )  # fmt: skip
+    longest, count, per_split = _cut(lengths_ptr, first, SPLITS, SIZE, PAGE, TILE)
+    begin, q_token = split * per_split, num_heads * (G // SIZE) * D
+    if begin < count:
+        attend_group(
+            q_ptr + first.to(tl.int64) * q_token + head * (G // SIZE) * D, keys_ptr + head * key_head,
+            values_ptr + head * value_head, table_ptr + first.to(tl.int64) * max_pages, table_ptr, begin,
+            tl.minimum(begin + per_split, count), longest, key_page, key_token, value_page, value_token,
+            lengths_ptr + first, q_token, scale, softcap, parts_ptr + (row * SPLITS + split).to(tl.int64) * RECORD,
+            G, GP, D, DP, PAGE, PAGE, TILE, False, CAPPED, STAGES, SIZE,
+        )  # fmt: skip
 
 
 @jit
 def _merge_kernel(
-    parts_ptr, out_ptr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SPLITS: tl.constexpr,
-    RECORD: tl.constexpr, SPLITSP: tl.constexpr,
+    parts_ptr, lengths_ptr, out_ptr, num_heads, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    SPLITS: tl.constexpr, RECORD: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+    PDL: tl.constexpr, SPLITSP: tl.constexpr,
 ):  # fmt: skip
+    """Merge the splits that have pages: others have written no record."""
     row, each = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    s, d = tl.arange(0, SPLITSP), tl.arange(0, DP)
-    records, inside = parts_ptr + row * SPLITS * RECORD + s * RECORD, s < SPLITS
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # early kernels rely on all before this launch
+    s, d, first = tl.arange(0, SPLITSP), tl.arange(0, DP), row // num_heads * SIZE
+    _, count, per_split = _cut(lengths_ptr, first, SPLITS, SIZE, PAGE, TILE)
+    records, inside = parts_ptr + row * SPLITS * RECORD + s * RECORD, s * per_split < count
     tops = tl.load(records + G * D + each, mask=inside, other=float("-inf"))
     sums = tl.load(records + G * D + G + each, mask=inside, other=0.0)
     weights = tl.exp2(tops - tl.max(tops, 0))  # every token sees itself
     parts = tl.load(records[:, None] + each * D + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
     output = tl.sum(parts * weights[:, None], 0) / tl.sum(weights * sums, 0)
-    tl.store(out_ptr + (row * G + each) * D + d, output, mask=d < D)
+    token, head = first + each // (G // SIZE), row % num_heads * (G // SIZE) + each % (G // SIZE)
+    tl.store(out_ptr + (token * num_heads * (G // SIZE) + head) * D + d, output, mask=d < D)

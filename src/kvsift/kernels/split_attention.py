@@ -56,16 +56,17 @@ def load_tile(
 @jit
 def attend_group(
     q_ptr, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token, value_page, value_token,
-    lengths_ptr, scale, softcap, part_ptr,
+    lengths_ptr, q_token, scale, softcap, part_ptr,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, UNIT: tl.constexpr,
     TILE: tl.constexpr, LISTED: tl.constexpr, CAPPED: tl.constexpr, STAGES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend the query heads of a group as rows of one matrix product: those of SIZE tokens of a sequence, each of
-    which sees as many tokens as its length says; for one token that is ``length``."""
+    """Attend the query heads of a group as rows of one matrix product: those of SIZE tokens of a sequence, ``q_token``
+    numbers apart, each of which sees as many tokens as its length says; for one token that is ``length``."""
     g, d = tl.arange(0, GP), tl.arange(0, DP)
     mask = (g < G)[:, None] & (d < D)[None, :]
-    q = tl.load(q_ptr + g[:, None] * D + d[None, :], mask=mask, other=0.0)
-    own = tl.load(lengths_ptr + g * SIZE // G, mask=g < G, other=1) if SIZE > 1 else g
+    token = g // (G // SIZE)
+    q = tl.load(q_ptr + (token * q_token + g % (G // SIZE) * D)[:, None] + d[None, :], mask=mask, other=0.0)
+    own = tl.load(lengths_ptr + token, mask=g < G, other=1) if SIZE > 1 else g
     top, total = tl.full((GP,), float("-inf"), tl.float32), tl.zeros((GP,), tl.float32)
     visible, acc = 0.0, tl.zeros((GP, DP), tl.float32)
     for slot in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -154,8 +155,8 @@ def attend_split(
     part_ptr = parts_ptr + split * RECORD
     attend_group(
         q_ptr + row * G * D, keys_ptr, values_ptr, table_ptr, list_ptr, begin, end, length, key_page, key_token,
-        value_page, value_token, lengths_ptr, scale, softcap, part_ptr, G, GP, D, DP, PAGE, UNIT, TILE, LISTED, CAPPED,
-        STAGES, 1,
+        value_page, value_token, lengths_ptr, 0, scale, softcap, part_ptr, G, GP, D, DP, PAGE, UNIT, TILE, LISTED,
+        CAPPED, STAGES, 1,
     )  # fmt: skip
     tl.debug_barrier()  # the whole record is written before its arrival is announced
     is_last = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == SPLITS - 1

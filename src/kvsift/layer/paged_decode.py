@@ -224,8 +224,10 @@ class DecodeLayer:
         Every token is visible if ``dense``. With ``early`` the launch may start while the kernel before still runs, see
         ``sifted_attention``.
         """
+        if self.batch.block > 1:
+            return self._attend_blocks(queries, early)
         if mode == "dense" or self.method is None:
-            return self._attend_dense(queries, self.kv.batch)
+            return self._attend_dense(queries, 1 if mode == "mixed" else self.kv.batch)
         if mode == "sparse":
             return self._attend_sparse(queries, early)
         output = torch.empty_like(queries)
@@ -280,19 +282,17 @@ class DecodeLayer:
 
         Mixed steps cut for one row: few rows would leave the device idle, and many cost nothing more.
         """
-        if self.batch.block > 1:
-            return self._attend_blocks(queries)
         space = self._split_space(rows)
         return page_attention(
             queries, self.kv, None, None, space=space, out=out, dense_below=dense_below, **self._logits
         )
 
-    def _attend_blocks(self, queries: Tensor) -> Tensor:
+    def _attend_blocks(self, queries: Tensor, early: bool) -> Tensor:
         assert self.sink_logit is None, "no model with learned sinks is attended in blocks"
         kv, shape, size, parts = self.kv, self.shape, self.batch.block, None
         if kv.keys.is_cuda:
             parts = self.batch.space(new_parts, kv, size, shape.num_query_heads, key=shape[1:4])
-        return block_attention(queries, kv, size, scale=shape.scale, softcap=shape.softcap, parts=parts)
+        return block_attention(queries, kv, size, scale=shape.scale, softcap=shape.softcap, parts=parts, pdl=early)
 
     @property
     def _logits(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kvsift.kernels.append import append_sketches
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.skinny_product import MAX_ROWS
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.projection import Norm, Projection
 
@@ -113,10 +114,15 @@ class DecoderStep:
             if watched is not None:
                 watched.append(queries)
             heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
-            x = layer.output(heads, residual=x, pdl=self.pdl and mode != "mixed")  # behind two kernels then
-            x = layer.down(layer.gate_up.gated(x, layer.before_mlp, pdl=self.pdl), residual=x, pdl=self.pdl)
+            x = _added(layer.output, x, heads, self.pdl and mode != "mixed")  # behind two kernels then
+            x = _added(layer.down, x, layer.gate_up.gated(x, layer.before_mlp, pdl=self.pdl), self.pdl)
         append_sketches([(layer.kv, pools) for layer, pools in zip(attention, summaries)], batch.space)
         return self.head(x, self.norm, pdl=self.pdl).float()
+
+
+def _added(projection: Projection, residual: Tensor, x: Tensor, pdl: bool) -> Tensor:
+    """``residual + projection(x)``; in place, without a launch for the sum, if the product is that of a library."""
+    return projection.add_to(residual, x) if len(x) > MAX_ROWS else projection(x, residual=residual, pdl=pdl)
 
 
 def _norm(module: Any) -> Norm:
