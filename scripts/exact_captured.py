@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from kvsift import LLM
 from kvsift.batching.exact.decoder import Proposal
+from kvsift.batching.exact.pace import Paces
 from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.benchmarks import machine
@@ -117,7 +119,7 @@ class Bench:
         begun, started = [len(row.output.times) for row in rows], perf_counter()
         while not any(row.is_ended for row in rows):
             self._llm.loop.step(unless=lambda: False)
-        made = sum(len(row.output.times) for row in rows) - sum(begun)
+        made = max(sum(len(row.output.times) for row in rows) - sum(begun), 1)  # none if all was compiled meanwhile
         found: dict[str, Any] = {"seconds": len(rows) * (perf_counter() - started) / made}
         self._chats.step_until(*rows, tokens=new)
         if exact:
@@ -170,9 +172,11 @@ def main() -> None:
                 for share in options.accepted
             ]
             found: dict[str, list[Any]] = {name: [] for name, _ in runs}
+            paces: defaultdict[float | None, Paces] = defaultdict(Paces)
             for number in range(options.rounds + 1):  # the first captures
                 for name, run in runs:
                     Rate.share = run.get("share")
+                    llm.paces = paces[Rate.share]
                     arguments = {key: value for key, value in run.items() if key != "share"}
                     measured = digits(bench.measure(new=options.new, **arguments))
                     if number:

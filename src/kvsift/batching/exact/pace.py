@@ -10,8 +10,9 @@ GAIN = 1.05  # over dense decoding, below which nothing is drafted
 FIRST_DRAFTS = 3  # of the cycle that measures
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # tokens without drafts until they are tried again
 WEIGHT = 0.2  # of a new time in the mean of a time
-MEMORY = 0.97  # of earlier trials, with each trial
-FIRST_TRIALS = 5.0  # that the share of earlier answers counts for in the next
+MEMORY = 0.985  # of earlier drafts, with each one: about 60 count, which tell shares of 0.90 and 0.95 apart
+REPEAT_MEMORY = 0.97  # of earlier repeats, whose share changes from passage to passage
+FIRST_TRIALS = 10.0  # that the share of earlier answers counts for in the next
 MOST_KEPT = 256  # plans and lengths
 STEPS_PER_OCTAVE = 4  # contexts that are nearly equally long share their times
 
@@ -30,6 +31,7 @@ class Rate:
 
     accepted: float
     offered: float
+    memory: float = MEMORY
 
     @property
     def share(self) -> float:
@@ -38,7 +40,7 @@ class Rate:
     def note(self, accepted: int, offered: int) -> None:
         """So many were accepted; what follows the first that was not is no trial."""
         for success in (1.0,) * accepted + (0.0,) * (accepted < offered):
-            self.accepted, self.offered = self.accepted * MEMORY + success, self.offered * MEMORY + 1
+            self.accepted, self.offered = self.accepted * self.memory + success, self.offered * self.memory + 1
 
 
 @dataclass
@@ -145,7 +147,7 @@ class Pace:
         self.measured.left = max(self.measured.left - new, 0)
 
     def _rate(self, repeat: int) -> Rate:
-        return self._repeated.setdefault(min(repeat.bit_length(), 6), Rate(1.0, 2.0))
+        return self._repeated.setdefault(min(repeat.bit_length(), 6), Rate(1.0, 2.0, REPEAT_MEMORY))
 
     def _best(self, most: int, share: float, draft_s: float, is_repeat: bool) -> Amount:
         """The number of proposals with the most tokens per second, each accepted with probability ``share``."""
