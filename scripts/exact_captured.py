@@ -28,9 +28,7 @@ from chats import Chats, Timed, digits, gpu_llm
 from torch import Tensor
 
 from kvsift import LLM
-from kvsift.batching.exact.decoder import Proposal
 from kvsift.batching.exact.pace import Paces
-from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.benchmarks import machine
 from kvsift.benchmarks.decode_case import with_anchors
@@ -58,21 +56,21 @@ class Rate:
 @contextmanager
 def imposed_acceptance() -> Iterator[None]:
     """What follows is what was proposed, up to the first draft that is refused."""
-    check = BlockGroup.check
+    read = BlockGroup._following
 
-    def imposed(group: BlockGroup, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
-        checked = check(group, rows, proposals)
+    def imposed(group: BlockGroup, rows: Sequence[Row], proposed: Any, chosen: Any) -> list[list[int]]:
+        following = read(group, rows, proposed, chosen)
         if Rate.share is None:
-            return checked
-        for chosen, proposed in zip(checked.following, checked.proposed):
-            for place, token in enumerate(proposed):
+            return following
+        for after, tokens in zip(following, proposed):
+            for place, token in enumerate(tokens):
                 accepted = Rate.random.random() < Rate.share
-                chosen[place] = token if accepted else (token + 1) % 4096  # type: ignore[index]
+                after[place] = token if accepted else (token + 1) % 4096
                 if not accepted:
                     break
-        return checked
+        return following
 
-    with patch.object(BlockGroup, "check", imposed):
+    with patch.object(BlockGroup, "_following", imposed):
         yield
 
 
@@ -114,6 +112,7 @@ class Bench:
     def measure(self, plan: str, new: int, steady: bool, exact: bool) -> dict[str, Any]:
         """Seconds per token of a row, once all have their first."""
         self._llm.fast_path.deterministic = self._llm.loop._model.steady = steady
+        Rate.random.seed(new)
         rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
         self._wait(rows, 2)
         begun, started = [len(row.output.times) for row in rows], perf_counter()
@@ -145,7 +144,7 @@ def main() -> None:
     parser.add_argument("--plans", nargs="+", default=PLANS)
     parser.add_argument("--accepted", nargs="+", type=float, default=ACCEPTED)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new", type=int, default=192)
+    parser.add_argument("--new", type=int, default=512, help="some are decoded while other rows are still read")
     parser.add_argument("--embedded", action="store_true", help="the embedded model, uncaptured, to try the script")
     options = parser.parse_args()
     how: dict[str, Any] = {"keep_tokens": 1 << 22, "probe_every": 0, "deterministic": True}

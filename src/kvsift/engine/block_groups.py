@@ -4,8 +4,9 @@ Each row of a step has a block of slots, for tokens that follow one another: one
 a verification (``batching.exact``). All steps multiply the same number of tokens, and attend each as if it were alone
 (``kernels.block_attention``). Drafts are steps under the plan, on whose bits nothing depends.
 
-The device is not kept waiting: a verification is launched behind its drafts, whose tokens it takes on the device, and
-while rows propose nothing, a step is launched before the tokens of the one before are read.
+The device is not kept waiting. A verification is launched behind its drafts, whose tokens it takes on the device.
+Drafts are launched as soon as the verification before them is read, in the hope that as many will be asked for again,
+and while rows propose nothing, a step before the tokens of the one before are read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from time import perf_counter
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from kvsift.batching.exact.decoder import Proposal
 from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeSteps, add_blocks, add_steps
+from kvsift.engine.block_launches import Clock, Drafts, Place, PlainStep, launch_plain
 from kvsift.engine.row_groups import Group, PoolSession
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.session import BLOCK, BLOCK_ROWS
@@ -36,7 +37,7 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 
 PLAIN_STEPS = 64  # that slots are made ready for at once
-FEW_PLAIN = 8  # steps in turn without proposals after which a row is expected to go on so
+FEW = 8  # steps in turn with drafts, or without proposals, after which a row is expected to go on so
 
 
 @dataclass
@@ -53,7 +54,7 @@ class RowBlocks:
         blocks: tokens cached before each block, and its own.
         drafts: lengths of the context in the drafts.
         counted: int64 [2 * layers], what drafts have counted (``Slots.results``).
-        plain: steps in turn for which it has proposed nothing.
+        plain, drafting: steps in turn for which it has proposed nothing, or drafts.
     """
 
     cache: SparseCache
@@ -66,25 +67,12 @@ class RowBlocks:
     drafts: list[int] = field(default_factory=list)
     counted: Tensor | int = 0
     plain: int = 0
+    drafting: int = 0
 
-
-class PlainStep(NamedTuple):
-    """A step of one token for each row, launched and not read, and the steps to come that the slots are ready for.
-
-    Attributes:
-        slots: that it runs on.
-        rows: of the part.
-        tokens: that it feeds.
-        chosen: int64 [slots], on the host once the event has come.
-        number: of the step since its rows were assigned.
-    """
-
-    slots: Slots
-    rows: list[Row]
-    tokens: list[int]
-    chosen: Tensor
-    event: torch.cuda.Event | None
-    number: int
+    def note(self, length: int, proposed: int, drafted: bool) -> None:
+        """It has taken a step with so many tokens behind those cached and the last one."""
+        self.blocks.append((length, 1 + proposed))
+        self.plain, self.drafting = 0 if proposed else self.plain + 1, self.drafting + 1 if drafted else 0
 
 
 class BlockGroup(Group[RowBlocks]):
@@ -93,7 +81,7 @@ class BlockGroup(Group[RowBlocks]):
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
         super().__init__(source, rotation)
         self._setup_s = 0.0
-        self._ahead: dict[int, PlainStep] = {}  # by the number of their slots
+        self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of slots
         self._layers: Sequence[DecodeLayer] = ()  # of the last drafts
 
     @property
@@ -116,108 +104,133 @@ class BlockGroup(Group[RowBlocks]):
         return list(parts.values())
 
     def step(self, rows: Sequence[Row]) -> list[int]:
-        kept = [self._rows[row] for row in rows]
-        number, ahead = self._number(rows), self._ahead.pop(self._number(rows), None)
+        number, kept = self._number(rows), [self._rows[row] for row in rows]
+        step = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(rows)
             kind = setup.prepare(slots, "dense")
-        fed = [row.token for row in rows]
-        if ahead is None or ahead.slots is not slots or (ahead.rows, ahead.tokens) != (rows, fed):
-            slots.assign_blocks(self._blocks_of(rows, [[token] for token in fed]), PLAIN_STEPS)
-            ahead = self._launch(slots, rows, kind, 0, fed)
-        rests = all(row.exact is None or each.plain >= FEW_PLAIN for row, each in zip(rows, kept))
+        places = [Place.of(row) for row in rows]
+        if not isinstance(step, PlainStep) or step.slots is not slots or step.places != places:
+            slots.assign_blocks(self._blocks_of(rows, [[row.token] for row in rows]), PLAIN_STEPS)
+            step = launch_plain(slots, kind, places, 0)
+        rests = all(row.exact is None or each.plain >= FEW for row, each in zip(rows, kept))
         after = None
-        if rests and ahead.number + 1 < PLAIN_STEPS and all(row.length - row.num_cached > 2 for row in rows):
-            after = self._launch(slots, rows, kind, ahead.number + 1)
-        if ahead.event is not None:
-            ahead.event.synchronize()
-        every = ahead.chosen.tolist()
+        if rests and step.number + 1 < PLAIN_STEPS and all(row.length - row.num_cached > 2 for row in rows):
+            after = launch_plain(slots, kind, [], step.number + 1)
+        if step.event is not None:
+            step.event.synchronize()
+        every = step.chosen.tolist()
         chosen = [every[each.place % BLOCK_ROWS * BLOCK] for each in kept]
         if after is not None:
-            self._ahead[number] = after._replace(tokens=chosen)
+            places = [Place(row, row.num_cached + 1, token) for row, token in zip(rows, chosen)]
+            self._ahead[number] = after._replace(places=places)
         for row, each in zip(rows, kept):
-            each.plain += 1
-            each.blocks.append((row.num_cached, 1))
+            each.note(row.num_cached, 0, False)
         return chosen
-
-    def _launch(
-        self, slots: Slots, rows: Sequence[Row], kind: StepKind, number: int, tokens: Sequence[int] = ()
-    ) -> PlainStep:
-        slots.run(kind, number)
-        chosen = torch.empty(slots.num_slots, dtype=torch.int64, pin_memory=slots.tokens.is_cuda)
-        chosen.copy_(slots.tokens, non_blocking=True)
-        event = None
-        if slots.tokens.is_cuda:
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(slots.tokens.device))
-        return PlainStep(slots, list(rows), list(tokens), chosen, event, number)
 
     def most_verified(self, row: Row) -> int:
         """Tokens of the next block of a row, at most."""
-        stretch = reach(self._blocks([row]).layers[0].kv)
-        return min(BLOCK, stretch - row.num_cached % stretch)
+        return self._most_verified(self._blocks([row]), row.num_cached)
+
+    def _most_verified(self, slots: Slots, num_cached: int) -> int:
+        stretch = reach(slots.layers[0].kv)
+        return min(BLOCK, stretch - num_cached % stretch)
 
     def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
         """Draft and verify (``ExactModel.check``)."""
-        drafting = [row for row, proposal in zip(rows, proposals) if proposal.drafts]
-        if not drafting and not any(proposal.tokens for proposal in proposals):
+        places = [Place.of(row) for row, proposal in zip(rows, proposals) if proposal.drafts]
+        if not places and not any(proposal.tokens for proposal in proposals):
             started = perf_counter() - self._setup_s
             following = [[token] for token in self.step(rows)]
             return Checked([()] * len(rows), following, 0.0, perf_counter() - self._setup_s - started)
-        self._ahead.pop(self._number(rows), None)  # what it stores is stored again
+        number, drafts = self._number(rows), self._ahead.pop(self._number(rows), None)
+        counts = [proposal.drafts for proposal in proposals if proposal.drafts]
         with self._setting_up() as setup:
-            slots, drafts = self._blocks(rows), None
+            slots = self._blocks(rows)
             kind = setup.prepare(slots, "dense")
-            if drafting:
-                drafts = self._source.slots(len(drafting), self._rules)
-                modes = {drafts.sparse_mode(self._rows[row].rule) for row in drafting}
-                draft_kind = setup.prepare(drafts, modes.pop() if len(modes) == 1 else "mixed")
-        clock = Clock(slots.tokens.device)
-        fed: dict[Row, Sequence[int]] = {row: [row.token, *each.tokens] for row, each in zip(rows, proposals)}
-        drafted = None
-        if drafts is not None:
-            counts = [proposal.drafts for proposal in proposals if proposal.drafts]
-            drafted = self._draft(drafts, draft_kind, drafting, counts)
-            for slot, (row, count) in enumerate(zip(drafting, counts)):
-                places = range(slot, count * drafts.num_slots, drafts.num_slots)
-                fed[row] = [row.token, *map(drafts_at, places)]
-        clock.mark()
+            if places:
+                of_drafts = self._source.slots(len(places), self._rules)
+                modes = {of_drafts.sparse_mode(self._rows[place.row].rule) for place in places}
+                draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed")
+        fed: dict[Row, list[int]] = {row: [row.token, *each.tokens] for row, each in zip(rows, proposals)}
+        clock, drafted = Clock(slots.tokens.device), None
+        if not places:
+            drafts = None
+            clock.mark()
+        else:
+            if not isinstance(drafts, Drafts) or drafts.slots is not of_drafts or drafts.places != places:
+                drafts = self._draft(of_drafts, draft_kind, places, counts)
+            clock, drafted = drafts.clock, drafts.tokens
+            for slot, place in enumerate(places):
+                fed[place.row] += drafts.of(slot)
         slots.assign_blocks(self._blocks_of(rows, list(fed.values())), drafted=drafted)
         slots.run(kind, 0)
         chosen = slots.tokens.view(-1, BLOCK).tolist()
         draft_s, verify_s = clock.read()
-        of_drafts = [] if drafted is None else drafted.tolist()
-        tokens = [[of_drafts[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
-        for row, each in zip(rows, tokens):
-            kept = self._rows[row]
-            kept.plain = 0 if each else kept.plain + 1
-            kept.blocks.append((row.num_cached, 1 + len(each)))
-        following = [chosen[self._rows[row].place % BLOCK_ROWS][: len(fed[row])] for row in rows]
-        return Checked(tokens, following, draft_s, verify_s)
+        read = [] if drafted is None else drafted.tolist()
+        proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
+        following = self._following(rows, proposed, chosen)
+        if isinstance(drafts, Drafts):
+            self._note_drafts(drafts)
+            after = self._after(rows, proposed, following)
+            if len(places) == len(rows) and self._is_expected(slots, after, counts):
+                self._ahead[number] = self._draft(of_drafts, draft_kind, after, counts)
+        for row, tokens, proposal in zip(rows, proposed, proposals):
+            self._rows[row].note(row.num_cached, len(tokens), proposal.drafts > 0)
+        return Checked(proposed, list(following), draft_s, verify_s)
 
-    def _draft(self, slots: Slots, kind: StepKind, rows: Sequence[Row], counts: Sequence[int]) -> Tensor:
-        """Choose so many tokens of each row under its rule, int64 [steps * slots]; what they store is overwritten."""
-        steps, drafted = max(counts), list[Tensor]()
-        slots.assign([self._assignment(row) for row in rows], steps)
+    def _following(
+        self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], chosen: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """What follows the last token of each row, and each proposed one, of what each block has chosen."""
+        return [chosen[self._rows[row].place % BLOCK_ROWS][: 1 + len(each)] for row, each in zip(rows, proposed)]
+
+    def _after(
+        self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], following: Sequence[Sequence[int]]
+    ) -> list[Place]:
+        """The places of rows after a verification, if they go on."""
+        places = []
+        for row, tokens, chosen in zip(rows, proposed, following):
+            accepted = next((number for number, token in enumerate(tokens) if chosen[number] != token), len(tokens))
+            places.append(Place(row, row.num_cached + accepted + 1, chosen[accepted]))
+        return places
+
+    def _is_expected(self, slots: Slots, places: Sequence[Place], counts: Sequence[int]) -> bool:
+        """Whether rows at these places will probably be asked for so many drafts, and may be."""
+        for place, drafts in zip(places, counts):
+            most = min(place.row.length - place.num_cached, self._most_verified(slots, place.num_cached)) - 1
+            if self._rows[place.row].drafting < FEW or drafts > most:
+                return False
+        return True
+
+    def _draft(self, slots: Slots, kind: StepKind, places: list[Place], counts: list[int]) -> Drafts:
+        """Choose so many tokens of each row under its rule; what they store is overwritten."""
+        clock, steps, tokens = Clock(slots.tokens.device), max(counts), list[Tensor]()
+        slots.assign([self._assignment(place) for place in places], steps)
         for number in range(steps):
             for slot, count_of_row in enumerate(counts):
                 if count_of_row == number:
                     slots.release(slot)
             slots.run(kind, number)
-            drafted.append(slots.tokens.clone())
-        self._layers, counted = slots.layers, slots.results[1:].clone()
-        for slot, (row, count_of_row) in enumerate(zip(rows, counts)):
+            tokens.append(slots.tokens.clone())
+        counted = slots.results[1:].clone()
+        clock.mark()
+        return Drafts(slots, places, counts, torch.cat(tokens), counted, clock)
+
+    def _note_drafts(self, drafts: Drafts) -> None:
+        self._layers = drafts.slots.layers
+        for slot, ((row, num_cached, _), count_of_row) in enumerate(zip(drafts.places, drafts.counts)):
             kept = self._rows[row]
-            kept.drafts += range(row.num_cached + 1, row.num_cached + count_of_row + 1)
-            kept.counted = kept.counted + counted[:, slot]
-        return torch.cat(drafted)
+            kept.drafts += range(num_cached + 1, num_cached + count_of_row + 1)
+            kept.counted = kept.counted + drafts.counted[:, slot]
 
     def _blocks_of(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> dict[int, Block]:
         """Consecutive tokens of each row, by the place of its block."""
         blocks = {}
         for row, fed in zip(rows, tokens):
             kept = self._rows[row]
-            blocks[kept.place % BLOCK_ROWS] = Block(kept.pages, row.num_cached, fed, kept.sampling, _drawn(row))
+            drawn = Place.of(row).drawn
+            blocks[kept.place % BLOCK_ROWS] = Block(kept.pages, row.num_cached, fed, kept.sampling, drawn)
         return blocks
 
     def _blocks(self, rows: Sequence[Row]) -> Slots:
@@ -227,9 +240,9 @@ class BlockGroup(Group[RowBlocks]):
         """Of the slots of a part; those of exact rows have odd ones."""
         return 2 * (self._rows[rows[0]].place // BLOCK_ROWS) + (rows[0].exact is not None)
 
-    def _assignment(self, row: Row) -> Assignment:
-        kept = self._rows[row]
-        return Assignment(kept.pages, row.num_cached, row.token, kept.sampling, _drawn(row), kept.rule)
+    def _assignment(self, place: Place) -> Assignment:
+        kept = self._rows[place.row]
+        return Assignment(kept.pages, place.num_cached, place.token, kept.sampling, place.drawn, kept.rule)
 
     @property
     def _rules(self) -> list[Rule | None]:
@@ -274,28 +287,6 @@ class BlockGroup(Group[RowBlocks]):
             kept.drafts, kept.counted = [], 0
 
 
-class Clock:
-    """Seconds before and after a mark, of the device where the host launches ahead of it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._started, self._marks = perf_counter(), list[Any]()
-        self.mark()
-
-    def mark(self) -> None:
-        if self._stream is None:
-            self._marks.append(perf_counter())
-            return
-        self._marks.append(torch.cuda.Event(enable_timing=True))
-        self._marks[-1].record(self._stream)
-
-    def read(self) -> tuple[float, float]:
-        """Before the mark and after it until now, when the device has nothing more to do."""
-        first, second = self._marks
-        before = second - first if self._stream is None else first.elapsed_time(second) / 1000
-        return before, perf_counter() - self._started - before
-
-
 @dataclass
 class Setup:
     """Steps that are captured unless they are.
@@ -315,8 +306,3 @@ class Setup:
             slots.prepare(kind)
             self.has_captured = True
         return kind
-
-
-def _drawn(row: Row) -> int:
-    """Tokens of the answer so far, the one to feed included."""
-    return row.num_cached - len(row.ids) + 1
