@@ -81,9 +81,11 @@ class CapturedRows:
         for number in [1 << power for power in reversed(range((num_rows - 1).bit_length() + 1))]:
             slots = self._source.slots(number, [rule])
             modes: set[StepMode] = {"dense"} if rule is None else {"dense", "mixed", slots.sparse_mode(rule)}
+            if self._source.steady:
+                modes = {"mixed"}
             if rule is not None:
                 self._source.dense_below(slots, rule)
-            for mode, sampled in product({"mixed"} if self._source.steady else modes, (False, True)):
+            for mode, sampled in product(modes, (False, True)):
                 kind = StepKind(mode, sampled)
                 count += not slots.captured(kind)
                 slots.prepare(kind)

@@ -174,8 +174,8 @@ class Group(ABC, Generic[GroupRow]):
             self._source.release()
 
     @abstractmethod
-    def leave(self, row: Row) -> None:
-        """Let a row go, and count its steps."""
+    def leave(self, row: Row) -> DecodeRow | None:
+        """Let a row go, and count its steps; returns those of which some were launched ahead."""
 
 
 class JoinedRow(NamedTuple):
@@ -208,9 +208,11 @@ class RowGroup(Group[JoinedRow]):
 
     def join(self, row: Row, request: Request) -> None:
         assert row.cache is not None
-        cache, start, most = row.cache, row.num_cached, row.max_new_tokens - 1
-        guard = cache.run.guards.of(0)
-        steps = DecodeRow(cache, 0, cache.stats, start, most, row.token, rule_of(row.plan), request.sampling, guard)
+        cache, stats, start, most = row.cache, row.counters, row.num_cached, row.max_new_tokens - 1
+        rule, guard = rule_of(row.plan), cache.run.guards.of(row.place)
+        steps = DecodeRow(cache, row.place, stats, start, most, row.token, rule, request.sampling, guard)
+        before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
+        steps.sparse_steps = max(before, default=0)
         self._rows[row] = JoinedRow(steps, self._steps.setup_s)
         self._source.need(cache.table.longest)
 
@@ -244,8 +246,9 @@ class RowGroup(Group[JoinedRow]):
             super().release(kv)
             self._steps.release()
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: Row) -> DecodeRow:
         steps, setup_s = self._rows.pop(row)
         row.steps = None  # whoever keeps the row keeps no graphs
         self._steps.leave(steps)
         row.setup_s, row.dense_below = self._steps.setup_s - setup_s, self._steps.dense_below
+        return steps
