@@ -1,7 +1,7 @@
 """The chats of ``scripts/chats.py`` in stock vLLM, at the same load, through its engine's step loop.
 
-    python scripts/chats.py gpu-shared chats-shared.json --rounds 1
-    python scripts/chats.py gpu chats.json --rounds 1 --tokens 40960
+    python scripts/chats.py gpu-shared chats-shared.json --rounds 1 --chunk-reads 0
+    python scripts/chats.py gpu chats.json --rounds 1 --chunk-reads 0
     python scripts/vllm_chats.py chats-shared.json chats.json
 
 Recipes are those of the results that are given, on the same machine, and what is measured is added to them: rounds of
