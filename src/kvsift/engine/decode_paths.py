@@ -59,7 +59,8 @@ def decode_beside(
             if session is not None:
                 cache.turn_to(row.place, row.counters)
             logits = runner.prefill(cache, row.ids[cache.get_seq_length() :], progress, phase)
-            cache.prepare()  # updates after these tokens are no part of a step's time, nor of what is captured
+            if row is rows[-1]:  # for all rows: updates are no part of a step's time, nor of what is captured
+                cache.prepare()
             row.num_cached = len(row.ids)
             _tell(row, logits[0, -1], row.counters.probe_s)
             yield from _pieces(rows[index : index + 1], index)
