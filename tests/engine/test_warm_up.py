@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from engine.loop_rows import GREEDY, QUEST, alone, assert_equal, new_llm, new_row, take_steps, tokens
 from engine.tiny_directory import POSITIONS, text_of
 
@@ -112,6 +114,25 @@ def test_steps_that_the_next_pool_needs_are_captured_again(llama: Path) -> None:
     llm.release()
     assert llm.loop.kv.pages.num_pages == 0
     assert_equal(alone(llm, *long), alone(new_llm(llama), *long))
+
+
+def test_steps_are_timed_over_numbers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a crossover is measured over is not what happened to be in memory."""
+    empty = torch.Tensor.new_empty
+
+    def filled(self: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+        made = empty(self, *sizes, **options)
+        return made.fill_(torch.nan if made.is_floating_point() else 255)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    llm = new_llm(llama)
+    llm.warm_up([QUEST, SKETCH], 3000)
+    run = max(llm.loop.kv.pages.free_runs, key=lambda run: run.num_pages)
+    assert 3000 <= run.num_pages * DEFAULT_PAGE_SIZE < 3200
+    for pool in llm.loop.kv.layers.values():
+        keys, rows = pool.keys[:, run.start : run.stop], pool.summaries["minmax"][:, run.start : run.stop]
+        assert torch.equal(rows, torch.cat([keys.amax(2), keys.amin(2)], -1))
+        assert all(tensor[:, run.start : run.stop].float().isfinite().all() for tensor in pool.tensors)
 
 
 def test_composed_steps_need_no_warm_up(llama: Path) -> None:

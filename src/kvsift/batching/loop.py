@@ -182,6 +182,8 @@ class Loop:
             table = PageTable(1, self.kv)
             with suppress(*OUT_OF_MEMORY):  # the books tell what there is
                 self._reserve(table, min(num_pages, room), grows=False)
+            for pool in self.kv.layers.values():  # steps are timed
+                pool.write_noise(table.all_runs)
             table.close(0)
             num_steps = self._model.prepare(self.kv, plan, self.max_rows)
         self._leave()
