@@ -3,21 +3,24 @@
     python scripts/chats.py cpu results/chats-cpu.json
     python scripts/chats.py gpu results/chats-h200.json
     python scripts/chats.py gpu-shared results/chats-shared-h200.json
+    python scripts/chats.py gpu results/chats-h100.json --tokens 40960 --rounds 2 --plans dense quest:budget=2048
 
 On a CPU the embedded model; on a GPU an 8B model's shape with random weights. Every document is read once; then plans
 are measured in turns: all chats decode; one alone; a second question comes beside the others; another document is read
-beside them.
+beside them. ``scripts/vllm_chats.py`` adds the same measurements of vLLM to a result.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -40,10 +43,13 @@ GPU_PLANS = ["dense", "sketch:budget=1024", "quest:budget=2048", PLANS[1], "ques
 QUOKA = "prefill=quoka:budget=4096,decode=quest:budget=2048"
 RECIPES: dict[str, dict[str, Any]] = {
     "cpu": {"tokens": 32768, "documents": 4, "chats": 4, "plans": PLANS, "steps": 32, "rounds": 5, "new_tokens": 8192},
-    "gpu": {"tokens": 65536, "documents": 8, "chats": 8, "plans": GPU_PLANS, "steps": 64, "rounds": 5, "new_tokens": 0},
+    "gpu": {
+        "tokens": 65536, "documents": 8, "chats": 8, "plans": GPU_PLANS, "steps": 64, "rounds": 5, "new_tokens": 0,
+        "chunk_reads": 3,
+    },
     "gpu-shared": {
         "tokens": 131072, "documents": 2, "chats": 8, "plans": GPU_PLANS[:3], "steps": 64, "rounds": 3, "new_tokens": 0,
-        "read_beside": [["dense", "quest:budget=2048"], [QUOKA, "quest:budget=2048"]],
+        "chunk_reads": 3, "read_beside": [["dense", "quest:budget=2048"], [QUOKA, "quest:budget=2048"]],
     },
 }  # fmt: skip
 MODEL, MOST = "llama-3-8b", 2000
@@ -66,28 +72,52 @@ class Timed:
         return token, "length" if len(self.times) == self.num_tokens else ""
 
 
-class Chats:
-    """Rows of one recipe over the loop of an LLM whose documents are read."""
+class Times(Protocol):
+    """When the tokens of an answer came."""
 
-    def __init__(self, llm: LLM, recipe: dict[str, Any], documents: list[list[int]], question: list[int]) -> None:
-        self.llm, self.recipe, self.documents, self.question = llm, recipe, documents, question
+    times: list[float]
 
-    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Row:
-        row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens))
-        self.llm.loop.submit(row)
-        return row
 
-    def step_until(self, *rows: Row, tokens: int) -> None:
+class Asked(Protocol):
+    """A prompt that an engine answers."""
+
+    output: Times
+    num_reused: int
+    error: Exception | None
+
+    @property
+    def is_ended(self) -> bool: ...
+
+
+class MeasuredChats(ABC):
+    """Prompts of one recipe over an engine, which reads the documents with the first of them."""
+
+    def __init__(self, recipe: dict[str, Any], documents: list[list[int]], question: list[int]) -> None:
+        self.recipe, self.documents, self.question = recipe, documents, question
+
+    @abstractmethod
+    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Any:
+        """Ask for an answer of so many tokens; returns an ``Asked``."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Let the engine take a step."""
+
+    @abstractmethod
+    def close(self, *rows: Any) -> None:
+        """End answers."""
+
+    @abstractmethod
+    def state(self, row: Any) -> dict[str, Any]:
+        """What else to note while all decode."""
+
+    def step_until(self, *rows: Asked, tokens: int) -> None:
         """Take steps until each of these rows has so many tokens."""
         while any(len(row.output.times) < tokens and not row.is_ended for row in rows):
-            self.llm.loop.step(unless=lambda: False)
+            self.step()
         for row in rows:
             if row.error is not None:
                 raise row.error
-
-    def close(self, *rows: Row) -> None:
-        for row in rows:
-            self.llm.loop.close(row)
 
     def prompt(self, chat: int) -> list[int]:
         return [*self.documents[chat % len(self.documents)], 500 + chat, *self.question]
@@ -105,22 +135,20 @@ class Chats:
         found: dict[str, Any] = {}
         rows = [self.start(self.prompt(chat), plan) for chat in range(self.recipe["chats"])]
         self.step_until(*rows, tokens=4)
-        pages = self.llm.loop.books().pages
-        found["pages"] = pages | {"held": pages["rows"] + pages["kept"]}
-        found["path"] = rows[0].composed or "captured"
+        found |= self.state(rows[0])
         for name, count in (("all", len(rows)), ("alone", 1)):
             self.close(*rows[count:])
             self.step_until(*rows[:count], tokens=len(rows[0].output.times) + 4)
             begun = [len(row.output.times) for row in rows[:count]]
             started = perf_counter()
             for _ in range(self.recipe["steps"]):
-                self.llm.loop.step(unless=lambda: False)
+                self.step()
             made = sum(len(row.output.times) for row in rows[:count]) - sum(begun)
             found[f"{name}_tokens_per_s"] = made / (perf_counter() - started)
         self.close(rows[0])
         again = [*self.documents[0], *self.question[::-1]]
-        asked = self.start(again, plan, 4)
         started = perf_counter()
+        asked = self.start(again, plan, 4)
         self.step_until(asked, tokens=1)
         found["second_question_alone_s"] = asked.output.times[0] - started
         self.close(asked)
@@ -132,7 +160,15 @@ class Chats:
         self.close(*rows)
         return found
 
-    def beside(self, rows: list[Row], name: str, ids: list[int], plan: str) -> dict[str, Any]:
+    def read_beside(self, number: int, ids: list[int], new_plan: str, plan: str) -> dict[str, Any]:
+        """Another document, the ``number``-th, is read beside all chats but one."""
+        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe["chats"])]
+        self.step_until(*rows, tokens=4)
+        found = self.beside(rows, "new_document", [600 + number, *ids], new_plan)
+        self.close(*rows)
+        return {"new": new_plan, "others": plan, **found}
+
+    def beside(self, rows: list[Any], name: str, ids: list[int], plan: str) -> dict[str, Any]:
         """A prompt that comes beside rows that decode: its first token, and what they wait."""
         begun, started = [len(row.output.times) for row in rows], perf_counter()
         asked = self.start(ids, plan, 4)
@@ -151,6 +187,30 @@ class Chats:
                 "tokens": len(between), "median": median(between), "p99": quantiles(between, n=100)[98]
             },
         }  # fmt: skip
+
+
+class Chats(MeasuredChats):
+    """Rows over the loop of an LLM."""
+
+    def __init__(self, llm: LLM, *load: Any) -> None:
+        super().__init__(*load)
+        self.llm = llm
+
+    def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Row:
+        row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens))
+        self.llm.loop.submit(row)
+        return row
+
+    def step(self) -> None:
+        self.llm.loop.step(unless=lambda: False)
+
+    def close(self, *rows: Row) -> None:
+        for row in rows:
+            self.llm.loop.close(row)
+
+    def state(self, row: Row) -> dict[str, Any]:
+        pages = self.llm.loop.books().pages
+        return {"pages": pages | {"held": pages["rows"] + pages["kept"]}, "path": row.composed or "captured"}
 
 
 def digits(found: Any) -> Any:
@@ -178,36 +238,54 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     return llm
 
 
-def main() -> None:
-    name, out = sys.argv[1], Path(sys.argv[2])
-    recipe, on_gpu = RECIPES[name], name != "cpu"
-    options = {"keep_tokens": 2 * recipe["documents"] * recipe["tokens"], "probe_every": 0}
-    with TemporaryDirectory() as folder:
-        llm = gpu_llm(Path(folder), **options) if on_gpu else LLM(device="cpu", **options)
-        llm.load()
-        result: dict[str, Any] = {"kind": "chats", "recipe": recipe, **versions_and_machine(llm.device)}
-        result |= machine.gpu_environment(None) if on_gpu else {"threads": report()}
-        result |= {"free_bytes": available_bytes(llm.device), "grid": llm.loop.grid}
-        run(llm, recipe, result, out, on_gpu)
+def load_of(recipe: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    """Return tokens of a recipe: a text, the documents that are made of it, and the end of every question."""
+    ids = tokenizer(make_document(recipe["tokens"]))["input_ids"]
+    question = tokenizer("\n\nQuestion: What is the access code?\nAnswer:", add_special_tokens=False)["input_ids"]
+    return ids, [[number + 300, *ids] for number in range(recipe["documents"])], question  # no two begin alike
 
 
-def run(llm: LLM, recipe: dict[str, Any], result: dict[str, Any], out: Path, on_gpu: bool) -> None:
+def saver(result: dict[str, Any], out: Path) -> Callable[..., None]:
+    """Return a function that adds what was found to the lists of a result, prints it and writes the file."""
+
     def save(**found: Any) -> None:
         print({key: digits(value) for key, value in found.items()}, flush=True)
         for key, value in found.items():
             result.setdefault(key, []).append(digits(value))
         out.write_text(json.dumps(result, indent=1) + "\n")
 
-    ids = llm.tokenizer(make_document(recipe["tokens"]))["input_ids"]
-    question = llm.tokenizer("\n\nQuestion: What is the access code?\nAnswer:", add_special_tokens=False)["input_ids"]
-    documents = [[number + 300, *ids] for number in range(recipe["documents"])]  # no two begin alike
+    return save
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("out", type=Path)
+    for name in ("tokens", "documents", "chats", "rounds", "chunk-reads"):
+        parser.add_argument(f"--{name}", type=int, help="instead of the recipe's")
+    parser.add_argument("--plans", nargs="+", help="instead of the recipe's; dense among them")
+    options = parser.parse_args()
+    given = {key: value for key, value in vars(options).items() if key not in ("recipe", "out") and value is not None}
+    recipe, on_gpu = RECIPES[options.recipe] | given, options.recipe != "cpu"
+    how = {"keep_tokens": 2 * recipe["documents"] * recipe["tokens"], "probe_every": 0}
+    with TemporaryDirectory() as folder:
+        llm = gpu_llm(Path(folder), **how) if on_gpu else LLM(device="cpu", **how)
+        llm.load()
+        result: dict[str, Any] = {"kind": "chats", "recipe": recipe, **versions_and_machine(llm.device)}
+        result |= machine.gpu_environment(None) if on_gpu else {"threads": report()}
+        result |= {"free_bytes": available_bytes(llm.device), "grid": llm.loop.grid}
+        run(llm, recipe, saver(result, options.out), on_gpu)
+
+
+def run(llm: LLM, recipe: dict[str, Any], save: Callable[..., None], on_gpu: bool) -> None:
+    ids, documents, question = load_of(recipe, llm.tokenizer)
     chats = Chats(llm, recipe, documents, question)
     if on_gpu:
         chats.read([7, *ids[:2048]])  # compiles
     for chat in range(recipe["documents"]):
         save(read_s=chats.read(chats.prompt(chat)))
     if on_gpu:
-        for _ in range(3):
+        for _ in range(recipe["chunk_reads"]):  # beside the documents, which takes as much memory as one of them
             cache, started = llm.new_cache(parse_plan("dense"), recipe["tokens"] + 64), perf_counter()
             llm.prefill(cache, documents[0])
             torch.cuda.synchronize()
@@ -219,11 +297,7 @@ def run(llm: LLM, recipe: dict[str, Any], result: dict[str, Any], out: Path, on_
             new = [400 + number * len(recipe["plans"]) + place, *ids[: recipe["new_tokens"]]]
             save(rounds={"plan": plan, **chats.measure(plan, new if recipe["new_tokens"] else [])})
     for number, (new_plan, plan) in enumerate(recipe.get("read_beside", [])):
-        rows = [chats.start(chats.prompt(chat), plan) for chat in range(1, recipe["chats"])]
-        chats.step_until(*rows, tokens=4)
-        found = chats.beside(rows, "new_document", [600 + number, *ids], new_plan)
-        chats.close(*rows)
-        save(read_beside={"new": new_plan, "others": plan, **found})
+        save(read_beside=chats.read_beside(number, ids, new_plan, plan))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def _chats(result: dict[str, Any]) -> Iterator[str]:
     middle = {
         plan: {key: median(round_[key] for round_ in rounds) for key in CHAT_TIMES} for plan, rounds in found.items()
     }
-    for plan in recipe["plans"]:
+    for plan in dict.fromkeys([*recipe["plans"], *found]):  # vLLM's rounds are of no plan of the recipe
         speed, *questions = middle[plan].values()
         ratio = "" if plan == "dense" else f"{speed / middle['dense'][CHAT_TIMES[0]]:.2f}x"
         times = " | ".join(f"{seconds:.2f} s" for seconds in questions)

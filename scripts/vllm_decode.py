@@ -67,19 +67,20 @@ def patch_vllm() -> None:
     FlashAttentionImpl.forward = forward
 
 
-def engine(plan: str) -> Any:
-    """Return a vLLM of Llama-3-8B's shape, with its own attention if there is no plan."""
+def engine(plan: str, **options: Any) -> Any:
+    """Return a vLLM of Llama-3-8B's shape, with its own attention if there is no plan, and options instead of these."""
     from vllm import LLM
 
     directory = Path(tempfile.mkdtemp())
     (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
     ours = {"attention_backend": "CUSTOM", "additional_config": {"kvsift": {"plan": plan}}}
-    return LLM(
+    base = dict(
         model=str(directory), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=LENGTH,
         max_num_seqs=ROWS, num_gpu_blocks_override=BLOCKS, enable_prefix_caching=False, generation_config="vllm",
         disable_log_stats=True, seed=0, compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8]},
         **(ours if plan else {"attention_backend": "FLASH_ATTN"}),
-    ).llm_engine  # fmt: skip
+    )  # fmt: skip
+    return LLM(**{**base, **options}).llm_engine
 
 
 def measure(core: Any, name: str, context: int, batch: int, rng: random.Random) -> dict[str, Any]:

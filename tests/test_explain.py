@@ -15,7 +15,7 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.decode_paths import decode_composed
+from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.transcript import Transcript
@@ -149,7 +149,7 @@ def test_watching_changes_no_token(tiny: LLM) -> None:
     alone = Transcript(tiny.request(ids, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
     cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
     tiny.prefill(cache, ids[:-1])
-    for _ in decode_composed(tiny, cache, alone, "decode"):
+    for _ in decode_beside(tiny, [row_beside(tiny, cache, alone)], "decode"):
         pass
     found = explained(tiny, plan=QUEST, methods=["quest:page_size=16", "keydiff"])
     assert found.answer == alone.text.strip()

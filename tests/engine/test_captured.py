@@ -334,6 +334,19 @@ def test_threads_that_share_a_model_get_their_own_answers(directory: Path) -> No
     assert found[2] == [[each] * 3 for each in said]
 
 
+def test_after_a_warm_up_no_prompt_waits_for_a_capture(directory: Path) -> None:
+    warm, cold = llm(directory), llm(directory)
+    assert warm.warm_up(["dense"]).num_steps == 4 * 3 * 2
+    moves = warm.loop.kv.moves
+    for options in ({"plan": QUEST}, {"plan": "dense"}, {"plan": QUEST, "sampling": SAMPLED}):
+        for text in TEXTS:
+            first, expected = (each.generate(text, max_new_tokens=20, **options) for each in (warm, cold))
+            assert first.token_ids == expected.token_ids
+            assert first.path == "captured"
+            assert first.setup_s < 0.1
+    assert warm.loop.kv.moves == moves
+
+
 def test_rows_of_the_loop_answer_as_alone_whoever_joins_and_leaves(directory: Path) -> None:
     """A step over other rows rounds products differently, so likely tokens that are nearly tied may change places."""
     single, model = (loop_rows.new_llm(directory, "auto", "cuda", keep_tokens=keep) for keep in (0, 1024))

@@ -360,7 +360,7 @@ def test_a_request_for_which_there_will_never_be_memory_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = new_llm(llama)
-    monkeypatch.setattr(llm.loop._model, "room", lambda: 20)
+    monkeypatch.setattr(llm.loop._model, "room", lambda kv: 20)
     small, large = new_row(llm, text_of(100), "dense"), new_row(llm, text_of(500), "dense")
     run(llm, large, small)
     assert small.finish_reason == "length"
@@ -561,7 +561,7 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
 ) -> None:
     llm = new_llm(llama)
     pages = 50  # for one of these prompts, not for two
-    monkeypatch.setattr(llm.loop._model, "room", lambda: pages - llm.loop.kv.pages.num_pages)
+    monkeypatch.setattr(llm.loop._model, "room", lambda kv: pages - llm.loop.kv.pages.num_pages)
     texts = [text_of(600), text_of(610)[::-1], text_of(620)]
     assert [len(answer.token_ids) for answer in llm.generate(texts, max_new_tokens=4)] == [4, 4, 4]
     chat = llm.chat(text_of(560))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from threading import Lock
 from time import perf_counter, sleep
@@ -29,6 +29,7 @@ from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.models.transformers_cache import SparseCache
+from kvsift.plan.plan import Plan
 from kvsift.stores.kv_pool import KVPool, LayerPool
 from kvsift.stores.page_table import PageTable
 
@@ -163,6 +164,31 @@ class Loop:
             self._trim()
         self._leave()
 
+    def prepare(self, plan: Plan, kinds: Iterable[str], num_pages: int | None = None) -> int:
+        """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
+        steps. Some row must have decoded in captured steps.
+
+        ``num_pages`` are by default what the rows that are open at once need at most, with the prompts that are kept.
+        There may be room for fewer.
+        """
+        longest = self._model.longest
+        with self._turn, self._lock, torch.inference_mode():
+            self.tree.kinds |= frozenset(kinds)
+            for pool in self.kv.layers.values():
+                pool.maintain(self.tree, self.tree.kinds)
+            room = self._room()
+            if num_pages is None:
+                num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
+            table = PageTable(1, self.kv)
+            with suppress(*OUT_OF_MEMORY):  # the books tell what there is
+                self._reserve(table, min(num_pages, room), grows=False)
+            for pool in self.kv.layers.values():  # steps are timed
+                pool.write_noise(table.all_runs)
+            table.close(0)
+            num_steps = self._model.prepare(self.kv, plan, self.max_rows)
+        self._leave()
+        return num_steps
+
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""
         with self._lock:
@@ -211,7 +237,7 @@ class Loop:
 
     def _room(self) -> int:
         """Pages that could be reserved now."""
-        beside = self._model.room()
+        beside = self._model.room(self.kv)
         if beside is None:
             beside = max(map(self._model.pages_of, self._rows.values()), default=0)
         return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + beside
@@ -271,9 +297,10 @@ class Loop:
             self._seal(row)
         return length
 
-    def _reserve(self, table: PageTable, num_pages: int) -> None:
-        """Reserve the pages of a row, and the memory for them, for which old prompts may have to go."""
-        room = self._model.room()
+    def _reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
+        """Reserve the pages of a row, and the memory for them, for which old prompts may have to go. Others will follow
+        if the pool ``grows``."""
+        room = self._model.room(self.kv)
         missing = num_pages - table.num_pages(0)
         present = self.kv.pages.num_free + self._num_allocated()
         self.tree.drop(missing - present - (missing if room is None else room), self.clock())
@@ -283,7 +310,7 @@ class Loop:
             if not all(pool.has_room for pool in pools):
                 self._model.release(self.kv)  # or there would be two pools for a while
             try:
-                self._fit(pools, self._model.spare(self.kv.pages.num_pages))
+                self._fit(pools, self._model.spare(self.kv) if grows else 0)
             except OUT_OF_MEMORY:
                 self._fit(pools, 0)
         except BaseException:  # or the rows that run would be the next to fail

@@ -73,6 +73,7 @@ class Row:
         observer: of its passes.
         source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
         state, finish_reason, error: how far it is, and how it ended.
+        place, stats: its row in a cache that has several, and its counters if they are not those of the cache.
         num_cached: tokens that are cached; those of a step that failed are not.
         num_reused: of the prompt, those that were read before.
         no_reuse: why none could be; empty if that was possible.
@@ -99,6 +100,8 @@ class Row:
     finish_reason: FinishReason = ""
     error: BaseException | None = None
     cache: SparseCache | None = None
+    place: int = 0
+    stats: RunStats | None = None
     root: bytes = b""
     nodes: list[Node] = field(default_factory=list)
     token: int = 0  # the next to feed
@@ -116,6 +119,12 @@ class Row:
     def length(self) -> int:
         """Most tokens that will be cached; the last generated one is not fed."""
         return len(self.ids) + self.max_new_tokens - 1
+
+    @property
+    def counters(self) -> RunStats:
+        """Its counters, while it has a cache."""
+        assert self.cache is not None
+        return self.cache.stats if self.stats is None else self.stats
 
     @property
     def is_ended(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsift.batching.exact.step import ExactModel
 from kvsift.batching.row import Row
 from kvsift.models.transformers_cache import SparseCache
+from kvsift.plan.plan import Plan
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
@@ -55,6 +56,10 @@ class RowModel(ExactModel, Protocol):
     def pages_of(self, row: Row) -> int:
         """The most pages' worth of memory that a row needs."""
 
+    @property
+    def longest(self) -> int | None:
+        """Pages of the longest row that the model has positions for; None: they are unlimited."""
+
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         """Rows that one pass decodes together, of all that decode; some may wait for the next step."""
 
@@ -80,8 +85,11 @@ class RowModel(ExactModel, Protocol):
     def forget(self) -> None:
         """Drop captured steps that no row takes."""
 
-    def spare(self, num_pages: int) -> int:
+    def prepare(self, kv: KVPool, plan: Plan, num_rows: int) -> int:
+        """Capture the steps that up to so many rows under a plan will take over a pool; returns how many."""
+
+    def spare(self, kv: KVPool) -> int:
         """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
 
-    def room(self) -> int | None:
-        """Pages for which there is memory beside the pool; None if unknown."""
+    def room(self, kv: KVPool) -> int | None:
+        """Pages for which there is memory beside a pool; None if unknown."""

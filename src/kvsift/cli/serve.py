@@ -50,6 +50,14 @@ def serve(
     keep_tokens: Annotated[
         int, typer.Option("--keep-tokens", min=0, help="Tokens of answered prompts that stay cached.")
     ] = 32_768,
+    reserve_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--reserve-tokens",
+            min=0,
+            help="Tokens to allocate GPU memory for at the start, steps captured; as many as fit by default, 0: none.",
+        ),
+    ] = None,
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=1, max=4096, help="Requests that may wait; others get 429.")
     ] = 256,
@@ -95,6 +103,7 @@ def serve(
         plans=[o.read_plan(each) for each in allow or ()],
         threads=threads,
         keep_tokens=keep_tokens,
+        reserve_tokens=reserve_tokens,
         host=host,
         port=port,
         keys=keys,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 from time import perf_counter
 from typing import NamedTuple, Protocol
 
@@ -72,6 +73,24 @@ class CapturedRows:
         self._buffers: list[Tensor] = []
         self.setup_s = 0.0
         self.dense_below = 0
+
+    def prepare(self, rule: Rule | None, num_rows: int) -> int:
+        """Capture all steps that one, two, four, ... rows under a rule may take, dense rows beside; returns how many.
+        No row has a place."""
+        started, count = perf_counter(), 0
+        for number in [1 << power for power in reversed(range((num_rows - 1).bit_length() + 1))]:
+            slots = self._source.slots(number, [rule])
+            modes: set[StepMode] = {"dense"} if rule is None else {"dense", "mixed", slots.sparse_mode(rule)}
+            if self._source.steady:
+                modes = {"mixed"}
+            if rule is not None:
+                self._source.dense_below(slots, rule)
+            for mode, sampled in product(modes, (False, True)):
+                kind = StepKind(mode, sampled)
+                count += not slots.captured(kind)
+                slots.prepare(kind)
+        self.setup_s += perf_counter() - started
+        return count
 
     def ready(self, rows: Sequence[DecodeRow]) -> list[DecodeRow]:
         """Those of the rows for which ``step`` has a token: a row that joins waits for what was launched without it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, Unpack
 
 import torch
 
-from kvsift.batching.row import CacheReport, Row
-from kvsift.engine.decode_paths import CapturedDecode, decode_composed, decode_exactly, row_of
+from kvsift.batching.row import CacheReport
+from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of, check_captured, log_of
 from kvsift.engine.model_runner import ModelRunner
@@ -276,51 +276,27 @@ class Document:
         runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
         plan, request = cache.run.plan, transcript.request
         reason, exact = runner.composed_reason(plan), exact_decoder(runner, request, plan)
-        captured: CapturedDecode | Row | None = None
-        pieces: Generator[str]
         if reason is None:
             check_captured([request])
         in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None, runner.model)
-        if in_blocks or exact is not None:
-            row = row_of(runner, cache, transcript, exact)
-            captured = row if in_blocks else None
-            pieces = decode_exactly(runner, row, phase, partial(self._block_steps, cache, row) if in_blocks else None)
-        elif reason is None:
-            rows = [(transcript, cache.stats)]
-            captured = decode = CapturedDecode(runner, cache, rows, lambda: self._steps(cache, decode), phase)
-            pieces = (piece for _, piece in decode)
-        else:
-            pieces = decode_composed(runner, cache, transcript, phase)
+        row, is_captured = row_beside(runner, cache, transcript, exact), in_blocks or (reason is None and exact is None)
+        session = partial(self._steps, cache, request.length + 1) if is_captured else None
+        pieces = decode_beside(runner, [row], phase, session, in_blocks)
         cache.stats.observer = log_of(request)
         try:
-            for piece in pieces:
+            for _, piece in pieces:
                 if on_text is not None:
                     on_text(piece)
             return answer_of(
-                runner, CacheReport.of(cache), transcript, started, num_cached=num_cached, captured=captured,
-                path=reason or "", build_s=self._build_s, exact=exact,
+                runner, CacheReport.of(cache), transcript, started, num_cached=num_cached,
+                captured=row if is_captured else None, path=reason or "", build_s=self._build_s, exact=exact,
             )  # fmt: skip
         finally:
             pieces.close()  # now, and not in the middle of the next answer
             cache.stats.observer = None
 
     @contextmanager
-    def _block_steps(self, cache: SparseCache, row: Row) -> Iterator[Session]:
-        """As ``_steps``, for a row that takes steps of blocks."""
-        self._session = self._runner.fast_path.extend(self._runner.model, cache, row.length + 1, self._session)
-        try:
-            yield self._session
-        finally:
-            cache.advance(0, row.num_cached, row.num_cached)
-
-    @contextmanager
-    def _steps(self, cache: SparseCache, decode: CapturedDecode) -> Iterator[Session]:
-        """Captured steps over the cache, which are kept for the next question; tokens beyond the answer are removed."""
-        runner = self._runner
-        total = max((row.start + row.most + 1 for row in decode.rows.values()), default=cache.get_seq_length())
-        self._session = runner.fast_path.extend(runner.model, cache, total, self._session)
-        try:
-            yield self._session
-        finally:
-            for row in decode.rows.values():
-                cache.advance(0, row.written, row.start + row.steps, row.stale_from)
+    def _steps(self, cache: SparseCache, length: int) -> Iterator[Session]:
+        """Captured steps over the cache, which will grow to a length; they are kept for the next question."""
+        self._session = self._runner.fast_path.extend(self._runner.model, cache, length, self._session)
+        yield self._session

@@ -13,7 +13,7 @@ from kvsift import native
 from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import CacheReport, Row
-from kvsift.engine.decode_paths import CapturedDecode
+from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.fast_path import SPARE_TOKENS, in_turns
 from kvsift.engine.memory import peak_bytes
@@ -119,13 +119,21 @@ class Generation:
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
         cache, kept = self._pooled_cache(requests)
-        rows = [(Transcript(request, runner.tokenizer), RunStats(runner.probe_every)) for request in requests]
+        transcripts = [Transcript(request, runner.tokenizer) for request in requests]
+        rows = [
+            row_beside(runner, cache, transcript, place=place, stats=RunStats(runner.probe_every))
+            for place, transcript in enumerate(transcripts)
+        ]
         session = partial(runner.fast_path.session, runner.model, cache, kept)
-        decode = CapturedDecode(runner, cache, rows, session, progress=self._report)
-        yield from ((indices[row], piece) for row, piece in decode)
+        pieces = decode_beside(runner, rows, session=session, progress=self._report)
+        try:
+            for number, piece in pieces:
+                yield indices[number], piece
+        finally:
+            pieces.close()
         self._answers |= {
-            index: answer_of(runner, CacheReport.of(cache, stats), transcript, self._started, captured=decode)
-            for index, (transcript, stats) in zip(indices, rows)
+            index: answer_of(runner, CacheReport.of(cache, row.stats), transcript, self._started, captured=row)
+            for index, row, transcript in zip(indices, rows, transcripts)
         }
 
     def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
@@ -199,7 +207,7 @@ def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started
 
 def answer_of(
     runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
-    captured: CapturedDecode | Row | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
+    captured: Row | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
     exact: ExactDecoder | None = None,
 ) -> Answer:  # fmt: skip
     """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""

@@ -27,6 +27,7 @@ from kvsift.engine.rows import new_loop
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.saved_document import SavedDocument
 from kvsift.engine.text_offsets import TextOffsets, offsets_of
+from kvsift.engine.warm_up import WarmUp, warm_up
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
@@ -115,6 +116,23 @@ class LLM(ModelRunner):
         """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
         super().release()
         self.loop.release()
+
+    def warm_up(self, plans: Sequence[PlanSpec] = (), num_tokens: int | None = None) -> WarmUp:
+        """Allocate the memory of prompts and capture the steps of the default plan, and dense ones, before the first
+        prompt comes; where steps are composed nothing is done. The pool of pages then grows, and moves, no more, as
+        long as prompts come one by one.
+
+        Args:
+            plans: further ones that prompts may have.
+            num_tokens: to allocate memory for; by default what eight prompts of all positions need, or what is free.
+
+        Returns:
+            What was done.
+        """
+        if num_tokens is not None:
+            checks.whole("num_tokens", num_tokens, 1)
+        self.load()
+        return warm_up(self, self.loop, [self.plan, *map(parse_plan, plans)], num_tokens)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""

@@ -27,22 +27,23 @@ class PoolSession:
     Args:
         kv: the pool.
         open_session: returns captured steps for a rule, over the pool of a table and for rows of so many pages.
-        least: pages that there is always room for.
     """
 
-    def __init__(
-        self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session], least: int = 1
-    ) -> None:
+    def __init__(self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session]) -> None:
         self.kv, self._open = kv, open_session
         self.table = PageTable(1, kv)  # of the scratch page
         self._session: Session | None = None
         self._moves = 0
-        self._pages = least  # of the longest row
+        self._pages = 1  # of the longest row
 
     def need(self, num_pages: int) -> None:
         """Make room for a row of so many pages, and soon for twice as many: it is said in powers of two."""
         if num_pages > self._pages:
             self._pages = 1 << (num_pages - 1).bit_length()
+
+    def expect(self, num_pages: int) -> None:
+        """Make room for rows of so many pages, the longest that may come."""
+        self._pages = max(self._pages, num_pages)
 
     def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:
         """Return slots for at least so many sequences with these rules, all of one method."""
@@ -173,8 +174,8 @@ class Group(ABC, Generic[GroupRow]):
             self._source.release()
 
     @abstractmethod
-    def leave(self, row: Row) -> None:
-        """Let a row go, and count its steps."""
+    def leave(self, row: Row) -> DecodeRow | None:
+        """Let a row go, and count its steps; returns those of which some were launched ahead."""
 
 
 class JoinedRow(NamedTuple):
@@ -190,10 +191,12 @@ class RowGroup(Group[JoinedRow]):
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
         super().__init__(source, rotation)
         self._steps = CapturedRows(source)
+        self._prepared: Rule | None = None  # for rows of its method steps were captured ahead, and are kept
 
     def takes(self, row: Row, rotation: int | None) -> bool:
-        alike = True
-        if self._source.kv.steady:  # slots are made for the budgets that their rows have, and may come to have
+        rule = rule_of(row.plan)
+        alike = rule is None or self._prepared is None or rule.method == self._prepared.method
+        if alike and self._source.kv.steady:  # slots are made for the budgets that rows have, and may come to have
             alike = not self._rows or (
                 not row.plan.is_guarded and all(row.plan.decode == each.plan.decode for each in self._rows)
             )
@@ -205,9 +208,11 @@ class RowGroup(Group[JoinedRow]):
 
     def join(self, row: Row, request: Request) -> None:
         assert row.cache is not None
-        cache, start, most = row.cache, row.num_cached, row.max_new_tokens - 1
-        guard = cache.run.guards.of(0)
-        steps = DecodeRow(cache, 0, cache.stats, start, most, row.token, rule_of(row.plan), request.sampling, guard)
+        cache, stats, start, most = row.cache, row.counters, row.num_cached, row.max_new_tokens - 1
+        rule, guard = rule_of(row.plan), cache.run.guards.of(row.place)
+        steps = DecodeRow(cache, row.place, stats, start, most, row.token, rule, request.sampling, guard)
+        before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
+        steps.sparse_steps = max(before, default=0)
         self._rows[row] = JoinedRow(steps, self._steps.setup_s)
         self._source.need(cache.table.longest)
 
@@ -225,6 +230,12 @@ class RowGroup(Group[JoinedRow]):
             self.recall()
         return self._steps.step([self._rows[row].steps for row in rows])
 
+    def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
+        """Capture the steps of up to so many rows under a rule, each of up to so many pages; returns how many."""
+        self._source.expect(num_pages)
+        self._prepared = rule
+        return self._steps.prepare(rule, num_rows)
+
     def recall(self) -> None:
         for row, (steps, _) in self._rows.items():
             steps.steps, steps.token = row.num_cached - steps.start, row.token
@@ -235,8 +246,9 @@ class RowGroup(Group[JoinedRow]):
             super().release(kv)
             self._steps.release()
 
-    def leave(self, row: Row) -> None:
+    def leave(self, row: Row) -> DecodeRow:
         steps, setup_s = self._rows.pop(row)
         row.steps = None  # whoever keeps the row keeps no graphs
         self._steps.leave(steps)
         row.setup_s, row.dense_below = self._steps.setup_s - setup_s, self._steps.dense_below
+        return steps

@@ -25,6 +25,7 @@ from kvsift.engine.row_groups import Group, PoolSession, RowGroup
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_prefill import MAX_SEQUENCES, DecoderPrefill
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan, Rule
@@ -166,13 +167,25 @@ class RunnerRows:
         group = next((each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)), None)
         if group is None:
             steady = self.steady and kind is RowGroup
-            most = self._runner.directory.max_positions if steady else None
-            least = 1 if most is None else most // self.page_size + SPARE_PAGES
-            source = PoolSession(kv, partial(self._open_session, rotation, steady), least)
+            source = PoolSession(kv, partial(self._open_session, rotation, steady))
+            if steady:
+                source.expect(self.longest or 1)
             group = kind(source, rotation)
             self._groups.append(group)
         group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
         row.steps = group
+
+    @property
+    def longest(self) -> int | None:
+        positions = self._runner.directory.max_positions
+        return None if positions is None else positions // self.page_size + SPARE_PAGES
+
+    def prepare(self, kv: KVPool, plan: Plan, num_rows: int) -> int:
+        for group in self._groups:
+            if isinstance(group, RowGroup) and not group.rows:
+                most = kv.pages.num_pages
+                return group.prepare(rule_of(plan), num_rows, min(most, self.longest or most))
+        return 0
 
     def _takes_blocks(self, row: Row) -> bool:
         return self._runner.fast_path.takes_blocks(row.plan, row.exact is not None, self._runner.model)
@@ -221,9 +234,9 @@ class RunnerRows:
     def forget(self) -> None:
         self._groups = [group for group in self._groups if group.rows]
 
-    def spare(self, num_pages: int) -> int:
-        room = self.room() if self._runner.fast_path.enabled else 0
-        return min(num_pages // 2, (room or 0) // 4)
+    def spare(self, kv: KVPool) -> int:
+        room = self.room(kv) if self._runner.fast_path.enabled else 0
+        return min(kv.pages.num_pages // 2, (room or 0) // 4)
 
     def _composed_groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         fused = self._fused()
@@ -237,7 +250,7 @@ class RunnerRows:
         layers = self._runner.directory.config.num_hidden_layers
         return -(-stored_tokens(row.plan, layers, row.length + 1, self._runner.chunk_size) // self.page_size)
 
-    def room(self) -> int | None:
+    def room(self, kv: KVPool) -> int | None:
         runner = self._runner
         device = torch.device("cpu") if runner.place.in_host_memory else runner.device
         free = available_bytes(device)
@@ -246,7 +259,8 @@ class RunnerRows:
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)
-        return int(FREE_SHARE * free / page_bytes)
+        present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
+        return int(FREE_SHARE * free / max(page_bytes, present))
 
     def _fused(self) -> DecoderPrefill | None:
         return self._runner.fast_path.fused(self._runner.model)

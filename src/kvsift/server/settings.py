@@ -25,6 +25,8 @@ class ServerSettings:
         plans: further plans that requests may name.
         threads: of the engine on the processor; None: as many as torch uses.
         keep_tokens: of answered prompts, those that stay cached for prompts that begin alike.
+        reserve_tokens: for which memory is allocated, and steps captured, before the first request, where steps are
+            captured; None: as many as requests may need at once, or as fit; 0: none.
         host, port: the address; port 0 is any free one.
         keys: API keys, one of which every request must carry; none: no key is asked for.
         hosts: further names under which clients may address the server.
@@ -39,6 +41,7 @@ class ServerSettings:
     plans: Sequence[PlanText] = ()
     threads: int | None = None
     keep_tokens: int = 32_768
+    reserve_tokens: int | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Sequence[str] = ()
@@ -60,6 +63,7 @@ class ServerSettings:
             "plans": [self.plan, *self.plans, "dense"],
             "threads": self.threads,
             "keep_tokens": self.keep_tokens,
+            "reserve_tokens": self.reserve_tokens,
         }
 
 

@@ -71,6 +71,9 @@ class Worker:
             plan.check_layers(range(llm.directory.config.num_hidden_layers))
         llm.load()
         self._reason = llm.composed_reason(llm.plan) or ""
+        if settings["reserve_tokens"] != 0 and (done := llm.warm_up(specs, settings["reserve_tokens"])).num_steps:
+            text = f"memory for {done.num_tokens:,} tokens, {done.num_steps} captured steps ({done.seconds:.0f} s)"
+            print(f"kvsift: {text}", file=sys.stderr, flush=True)
         self._form = PromptFormat(llm.tokenizer)
         self._longest = max(map(len, llm.tokenizer.get_vocab()))  # characters of a token
         self._rows: list[OpenRow] = []

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.kernels.page_summary import row_format
-from kvsift.stores.page_pool import PagePool, PoolLock
+from kvsift.kernels.page_summary import row_format, summarise
+from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
+
+NOISE_PAGES = 2048  # written at once
 
 
 class LayerPool:
@@ -103,6 +105,15 @@ class LayerPool:
     def _present_users(self) -> list[object]:
         """A copy: stores of other threads may go while it is read."""
         return [user for user in [reference() for reference in self._users.keyrefs()] if user is not None]
+
+    def write_noise(self, runs: Iterable[Run]) -> None:
+        """Write random numbers, and their summaries, into pages that nobody uses: steps over them can be timed."""
+        for start, stop in runs:
+            for first in range(start, stop, NOISE_PAGES):
+                pages = slice(first, min(first + NOISE_PAGES, stop))
+                keys, values = self.keys[:, pages].normal_(), self.values[:, pages].normal_()
+                for kind, rows in self.summaries.items():
+                    rows[:, pages] = summarise(kind, keys, None, values)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page with its summaries."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsift.engine.decode_paths import decode_composed
+from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.prompt import STOP
@@ -203,6 +203,6 @@ def _answer(
     cache.stats.observer = observer
     llm.prefill(cache, ids[:-1], progress)
     cache.prepare()
-    for _ in decode_composed(llm, cache, transcript, "decode"):
+    for _ in decode_beside(llm, [row_beside(llm, cache, transcript)], "decode"):
         pass
     return transcript

@@ -1,0 +1,141 @@
+"""Warmed up, a model answers its first prompts with memory and steps that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine.loop_rows import GREEDY, QUEST, alone, assert_equal, new_llm, new_row, take_steps, tokens
+from engine.tiny_directory import POSITIONS, text_of
+
+from kvsift import InputError, Sampling
+from kvsift.engine import rows as engine_rows
+from kvsift.engine.slots import Slots, StepKind
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+
+DRAWN = Sampling(0.9, 0.9, seed=3)
+SKETCH = "sketch:budget=64:window=16:dense_layers=none"
+CASES = [
+    (text_of(900), QUEST, 30, GREEDY),
+    (text_of(100), QUEST, 12, DRAWN),
+    (text_of(700), "dense", 9, GREEDY),
+    (text_of(200), "dense", 20, DRAWN),
+    (text_of(POSITIONS - 60), QUEST, 50, GREEDY),
+    (text_of(90), QUEST, 8, GREEDY),
+    (text_of(240), QUEST, 40, GREEDY),  # becomes sparse while it decodes
+    (text_of(600), QUEST, 5, GREEDY),
+]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, StepKind]]:
+    """Steps that were captured, by the number of slots."""
+    found: list[tuple[int, StepKind]] = []
+    prepare = Slots.prepare
+
+    def watched(slots: Slots, kind: StepKind) -> None:
+        if not slots.captured(kind):
+            found.append((slots.num_slots, kind))
+        prepare(slots, kind)
+
+    monkeypatch.setattr(Slots, "prepare", watched)
+    return found
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_first_prompts_capture_no_step_and_move_no_page(
+    deterministic: bool, llama: Path, captured: list[tuple[int, StepKind]]
+) -> None:
+    llm = new_llm(llama, deterministic=deterministic)
+    cases = [case for case in CASES if case[1] == QUEST or not deterministic]  # dense ones take blocks then
+    done = llm.warm_up([QUEST])
+    assert done.num_steps == (2 if deterministic else 4 * 3 * 2)
+    assert done.num_tokens >= 8 * POSITIONS
+    books, moves = llm.loop.books(), llm.loop.kv.moves
+    assert books.pages["free"] * DEFAULT_PAGE_SIZE >= 8 * POSITIONS
+    assert not any(books.rows.values())
+    llm.loop.check()
+    captured.clear()
+    rows = [new_row(llm, *case) for case in cases]
+    for count in (1, 3, len(rows)):
+        for row in rows[:count]:
+            if not row.key:
+                llm.loop.submit(row)
+        for _ in range(5):
+            llm.loop.step(unless=lambda: False)
+    take_steps(llm, rows)
+    assert captured == []
+    assert llm.loop.kv.moves == moves
+    for row, case in zip(rows, cases):
+        assert row.composed == ""
+        assert_equal(row, alone(new_llm(llama, deterministic=deterministic), *case))
+
+
+def test_a_plan_of_another_method_leaves_the_steps_of_the_first_one(
+    llama: Path, captured: list[tuple[int, StepKind]]
+) -> None:
+    llm = new_llm(llama)
+    llm.warm_up([QUEST, SKETCH])
+    moves = llm.loop.kv.moves
+    expected = alone(new_llm(llama), text_of(500), SKETCH)
+    captured.clear()
+    assert tokens(alone(llm, text_of(500), SKETCH)) == tokens(expected)
+    assert len(captured) == 1
+    alone(llm, text_of(500), QUEST)
+    alone(llm, text_of(500), SKETCH)
+    assert len(captured) == 1
+    assert llm.loop.kv.moves == moves, "summaries of both have their memory"
+
+
+def test_memory_is_allocated_for_as_many_tokens_as_asked_or_as_there_is_room_for(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 1000 <= new_llm(llama).warm_up([QUEST], 1000).num_tokens < 1200
+    with pytest.raises(InputError, match="num_tokens=0 must be a whole number, 1 or more"):
+        new_llm(llama).warm_up(num_tokens=0)
+    llm = new_llm(llama)
+    per_token = llm.directory.kv_bytes_per_token(llm.dtype)
+    monkeypatch.setattr(engine_rows, "available_bytes", lambda device: 2000 * per_token)
+    done = llm.warm_up([QUEST])
+    assert 1000 < done.num_tokens < 2000
+    answer = llm.generate(text_of(2500), plan=QUEST, max_new_tokens=4)
+    assert answer.path == "eager", "the pool grows if it must"
+    assert llm.loop.kv.pages.num_pages * DEFAULT_PAGE_SIZE > 2500
+
+
+def test_steps_that_the_next_pool_needs_are_captured_again(llama: Path) -> None:
+    llm = new_llm(llama)
+    llm.warm_up([QUEST], 1000)
+    long, short = (text_of(POSITIONS - 100), QUEST, 4), (text_of(300), SKETCH, 4)
+    for case in (long, short, long):
+        assert_equal(alone(llm, *case), alone(new_llm(llama), *case))
+    llm.release()
+    assert llm.loop.kv.pages.num_pages == 0
+    assert_equal(alone(llm, *long), alone(new_llm(llama), *long))
+
+
+def test_steps_are_timed_over_numbers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a crossover is measured over is not what happened to be in memory."""
+    empty = torch.Tensor.new_empty
+
+    def filled(self: torch.Tensor, *sizes: Any, **options: Any) -> torch.Tensor:
+        made = empty(self, *sizes, **options)
+        return made.fill_(torch.nan if made.is_floating_point() else 255)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled)
+    llm = new_llm(llama)
+    llm.warm_up([QUEST, SKETCH], 3000)
+    run = max(llm.loop.kv.pages.free_runs, key=lambda run: run.num_pages)
+    assert 3000 <= run.num_pages * DEFAULT_PAGE_SIZE < 3200
+    for pool in llm.loop.kv.layers.values():
+        keys, rows = pool.keys[:, run.start : run.stop], pool.summaries["minmax"][:, run.start : run.stop]
+        assert torch.equal(rows, torch.cat([keys.amax(2), keys.amin(2)], -1))
+        assert all(tensor[:, run.start : run.stop].float().isfinite().all() for tensor in pool.tensors)
+
+
+def test_composed_steps_need_no_warm_up(llama: Path) -> None:
+    llm = new_llm(llama, "composed")
+    assert llm.warm_up([QUEST])[:2] == (0, 0)
+    assert llm.loop.kv.pages.num_pages == 0

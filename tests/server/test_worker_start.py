@@ -1,0 +1,38 @@
+"""What the engine process does before it is ready."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsift.server.worker import Worker
+
+
+def pages(model: Path, path: str, **settings: Any) -> int:
+    """Pages that a new worker has."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": path}
+        plans = ["quest:budget=96:window=32", "sketch:budget=80", "dense"]
+        worker = Worker(ours, {"model": options, "plans": plans, "keep_tokens": 640, **settings})
+        return sum(worker._llm.loop.books().pages.values())
+
+
+def test_memory_is_allocated_and_steps_are_captured_before_the_first_request(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1000 <= 16 * pages(model, "eager", reserve_tokens=1000) < 1200
+    told = capsys.readouterr().err
+    assert "kvsift: memory for 1,1" in told
+    assert "24 captured steps" in told
+    assert 16 * pages(model, "eager", reserve_tokens=None) > 8 * 4096
+
+
+@pytest.mark.parametrize(("path", "reserve_tokens"), [("eager", 0), ("composed", None)])
+def test_nothing_is_allocated_that_was_not_asked_for_or_has_no_use(
+    path: str, reserve_tokens: int | None, model: Path
+) -> None:
+    assert pages(model, path, reserve_tokens=reserve_tokens) == 0
