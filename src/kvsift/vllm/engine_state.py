@@ -89,9 +89,16 @@ def state_of(config: Any) -> EngineState | None:
         if settings is not None:
             check_config(config, settings)
         _engines.clear()  # one engine at a time
-        length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
-        _engines[key] = None if settings is None else EngineState(settings, max_length=length, on_gpu=on_gpu)
+        _engines[key] = None if settings is None else _new_state(config, settings)
     return _engines[key]
+
+
+def _new_state(config: Any, settings: Settings) -> EngineState:
+    parallel = config.parallel_config
+    rank = int(parallel.rank) % int(parallel.tensor_parallel_size)  # vLLM's counts stages of a pipeline, too
+    counters = PhaseCounters("decode", rank), PhaseCounters("prefill", rank)
+    length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
+    return EngineState(settings, {}, *counters, max_length=length, on_gpu=on_gpu)
 
 
 def known_state() -> EngineState | None:
