@@ -91,7 +91,7 @@ def test_ranks_count_tokens_once_and_bytes_of_their_own_heads(monkeypatch):
     assert exported == {
         "kvsift:decode_queries": 1, "kvsift:decode_sparse_queries": 1, "kvsift:decode_visible_tokens": 25,
         "kvsift:decode_context_tokens": 100, "kvsift:decode_kv_bytes_read": 560, "kvsift:decode_kv_bytes_dense": 1600,
-        "kvsift:decode_probes": 2, "kvsift:decode_recovery": 1.0,
+        "kvsift:probes": 2, "kvsift:recovery": 1.0,
     }  # fmt: skip
     assert "recovery 0.500 in 1 probes" in (ranks[0].line(1e-9) or "")
     assert ranks[1].line(1e-9) is None

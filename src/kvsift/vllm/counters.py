@@ -111,6 +111,14 @@ def _new_counters(phase: Phase) -> list[Any]:
         Counter(f"kvsift:{phase}_context_tokens", "Tokens that dense attention would have shown."),
         Counter(f"kvsift:{phase}_kv_bytes_read", f"Bytes of keys, values and page summaries read in {phase}."),
         Counter(f"kvsift:{phase}_kv_bytes_dense", "Bytes that dense attention would have read."),
-        Counter(f"kvsift:{phase}_probes", "Queries that were compared with exact attention."),
-        Counter(f"kvsift:{phase}_recovery", "Softmax mass on what those saw; divide by their number."),
+        *([] if phase == "prefill" else _of_probes()),
+    ]
+
+
+def _of_probes() -> list[Any]:
+    from prometheus_client import Counter
+
+    return [
+        Counter("kvsift:probes", "Queries of decode that were compared with exact attention."),
+        Counter("kvsift:recovery", "Softmax mass on what those saw; divided by their number, the mean."),
     ]

@@ -111,11 +111,11 @@ class DecodeBuffers:
         out: Tensor,
     ) -> None:  # fmt: skip
         """Attend one query of every row, [batch, num_query_heads, head_dim], into ``out``."""
-        rows = len(queries)
+        rows = slice(0, len(queries))
         arguments: dict[str, Any] = {
             "queries": queries.contiguous(), "kv": self._kv(layer, rows), "scale": scale, "softcap": softcap,
-            "sink_logit": sink_logit, "visible": self.visible[:rows], "out": out,
-            "dense_below": self._sparse_from[:rows] if self._allows_dense else None,
+            "sink_logit": sink_logit, "visible": self.visible[rows], "out": out,
+            "dense_below": self._sparse_from[rows] if self._allows_dense else None,
         }  # fmt: skip
         if self._spaces is None:
             self._spaces = self._new_spaces(queries, layer)
@@ -129,12 +129,37 @@ class DecodeBuffers:
             with side:
                 page_attention(units=None, counts=None, space=self._dense_space, **arguments)
 
-    def _attend_sparse(self, layer: LayerPages, rows: int, arguments: dict[str, Any]) -> None:
-        assert self._spaces is not None
-        method, units = self._method, self._units[:rows]
+    def lists(
+        self, row: int, queries: Tensor, layer: LayerPages, scale: float, softcap: float | None
+    ) -> tuple[PagedKV, Tensor, Tensor]:
+        """Return a row of the last step, with its lists in a layer: units int32 [1, num_rows, capacity], and how many
+        of them count, [1, num_rows]. They are chosen again for ``queries`` [1, num_query_heads, head_dim], in the place
+        of those of the last layer. Not before a layer has attended, nor while capturing."""
+        own = slice(row, row + 1)
+        kv = self._kv(layer, own)
         arguments = {
-            **arguments, "spans": self._batch.spans[:rows], "counts": self._counts[:rows],
-            "space": self._spaces.of(rows),
+            "queries": queries, "kv": kv, "scale": scale, "softcap": softcap, "sink_logit": None,
+            "visible": torch.zeros_like(self.visible[own]), "out": torch.empty_like(queries), "dense_below": None,
+        }  # fmt: skip
+        self._attend_sparse(layer, own, arguments)
+        return kv, self._units[own], self._counts[own]
+
+    def is_sparse(self, row: int) -> Tensor:
+        """Whether a row of the last step left something out, bool []; vLLM's trial steps, on its block 0, do not."""
+        batch = self._batch
+        return (batch.lengths[row] >= self._sparse_from[row]) & (batch.table[row, 0] > 0)
+
+    @property
+    def unit_size(self) -> int:
+        """Tokens per unit of the lists."""
+        return self._batch.unit_size
+
+    def _attend_sparse(self, layer: LayerPages, rows: slice, arguments: dict[str, Any]) -> None:
+        assert self._spaces is not None
+        method, units = self._method, self._units[rows]
+        arguments = {
+            **arguments, "spans": self._batch.spans[rows], "counts": self._counts[rows],
+            "space": self._spaces.of(rows.stop - rows.start),
         }  # fmt: skip
         if isinstance(method, Sketch):
             sketch_attention(rows=layer.rows, tokens=units, bits=method.bits, rest=method.rest, **arguments)
@@ -147,8 +172,8 @@ class DecodeBuffers:
         sizes = self._spaces.sizes if self._spaces is not None else []
         return f"batches of up to {max(sizes)} rows" if sizes else "no batches"
 
-    def _kv(self, layer: LayerPages, rows: int) -> PagedKV:
-        return PagedKV(layer.keys, layer.values, self._batch.table[:rows], self._batch.lengths[:rows])
+    def _kv(self, layer: LayerPages, rows: slice) -> PagedKV:
+        return PagedKV(layer.keys, layer.values, self._batch.table[rows], self._batch.lengths[rows])
 
     def _new_dense_space(self, kv: PagedKV) -> SplitSpace | None:
         if not kv.keys.is_cuda:
@@ -162,13 +187,13 @@ class DecodeBuffers:
         group, capacity, method = self.shape.group_size, self._batch.capacity, self._method
 
         def of_sketches(size: int) -> Any:
-            kv = self._kv(layer, size)
+            kv = self._kv(layer, slice(0, size))
             runs = sketch_launch.single_launch_runs(queries, kv, capacity)
             return sketch_launch.SketchSpace.shapes(kv, group, capacity) if runs else None
 
         def of_pages(size: int) -> Any:
             assert isinstance(method, PagedMethod)
-            kv = self._kv(layer, size)
+            kv = self._kv(layer, slice(0, size))
             runs = single_launch_runs(queries, kv, layer.rows, self._units, method.ranking)
             return SiftSpace.shapes(kv, group) if runs else None
 
