@@ -96,4 +96,6 @@ def test_metrics_and_log_tell_what_was_seen(server):
     client.completions.create(model="embedded", prompt="The mill. " * 200, max_tokens=16, temperature=0)
     values = server.metrics()
     assert 0 < values["decode_visible_tokens_total"] < values["decode_context_tokens_total"]
+    assert values["probes_total"] > 2  # one of 64 steps
+    assert 0.3 < values["recovery_total"] / values["probes_total"] < 1
     assert "GiB of page summaries beside" in server.log.read_text()

@@ -6,7 +6,7 @@ made.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +31,12 @@ class RecoverySpace(NamedTuple):
 
     @classmethod
     def make(cls, kv: PagedKV, queries: Tensor, units: Tensor, unit_size: int) -> RecoverySpace:
-        num_query_heads, dim, out = queries.shape[1], kv.head_dim, torch.empty_like(queries).contiguous()
-        spaces = []
-        for heads, capacity in ((units.shape[1], units.shape[2]), (kv.num_kv_heads, None)):
-            rows = kv.batch * heads
+        def new(heads: int, capacity: int | None) -> SplitSpace:
+            rows, group = kv.batch * heads, queries.shape[1] // heads
             splits = split_count(kv, capacity, rows, unit_size)
-            spaces.append(SplitSpace.make(rows, splits, num_query_heads // heads, dim, kv.keys.device))
-        return cls(*spaces, out)
+            return SplitSpace.make(rows, splits, group, kv.head_dim, kv.keys.device)
+
+        return cls(new(*units.shape[1:]), new(kv.num_kv_heads, None), queries.new_empty(queries.shape))
 
 
 def recovery(
@@ -76,7 +75,7 @@ def recovery_triton(
 ) -> Tensor:  # fmt: skip
     if space is None:
         space = RecoverySpace.make(kv, queries, units, unit_size)
-    how = {"scale": scale, "softcap": softcap, "out": space.out}
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap, "out": space.out}
     page_attention_triton(queries, kv, units, counts, space=space.listed, unit_size=unit_size, **how)
     page_attention_triton(queries, kv, None, None, space=space.every, **how)
     group, dim = queries.shape[1] // units.shape[1], kv.head_dim

@@ -54,6 +54,10 @@ class PhaseCounters:
         self.kv_bytes_read += visible * token_bytes + index_bytes
         self.kv_bytes_dense += context * token_bytes
 
+    def add_probe(self, recovery: float) -> None:
+        """Count a comparison with exact attention."""
+        self.probes, self.recovery = self.probes + 1, self.recovery + recovery
+
     def take(self, tally: Tally) -> None:
         """Count what was attended through ``layer.selection``."""
         self.queries += tally.queries

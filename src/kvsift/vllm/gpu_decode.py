@@ -78,6 +78,9 @@ class DecodeBuffers:
         self._counts = torch.zeros(max_rows, rows, dtype=torch.int32, device=device)
         self.totals = torch.zeros(max_rows, 4, dtype=torch.int64, device=device)
         self.visible = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # one row at an address of its own: Triton compiles again for addresses that 16 does not divide
+        shared = self._batch.table, self._batch.lengths, self._batch.spans, self._units, self._counts, self.visible
+        self._one = [torch.zeros_like(memory[:1]) for memory in shared]
         self.layers: set[str] = set()
         self._sparse_from = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._rules: list[Rule | None] = []
@@ -111,38 +114,42 @@ class DecodeBuffers:
         out: Tensor,
     ) -> None:  # fmt: skip
         """Attend one query of every row, [batch, num_query_heads, head_dim], into ``out``."""
-        rows = slice(0, len(queries))
+        rows = len(queries)
         arguments: dict[str, Any] = {
             "queries": queries.contiguous(), "kv": self._kv(layer, rows), "scale": scale, "softcap": softcap,
-            "sink_logit": sink_logit, "visible": self.visible[rows], "out": out,
-            "dense_below": self._sparse_from[rows] if self._allows_dense else None,
+            "sink_logit": sink_logit, "visible": self.visible[:rows], "out": out,
+            "dense_below": self._sparse_from[:rows] if self._allows_dense else None,
         }  # fmt: skip
+        lists = self._batch.spans[:rows], self._units[:rows], self._counts[:rows]
         if self._spaces is None:
             self._spaces = self._new_spaces(queries, layer)
         if not self._allows_dense:  # a row that is short for its rule has a list of all its pages
-            self._attend_sparse(layer, rows, arguments)
+            self._attend_sparse(layer, *lists, arguments)
             return
         if self._dense_space is None:
             self._dense_space = self._new_dense_space(arguments["kv"])
         with self._batch.fork() as side:
-            self._attend_sparse(layer, rows, arguments)
+            self._attend_sparse(layer, *lists, arguments)
             with side:
                 page_attention(units=None, counts=None, space=self._dense_space, **arguments)
 
     def lists(
         self, row: int, queries: Tensor, layer: LayerPages, scale: float, softcap: float | None
     ) -> tuple[PagedKV, Tensor, Tensor]:
-        """Return a row of the last step, with its lists in a layer: units int32 [1, num_rows, capacity], and how many
-        of them count, [1, num_rows]. They are chosen again for ``queries`` [1, num_query_heads, head_dim], in the place
-        of those of the last layer. Not before a layer has attended, nor while capturing."""
-        own = slice(row, row + 1)
-        kv = self._kv(layer, own)
-        arguments = {
-            "queries": queries, "kv": kv, "scale": scale, "softcap": softcap, "sink_logit": None,
-            "visible": torch.zeros_like(self.visible[own]), "out": torch.empty_like(queries), "dense_below": None,
-        }  # fmt: skip
-        self._attend_sparse(layer, own, arguments)
-        return kv, self._units[own], self._counts[own]
+        """Return a row of the last step, with its lists in a layer, which are chosen again: units int32 [1, num_rows,
+        capacity], and how many of them count, [1, num_rows]. In memory that the next call fills again.
+
+        ``queries`` [1, num_query_heads, head_dim]. Not before a layer has attended, nor while capturing.
+        """
+        table, lengths, spans, units, counts, visible = self._one
+        for own, shared in zip((table, lengths, spans), (self._batch.table, self._batch.lengths, self._batch.spans)):
+            own.copy_(shared[row : row + 1])
+        kv = PagedKV(layer.keys, layer.values, table, lengths)
+        self._attend_sparse(layer, spans, units, counts, {
+            "queries": queries, "kv": kv, "scale": scale, "softcap": softcap, "sink_logit": None, "visible": visible,
+            "out": torch.empty_like(queries), "dense_below": None,
+        })  # fmt: skip
+        return kv, units, counts
 
     def is_sparse(self, row: int) -> Tensor:
         """Whether a row of the last step left something out, bool []; vLLM's trial steps, on its block 0, do not."""
@@ -154,13 +161,12 @@ class DecodeBuffers:
         """Tokens per unit of the lists."""
         return self._batch.unit_size
 
-    def _attend_sparse(self, layer: LayerPages, rows: slice, arguments: dict[str, Any]) -> None:
+    def _attend_sparse(
+        self, layer: LayerPages, spans: Tensor, units: Tensor, counts: Tensor, arguments: dict[str, Any]
+    ) -> None:
         assert self._spaces is not None
-        method, units = self._method, self._units[rows]
-        arguments = {
-            **arguments, "spans": self._batch.spans[rows], "counts": self._counts[rows],
-            "space": self._spaces.of(rows.stop - rows.start),
-        }  # fmt: skip
+        method = self._method
+        arguments = {**arguments, "spans": spans, "counts": counts, "space": self._spaces.of(len(units))}
         if isinstance(method, Sketch):
             sketch_attention(rows=layer.rows, tokens=units, bits=method.bits, rest=method.rest, **arguments)
         else:
@@ -172,8 +178,8 @@ class DecodeBuffers:
         sizes = self._spaces.sizes if self._spaces is not None else []
         return f"batches of up to {max(sizes)} rows" if sizes else "no batches"
 
-    def _kv(self, layer: LayerPages, rows: slice) -> PagedKV:
-        return PagedKV(layer.keys, layer.values, self._batch.table[rows], self._batch.lengths[rows])
+    def _kv(self, layer: LayerPages, rows: int) -> PagedKV:
+        return PagedKV(layer.keys, layer.values, self._batch.table[:rows], self._batch.lengths[:rows])
 
     def _new_dense_space(self, kv: PagedKV) -> SplitSpace | None:
         if not kv.keys.is_cuda:
@@ -187,13 +193,13 @@ class DecodeBuffers:
         group, capacity, method = self.shape.group_size, self._batch.capacity, self._method
 
         def of_sketches(size: int) -> Any:
-            kv = self._kv(layer, slice(0, size))
+            kv = self._kv(layer, size)
             runs = sketch_launch.single_launch_runs(queries, kv, capacity)
             return sketch_launch.SketchSpace.shapes(kv, group, capacity) if runs else None
 
         def of_pages(size: int) -> Any:
             assert isinstance(method, PagedMethod)
-            kv = self._kv(layer, slice(0, size))
+            kv = self._kv(layer, size)
             runs = single_launch_runs(queries, kv, layer.rows, self._units, method.ranking)
             return SiftSpace.shapes(kv, group) if runs else None
 
