@@ -41,6 +41,7 @@ def test_without_settings_the_plugin_does_nothing():
         ({"plan": "prefill=critiprefill:rest=true,decode=quest"}, "rest estimates segment by segment"),
         ({"plan": "quest:min_recovery=0.9"}, "Leave out min_recovery"),
         ({"plan": "magicpig"}, "Take quest or sketch"),
+        ({"plan": "quest", "probe_every": -1}, "must be a whole number of steps"),
         ("quest", "is a table"),
     ],
 )
@@ -103,11 +104,11 @@ def test_the_command_passes_other_options_on(monkeypatch):
     settings = {"plan": "quest", "plans": [], "dense_below": 0}
     given = ["--tensor-parallel-size", "2", "--additional-config", '{"a": 1}', "--enforce-eager"]
     command = serve.server_command("there", settings, given)
-    assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", "there"]
-    assert json.loads(command[6]) == {"a": 1, "kvsift": settings}
-    assert command[7:] == ["--tensor-parallel-size", "2", "--enforce-eager"]
+    assert command[:5] == [sys.executable, "-m", serve.SERVER, "there", "--additional-config"]
+    assert json.loads(command[5]) == {"a": 1, "kvsift": settings}
+    assert command[6:] == ["--tensor-parallel-size", "2", "--enforce-eager"]
     monkeypatch.setattr(serve, "_on_gpu", lambda: True)
-    assert serve.server_command("there", settings, given)[7:9] == ["--attention-backend", "CUSTOM"]
+    assert serve.server_command("there", settings, given)[6:8] == ["--attention-backend", "CUSTOM"]
     with pytest.raises(InputError, match="give them as options"):
         serve.server_command("there", settings, ['--additional-config={"kvsift": {}}'])
 

@@ -150,7 +150,7 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     if _on_gpu() and not any(option.startswith("--attention-backend") for option in others):
         others = ["--attention-backend", "CUSTOM", *others]
     config_text = json.dumps({**config, KEY: settings})
-    return [sys.executable, "-m", SERVER, "--model", model, CONFIG, config_text, *others]
+    return [sys.executable, "-m", SERVER, model, CONFIG, config_text, *others]
 
 
 def _on_gpu() -> bool:
