@@ -22,7 +22,7 @@ from typing import Any
 
 from chats import MOST, MeasuredChats, load_of, saver
 from transformers import AutoTokenizer
-from vllm_decode import ROWS, engine, patch_vllm
+from vllm_engine import LLAMA_3_8B, SIZES, engine
 
 from kvsift.models.transformers_load import embedded_model
 
@@ -89,14 +89,13 @@ def main() -> None:
     paths = parser.parse_args().results
     results = [json.loads(path.read_text()) for path in paths]
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    patch_vllm()
     tokenizer = AutoTokenizer.from_pretrained(embedded_model())
     loads = [load_of(result["recipe"], tokenizer) for result in results]
     longest = max(len(documents[0]) for _, documents, _ in loads) + 64 + MOST
     core = engine(
-        "", max_model_len=longest, num_gpu_blocks_override=None, max_num_batched_tokens=STEP,
+        LLAMA_3_8B, "", dtype="bfloat16", max_model_len=longest, max_num_batched_tokens=STEP,
         enable_prefix_caching=True, compilation_config={"cudagraph_capture_sizes": GRAPHS},
-    )  # fmt: skip
+    ).llm_engine  # fmt: skip
     for path, result, load in zip(paths, results, loads):
         core.reset_prefix_cache()
         measure(core, path, result, load)
@@ -111,7 +110,7 @@ def measure(core: Any, path: Path, result: dict[str, Any], load: tuple[list[int]
     name, config, recipe = f"vLLM {vllm.__version__}", core.vllm_config, result["recipe"]
     ids, documents, question = load
     chats, save = VllmChats(core, recipe, documents, question), saver(result, path)
-    assert recipe["chats"] <= ROWS, f"vLLM decodes {ROWS} rows"
+    assert recipe["chats"] <= max(SIZES), f"vLLM decodes {max(SIZES)} rows"
     result["vllm"] = {
         "version": vllm.__version__, "torch": torch.__version__, "tokens_of_a_step": STEP,
         "kv_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,

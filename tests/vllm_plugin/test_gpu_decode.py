@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from kvsift.kernels.block_pages import BlockPages
+from kvsift.kernels.page_attention import listed_tokens
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
 from kvsift.vllm.gpu_counters import GpuCounters
 from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages
+from kvsift.vllm.gpu_probes import WHOLE, GpuProbes
 from kvsift.vllm.settings import summaries_of
 
 HEADS, GROUP = 2, 4
@@ -182,13 +184,76 @@ def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(gpu_counters, "EVERY_S", 0.0)
     server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), PhaseCounters()
-    polls = GpuCounters(server.buffers, 1024, 32.0)
-    server.decode(server.queries())
+    probes = GpuProbes(server.buffers, ["a layer"], 1, torch.bfloat16)
+    polls = GpuCounters(server.buffers, probes, 1024, 32.0)
+    queries = server.queries()
+    server.decode(queries)
+    probes.keep("a layer", queries, server.layer, server.shape.scale, None)
+    probes.after(1)
     polls.poll(counters)
     torch.cuda.synchronize()
     polls.poll(counters)
     assert (counters.queries, counters.sparse_queries, counters.context_tokens) == (1, 1, 2000)
     assert 200 < counters.visible_tokens <= 256
+    assert counters.probes == 1
+    assert 0.1 < counters.recovery < 1
+
+
+def shares_of(server: Server, queries: torch.Tensor, row: int) -> torch.Tensor:
+    """Exact attention of a row to each token, [num_query_heads, length]."""
+    slots = server.slots(row, torch.arange(server.lengths[row])).to(server.cache.device)
+    keys = server.cache.transpose(1, 2)[slots // server.block_size, slots % server.block_size].float()[
+        ..., : server.dim
+    ]
+    keys = keys.transpose(0, 1).repeat_interleave(GROUP, 0)
+    return (torch.einsum("hd,hnd->hn", queries[row].float(), keys) * server.shape.scale).softmax(-1)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("allows_dense", [False, True])
+@pytest.mark.parametrize("plan", ["quest:budget=256", "sketch:budget=256"])
+def test_probes_tell_the_softmax_mass_on_what_a_row_saw(plan: str, allows_dense: bool, device: str) -> None:
+    server = Server(plan, [1500, 250, 900], "NHD", 16, device, allows_dense=allows_dense)
+    probes = GpuProbes(server.buffers, [f"layer {i}" for i in range(9)], 3, server.cache.dtype)
+    layers = {name: server.queries() for name in ("layer 0", "layer 1", "layer 2")}  # 0, 2, 5 and 8 are probed
+    found = []
+    for turn in range(19):
+        for name, queries in layers.items():
+            server.decode(queries)
+            probes.keep(name, queries, server.layer, server.shape.scale, None)
+        lists = server.buffers.visible.clone(), server.buffers.totals.clone()
+        before = probes.sums.tolist()
+        probes.after(3)
+        assert turn % 3 == 0 or probes.sums.tolist() == before
+        assert torch.equal(lists[0], server.buffers.visible)
+        assert torch.equal(lists[1], server.buffers.totals)
+        if turn % 3 == 0:
+            found.append([now - then for now, then in zip(probes.sums.tolist(), before)])
+    order = [("layer 0", 0), ("layer 2", 0), ("layer 0", 1), ("layer 2", 1), ("layer 0", 2), ("layer 2", 2)]
+    for (name, row), (count, recovery) in zip([*order, order[0]], found, strict=True):
+        if row == 1:  # it saw everything
+            assert (count, recovery) == (0, 0)
+            continue
+        server.decode(layers[name])
+        units, counts = server.buffers._units[row], server.buffers._counts[row]
+        listed = listed_tokens(units, counts, server.lengths[row], server.buffers.unit_size)
+        mass = (shares_of(server, layers[name], row) * listed.repeat_interleave(GROUP, 0)).sum(-1).mean()
+        assert count == 1
+        assert abs(recovery / WHOLE - float(mass)) < (0.01 if device == "cuda" else 1e-5), (name, row)
+        assert mass < 0.9
+
+
+def test_trial_steps_and_replaced_caches_are_not_probed() -> None:
+    server = Server("quest:budget=256", [1500], "NHD", 16, "cpu")
+    probes, queries = GpuProbes(server.buffers, ["a layer"], 1, torch.float32), server.queries()
+    server.blocks.zero_()  # as in steps that vLLM runs to warm up
+    server.decode(queries)
+    probes.keep("a layer", queries, server.layer, server.shape.scale, None)
+    probes.after(1)
+    probes.after(0)
+    del server.layer
+    probes.after(1)
+    assert probes.sums.tolist() == [0, 0]
 
 
 @pytest.mark.vllm

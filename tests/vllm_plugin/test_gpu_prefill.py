@@ -15,6 +15,7 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk
 from kvsift.vllm.counters import PhaseCounters
+from kvsift.vllm.gpu_decode import LayerPages
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 
 PLANS = (
@@ -92,3 +93,21 @@ def test_the_workspace_is_bounded_for_any_chunk() -> None:
     )
     assert 1 << 28 < workspace_bytes(plan.prefill, shape, 131072, 16384, 2) < 3 << 29
     assert workspace_bytes(plan.prefill, shape, 1 << 20, 16384, 2) < 5 << 30
+
+
+@pytest.mark.parametrize("spec", PLANS)
+def test_a_rank_with_half_of_the_heads_gives_half_of_the_output(spec: str) -> None:
+    server = Server("quest:budget=256", [2000], "NHD", 32, "cpu")
+    prefill, layer = parse_plan(spec).prefill, server.layer
+    assert prefill is not None
+    queries, found = torch.randn(2000, HEADS * GROUP, server.dim), []
+    for heads in (slice(0, HEADS), slice(0, 1), slice(1, 2)):
+        num_kv_heads = heads.stop - heads.start
+        shape = server.shape._replace(num_query_heads=num_kv_heads * GROUP, num_kv_heads=num_kv_heads)
+        own = LayerPages(layer.pages, layer.keys[heads], layer.values[heads], layer.rows[heads])
+        mine = queries[:, heads.start * GROUP : heads.stop * GROUP].contiguous()
+        out = torch.zeros_like(mine)
+        prompt = PromptRow(0, slice(0, 2000), 0, prefill, server.blocks[0])
+        attend_prompt(prompt, shape, own, server.kind, mine, LayerMessages(), PhaseCounters("prefill"), None, out)
+        found.append(out)
+    assert torch.allclose(found[0], torch.cat(found[1:], 1), atol=1e-5)

@@ -99,11 +99,14 @@ def test_a_token_is_attended_as_over_the_store_of_kvsift(plan, length):
     summaries = ((rule.method.summaries[0], 16),)
     cache, blocks, keys, values = filled(transposed, length, summaries)
     query = torch.randn(4, DIM, generator=torch.Generator().manual_seed(1))
-    own = SparseAttention(SHAPE, parse_plan(plan), 1, keys, RunStats(0))
+    own = SparseAttention(SHAPE, parse_plan(plan), 1, keys, RunStats(1))
     padding = torch.zeros(1, 4, length - 1, DIM)
     own.take(Chunk(padding, keys[None, :, :-1], values[None, :, :-1], [length - 1]))
     expected = own.attend(Chunk(query[None, :, None], keys[None, :, -1:], values[None, :, -1:], [1]), 1)
-    attended = attend_token(SHAPE, rule, query, cache, blocks, length)
+    attended = attend_token(SHAPE, rule, query, cache, blocks, length, is_probed=True)
     torch.testing.assert_close(attended.output, expected[0, :, 0], atol=1e-5, rtol=1e-5)
     assert attended.visible == own.stats.phase("decode").visible_tokens
+    tally = own.stats.phase("decode")
+    assert tally.probes == (tally.sparse_queries > 0)
+    assert attended.recovery == pytest.approx(tally.recovery if tally.probes else 1, abs=1e-5)
     assert attended.index_bytes > 0

@@ -3,64 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.request import urlopen
+from typing import Any
 
 import pytest
-from vllm_environment import ENVIRONMENT
+from serving import Server, serving
 
 PLANS = ["quest:budget=112:dense_layers=none", "sketch:budget=72:dense_layers=none"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 REQUESTS, AT_ONCE, COUNT = 200, 8, 8
 
 
-class Server(NamedTuple):
-    url: str
-    log: Path
-
-    def read(self, path: str) -> str:
-        with urlopen(self.url + path, timeout=60) as answer:
-            return str(answer.read().decode())
-
-
 @pytest.fixture(scope="module")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("server")
     (directory / "template.jinja").write_text(TEMPLATE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = ["--plan", PLANS[0], "--allow-plan", PLANS[1], "--served-model-name", "embedded", "--port", str(port)]
-    stock = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--host", "127.0.0.1"]
-    template = ["--chat-template", str(directory / "template.jinja")]
-    command = [sys.executable, "-m", "kvsift", "serve", str(model), "--engine", "vllm", *options, *stock, *template]
-    with (directory / "log").open("w") as log:
-        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log)
-    running = Server(f"http://127.0.0.1:{port}", directory / "log")
-    try:
-        wait_for(running, process)
+    options = ["--plan", PLANS[0], "--allow-plan", PLANS[1], "--chat-template", str(directory / "template.jinja")]
+    with serving(model, directory / "log", options) as running:
         yield running
-    finally:
-        process.terminate()
-        process.wait(60)
-
-
-def wait_for(server: Server, process: Any) -> None:
-    deadline = time.monotonic() + 400
-    while time.monotonic() < deadline:
-        assert process.poll() is None, server.log.read_text()[-5000:]
-        try:
-            server.read("/health")
-            return
-        except OSError:
-            time.sleep(1)
-    raise AssertionError(server.log.read_text()[-5000:])
 
 
 @pytest.mark.vllm
@@ -133,7 +94,8 @@ def test_metrics_and_log_tell_what_was_seen(server):
 
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     client.completions.create(model="embedded", prompt="The mill. " * 200, max_tokens=16, temperature=0)
-    lines = [line.split() for line in server.read("/metrics").splitlines() if line.startswith("kvsift:")]
-    values = {line[0].partition("{")[0]: float(line[1]) for line in lines}
-    assert 0 < values["kvsift:decode_visible_tokens_total"] < values["kvsift:decode_context_tokens_total"]
+    values = server.metrics()
+    assert 0 < values["decode_visible_tokens_total"] < values["decode_context_tokens_total"]
+    assert values["probes_total"] > 2  # one of 64 steps
+    assert 0.3 < values["recovery_total"] / values["probes_total"] < 1
     assert "GiB of page summaries beside" in server.log.read_text()

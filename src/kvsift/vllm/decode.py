@@ -9,6 +9,7 @@ from torch import Tensor
 from kvsift.kernels.merge import with_sink_logit
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.probe import probe
 from kvsift.layer.selection import Selector, view_of, with_estimates
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
@@ -23,11 +24,12 @@ class AttendedToken(NamedTuple):
     output: Tensor  # [num_query_heads, head_dim]
     visible: float  # tokens, per head
     index_bytes: float  # read to choose them
+    recovery: float | None  # softmax mass on them, if it was asked for
 
 
 def attend_token(
     shape: LayerShape, rule: Rule, query: Tensor, cache: BlockCache, blocks: Tensor, length: int,
-    sink_logit: Tensor | None = None,
+    sink_logit: Tensor | None = None, is_probed: bool = False,
 ) -> AttendedToken:  # fmt: skip
     """Attend one token, the last of ``length`` cached ones.
 
@@ -39,6 +41,7 @@ def attend_token(
         blocks: int64 [num_blocks], physical blocks of the sequence, enough for ``length``.
         length: tokens.
         sink_logit: [num_query_heads].
+        is_probed: compare with exact attention.
     """
     segment, tally = Segment(query[None, :, None], length - 1, length), Tally()
     reader = cache.reader(blocks[: -(-length // cache.block_size)], length, rule.method.summary_page_size)
@@ -49,4 +52,5 @@ def attend_token(
     part, visible = attend_sparse(shape, segment, reader, view, selection)
     part = part if selection is None else with_estimates(part, selection)
     part = part if sink_logit is None else with_sink_logit(part, sink_logit)
-    return AttendedToken(part.output[0, :, 0], float(visible), tally.index_bytes_read)
+    recovery = probe(shape, query[:, None], reader.keys(), view.spans[0], selection)[1] if is_probed else None
+    return AttendedToken(part.output[0, :, 0], float(visible), tally.index_bytes_read, recovery)

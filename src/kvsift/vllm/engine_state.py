@@ -25,6 +25,7 @@ class EngineState:
         plans: by row of model runner V1, or slot of V2; requests without a plan of their own are missing.
         counters, prompts: of all layers, in decode and in prefill.
         messages: between the layers of a step.
+        layers: that plans apply to, on a CPU.
         summary_bytes: of all layers, beside vLLM's KV cache.
         max_length: of a request, in tokens.
         on_gpu: one kernel decodes all rows, so that their plans have much in common.
@@ -36,6 +37,7 @@ class EngineState:
     counters: PhaseCounters = field(default_factory=PhaseCounters)
     prompts: PhaseCounters = field(default_factory=lambda: PhaseCounters("prefill"))
     messages: LayerMessages = field(default_factory=LayerMessages)
+    layers: int = 0
     summary_bytes: int = 0
     max_length: int = 0
     on_gpu: bool = False
@@ -44,6 +46,11 @@ class EngineState:
     def plan(self, row: int) -> Plan:
         """Return the plan of a row or slot."""
         return self.plans.get(row, self.settings.plan)
+
+    def probes(self, query: int) -> bool:
+        """Whether a sparse query, by its number, is compared with exact attention: each time in another layer."""
+        every = self.settings.probe_every
+        return bool(every) and query % (every * self.layers + 1) == 0
 
     def plan_for(self, spec: Any) -> Plan:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
@@ -89,9 +96,16 @@ def state_of(config: Any) -> EngineState | None:
         if settings is not None:
             check_config(config, settings)
         _engines.clear()  # one engine at a time
-        length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
-        _engines[key] = None if settings is None else EngineState(settings, max_length=length, on_gpu=on_gpu)
+        _engines[key] = None if settings is None else _new_state(config, settings)
     return _engines[key]
+
+
+def _new_state(config: Any, settings: Settings) -> EngineState:
+    parallel = config.parallel_config
+    rank = int(parallel.rank) % int(parallel.tensor_parallel_size)  # vLLM's counts stages of a pipeline, too
+    counters = PhaseCounters("decode", rank), PhaseCounters("prefill", rank)
+    length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
+    return EngineState(settings, {}, *counters, max_length=length, on_gpu=on_gpu)
 
 
 def known_state() -> EngineState | None:

@@ -35,6 +35,7 @@ from kvsift.vllm.gpu_counters import GpuCounters
 from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages
 from kvsift.vllm.gpu_memory import GIB, hold
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
+from kvsift.vllm.gpu_probes import GpuProbes
 from kvsift.vllm.refusals import check_block_size
 
 
@@ -87,6 +88,7 @@ class GpuStep:
 
     decodes: int
     buffers: DecodeBuffers
+    probes: GpuProbes
     rest: Any = None
     runs: tuple[RowRun, ...] = ()
     dense_decodes: Any = None
@@ -123,7 +125,11 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         kind, page_size = settings.summaries[0]
         element = kv_cache_spec.dtype.itemsize
         index_bytes = heads * row_bytes(kind, dim, page_size, kv_cache_spec.dtype) / page_size
-        self._counters = GpuCounters(self._buffers, heads * 2 * dim * element, index_bytes)
+        dense = settings.decode_rules[0].budget.dense_layers
+        sparse = [name for name in layer_names if compat.layer_index(name) not in dense]
+        dtype = vllm_config.model_config.dtype
+        self._probes, self._decoded = GpuProbes(self._buffers, sparse, settings.probe_every, dtype), 0
+        self._counters = GpuCounters(self._buffers, self._probes, heads * 2 * dim * element, index_bytes)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         buffers, common = self._buffers, common_attn_metadata
@@ -131,8 +137,10 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             return super().build(common_prefix_len, common, fast_build)
         decodes, others, tokens, _ = split_decodes_and_prefills(common, 1)
         slots = compat.slots_of_rows(common)
+        self._probes.after(self._decoded)  # before anything of the last step is replaced
+        self._decoded = decodes
         buffers.set_rules([rule_of(self._state.plan(slot)) for slot in slots[:decodes]])
-        step = GpuStep(decodes, buffers)
+        step = GpuStep(decodes, buffers, self._probes)
         if others:
             assert tokens == decodes, "each of the first rows has one token"
             prompts = self._prompts(common, decodes, slots)
@@ -291,7 +299,9 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
             buffers.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
         new = layer.layer_name not in buffers.layers
         buffers.layers.add(layer.layer_name)
-        buffers.attend(query, own, self.scale, self.logits_soft_cap or None, self.sinks, output)
+        softcap = self.logits_soft_cap or None
+        step.probes.keep(layer.layer_name, query, own, self.scale, softcap)
+        buffers.attend(query, own, self.scale, softcap, self.sinks, output)
         if new and len(buffers.layers) == 1:
             compat.logger.info_once(
                 "kvsift: a single launch decodes %s; Triton kernels the others.", buffers.single_launches

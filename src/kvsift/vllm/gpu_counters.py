@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import DecodeBuffers
+from kvsift.vllm.gpu_probes import WHOLE, GpuProbes
 
 EVERY_S = 5.0
 
@@ -17,15 +18,15 @@ class GpuCounters:
     """Copies what ``DecodeBuffers`` count to ``PhaseCounters``.
 
     Args:
-        buffers: of a group of layers.
+        buffers, probes: of a group of layers.
         token_bytes: of keys and values of a token, all KV heads.
         index_bytes: of summaries per token, all KV heads.
     """
 
-    def __init__(self, buffers: DecodeBuffers, token_bytes: int, index_bytes: float) -> None:
-        self._buffers, self._token_bytes, self._index_bytes = buffers, token_bytes, index_bytes
-        self._host = torch.zeros(5, dtype=torch.int64).pin_memory()
-        self._before = [0] * 5
+    def __init__(self, buffers: DecodeBuffers, probes: GpuProbes, token_bytes: int, index_bytes: float) -> None:
+        self._buffers, self._probes, self._token_bytes, self._index_bytes = buffers, probes, token_bytes, index_bytes
+        self._host = torch.zeros(7, dtype=torch.int64).pin_memory()
+        self._before = [0] * 7
         self._copied: torch.cuda.Event | None = None
         self._next_s = monotonic() + EVERY_S
 
@@ -41,10 +42,13 @@ class GpuCounters:
             self._next_s = monotonic() + EVERY_S
 
     def _sums(self) -> Tensor:
-        return torch.cat([self._buffers.totals.sum(0), self._buffers.visible.sum(0, keepdim=True)])
+        buffers = self._buffers
+        return torch.cat([buffers.totals.sum(0), buffers.visible.sum(0, keepdim=True), self._probes.sums])
 
     def _add(self, counters: PhaseCounters, sums: list[int]) -> None:
-        queries, context, sparse, sparse_context, visible = (now - then for now, then in zip(sums, self._before))
+        queries, context, sparse, sparse_context, visible, probes, recovery = (
+            now - then for now, then in zip(sums, self._before)
+        )
         self._before, layers = sums, len(self._buffers.layers)
         visible_tokens = visible / self._buffers.shape.num_kv_heads
         counters.queries += queries * layers
@@ -53,3 +57,5 @@ class GpuCounters:
         counters.context_tokens += context * layers
         counters.kv_bytes_read += visible_tokens * self._token_bytes + sparse_context * layers * self._index_bytes
         counters.kv_bytes_dense += context * layers * self._token_bytes
+        counters.probes += probes
+        counters.recovery += recovery / WHOLE

@@ -78,6 +78,9 @@ class DecodeBuffers:
         self._counts = torch.zeros(max_rows, rows, dtype=torch.int32, device=device)
         self.totals = torch.zeros(max_rows, 4, dtype=torch.int64, device=device)
         self.visible = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # one row at an address of its own: Triton compiles again for addresses that 16 does not divide
+        shared = self._batch.table, self._batch.lengths, self._batch.spans, self._units, self._counts, self.visible
+        self._one = [torch.zeros_like(memory[:1]) for memory in shared]
         self.layers: set[str] = set()
         self._sparse_from = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self._rules: list[Rule | None] = []
@@ -117,25 +120,53 @@ class DecodeBuffers:
             "sink_logit": sink_logit, "visible": self.visible[:rows], "out": out,
             "dense_below": self._sparse_from[:rows] if self._allows_dense else None,
         }  # fmt: skip
+        lists = self._batch.spans[:rows], self._units[:rows], self._counts[:rows]
         if self._spaces is None:
             self._spaces = self._new_spaces(queries, layer)
         if not self._allows_dense:  # a row that is short for its rule has a list of all its pages
-            self._attend_sparse(layer, rows, arguments)
+            self._attend_sparse(layer, *lists, arguments)
             return
         if self._dense_space is None:
             self._dense_space = self._new_dense_space(arguments["kv"])
         with self._batch.fork() as side:
-            self._attend_sparse(layer, rows, arguments)
+            self._attend_sparse(layer, *lists, arguments)
             with side:
                 page_attention(units=None, counts=None, space=self._dense_space, **arguments)
 
-    def _attend_sparse(self, layer: LayerPages, rows: int, arguments: dict[str, Any]) -> None:
+    def lists(
+        self, row: int, queries: Tensor, layer: LayerPages, scale: float, softcap: float | None
+    ) -> tuple[PagedKV, Tensor, Tensor]:
+        """Return a row of the last step, with its lists in a layer, which are chosen again: units int32 [1, num_rows,
+        capacity], and how many of them count, [1, num_rows]. In memory that the next call fills again.
+
+        ``queries`` [1, num_query_heads, head_dim]. Not before a layer has attended, nor while capturing.
+        """
+        table, lengths, spans, units, counts, visible = self._one
+        for own, shared in zip((table, lengths, spans), (self._batch.table, self._batch.lengths, self._batch.spans)):
+            own.copy_(shared[row : row + 1])
+        kv = PagedKV(layer.keys, layer.values, table, lengths)
+        self._attend_sparse(layer, spans, units, counts, {
+            "queries": queries, "kv": kv, "scale": scale, "softcap": softcap, "sink_logit": None, "visible": visible,
+            "out": torch.empty_like(queries), "dense_below": None,
+        })  # fmt: skip
+        return kv, units, counts
+
+    def is_sparse(self, row: int) -> Tensor:
+        """Whether a row of the last step left something out, bool []; vLLM's trial steps, on its block 0, do not."""
+        batch = self._batch
+        return (batch.lengths[row] >= self._sparse_from[row]) & (batch.table[row, 0] > 0)
+
+    @property
+    def unit_size(self) -> int:
+        """Tokens per unit of the lists."""
+        return self._batch.unit_size
+
+    def _attend_sparse(
+        self, layer: LayerPages, spans: Tensor, units: Tensor, counts: Tensor, arguments: dict[str, Any]
+    ) -> None:
         assert self._spaces is not None
-        method, units = self._method, self._units[:rows]
-        arguments = {
-            **arguments, "spans": self._batch.spans[:rows], "counts": self._counts[:rows],
-            "space": self._spaces.of(rows),
-        }  # fmt: skip
+        method = self._method
+        arguments = {**arguments, "spans": spans, "counts": counts, "space": self._spaces.of(len(units))}
         if isinstance(method, Sketch):
             sketch_attention(rows=layer.rows, tokens=units, bits=method.bits, rest=method.rest, **arguments)
         else:

@@ -25,12 +25,14 @@ class Settings:
         plans: further plans, whose page summaries are maintained too.
         dense_below: shorter contexts are decoded densely, in tokens.
         log_every_s: seconds between two lines of counters; 0: no lines.
+        probe_every: steps between two comparisons of one row in one layer with exact attention; 0: none.
     """
 
     plan: Plan = field(default_factory=Plan)
     plans: tuple[Plan, ...] = ()
     dense_below: int = 0
     log_every_s: float = 10.0
+    probe_every: int = 64
 
     @classmethod
     def read(cls, additional_config: object) -> Settings | None:
@@ -55,8 +57,9 @@ class Settings:
         return cls(
             read_plan(given["plan"]),
             tuple(read_plan(plan) for plan in more),
-            _tokens(given, "dense_below"),
+            _whole(given, "dense_below", cls.dense_below, "tokens"),
             float(_number(given, "log_every_s", cls.log_every_s)),
+            _whole(given, "probe_every", cls.probe_every, "steps"),
         )
 
     @property
@@ -138,10 +141,10 @@ def _page_size(rule: Any) -> int:
     return int(rule.method.summary_page_size)
 
 
-def _tokens(given: Mapping[str, Any], key: str) -> int:
-    value = given.get(key, 0)
+def _whole(given: Mapping[str, Any], key: str, default: int, unit: str) -> int:
+    value = given.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputError(f"{key}={value!r} must be a whole number of tokens, 0 or more.")
+        raise InputError(f"{key}={value!r} must be a whole number of {unit}, 0 or more.")
     return value
 
 
