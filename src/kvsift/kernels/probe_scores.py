@@ -44,7 +44,7 @@ def probe_scores_triton(probes: Tensor, keys: Tensor, *, cosine: bool, mean: boo
     padded = power_of_two(num_probes)
     per_product = max(1, min(power_of_two(num_segments), MOST_PROBES // padded))  # segments
     per_product = max(per_product, 16 // padded)  # tensor cores take at least 16 rows
-    probes = pad(probes, (0, 0, 0, padded - num_probes)).contiguous()
+    probes = (pad(probes, (0, 0, 0, padded - num_probes)) if padded > num_probes else probes).contiguous()
     num_keys = keys.shape[1]
     scores = probes.new_empty(num_segments, num_lists, num_keys, dtype=torch.float32)
     with torch.cuda.device_of(probes):
