@@ -38,7 +38,7 @@ def launch_all() -> None:
         probes = torch.zeros(2, kv_heads, 16, head_dim, dtype=dtype)
         scores = probe_scores_triton(probes, pool.flatten(1, 2), cosine=True, mean=group == 2)
         spans = torch.zeros(2, 4, dtype=torch.int32)
-        visible_pages_triton(scores.repeat(1, 1, 20), spans, 1000)
+        visible_pages_triton(scores.repeat(1, 1, 20), spans, 1000 if group > 2 else 2000)
         unlike = unlikeness_triton(queries, 2, 16)
         pick_queries_triton(queries, unlike, kv_heads, 16, shared=group > 2, mean=page_size > 8, unit=True)
         extremes_triton(queries, 512)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvsift.kernels.integer_rows import IntegerRows
@@ -111,7 +112,7 @@ class SegmentSelections(Sequence[Selection]):
         choices: of the segments; each selects as much as it may.
         lists: int32 [num_segments, num_heads, first candidate + most], units before the first candidate and selected
             ones, ascending.
-        counts: int32 [num_segments, num_heads], units listed.
+        counts: int32 [num_segments, num_heads], units listed; a list is undefined behind them.
     """
 
     def __init__(self, choices: SegmentChoices, lists: Tensor, counts: Tensor) -> None:
@@ -139,5 +140,8 @@ def best_of_segments(scores: Tensor, choices: SegmentChoices) -> SegmentSelectio
             the candidates of a segment are ignored.
         choices: of the segments.
     """
-    lists = visible_pages(scores, choices.spans.on(scores.device), choices.first + choices.most)
-    return SegmentSelections(choices, *lists)
+    capacity = choices.first + choices.most
+    lists = scores.new_empty((*scores.shape[:2], capacity), dtype=torch.int32)
+    counts = scores.new_empty(scores.shape[:2], dtype=torch.int32)
+    visible_pages(scores, choices.spans.on(scores.device), capacity, out=(lists, counts))
+    return SegmentSelections(choices, lists, counts)

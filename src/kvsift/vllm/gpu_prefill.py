@@ -34,10 +34,10 @@ def together(rule: Rule, shape: LayerShape, length: int) -> int:
 
 def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int, element: int) -> int:
     """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: a copy of the
-    keys, scores and lists of the segments that are selected for at once, and their output."""
+    keys, scores with their maxima and lists of the segments that are selected for at once, and their output."""
     segments = min(together(rule, shape, max_length), -(-max_new // rule.method.segment_size) + 1)
     units, listed = max_length // rule.method.unit_size, min(rule.budget.limit(max_length), max_length)
-    by_head = max_length * shape.head_dim * element + segments * (4 * units + 32 * listed)
+    by_head = max_length * shape.head_dim * element + segments * (5 * units + 32 * listed)
     return shape.num_kv_heads * by_head + shape.num_query_heads * shape.head_dim * element * max_new
 
 
@@ -93,6 +93,9 @@ class _Table(NamedTuple):
     pages: Tensor
 
     def page_ids(self, row: int) -> Tensor:
+        return self.pages
+
+    def pages_on(self, row: int, device: torch.device) -> Tensor:
         return self.pages
 
     def run_start(self, row: int, *_: int) -> None:
