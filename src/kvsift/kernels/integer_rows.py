@@ -15,7 +15,7 @@ class IntegerRows(tuple[Row, ...]):
 
     def on(self, device: torch.device) -> Tensor:
         """int32 [num_rows, width]; only the stream that is current at the first call may read it."""
-        copies: dict[torch.device, Tensor] = self.__dict__
+        copies: dict[torch.device, Tensor] = vars(self).setdefault("copies", {})
         if device not in copies:
             copies[device] = torch.tensor(self, dtype=torch.int32).to(device, non_blocking=True)
         return copies[device]
