@@ -36,7 +36,7 @@ def launch_all() -> None:
         segment_attention_triton(queries, rows, 0, spans, slots, counts, 0.1, None if group > 2 else 20.0)
         list_slots_triton(slots, counts, 1 if group > 2 else 32, rows, 2 * kv_heads)
         probes = torch.zeros(2, kv_heads, 16, head_dim, dtype=dtype)
-        scores = probe_scores_triton(probes, pool.flatten(1, 2), cosine=True, mean=group == 2)
+        scores = probe_scores_triton(probes, pool, rows.table, slice(4, 1020), cosine=True, mean=group == 2)
         spans = torch.zeros(2, 4, dtype=torch.int32)
         visible_pages_triton(scores.repeat(1, 1, 20), spans, 1000 if group > 2 else 2000)
         unlike = unlikeness_triton(queries, 2, 16)

@@ -33,11 +33,11 @@ def together(rule: Rule, shape: LayerShape, length: int) -> int:
 
 
 def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int, element: int) -> int:
-    """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: a copy of the
-    keys, scores with their maxima and lists of the segments that are selected for at once, and their output."""
+    """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: scores with
+    their maxima and lists of the segments that are selected for at once, and their output."""
     segments = min(together(rule, shape, max_length), -(-max_new // rule.method.segment_size) + 1)
     units, listed = max_length // rule.method.unit_size, min(rule.budget.limit(max_length), max_length)
-    by_head = max_length * shape.head_dim * element + segments * (5 * units + 32 * listed)
+    by_head = segments * (5 * units + 32 * listed)
     return shape.num_kv_heads * by_head + shape.num_query_heads * shape.head_dim * element * max_new
 
 
@@ -118,17 +118,10 @@ class BlockRow(RowReader):
         super().__init__(cast(Any, pool), cast(Any, _Table(pages)), 0, length)
         self.shape, self._pages = shape, pages
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * layer.keys.element_size()
-        self._copy: Tensor | None = None
 
     def reader(self, row: int) -> BlockRow:
         """Itself."""
         return self
-
-    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """[num_kv_heads, stop - start, head_dim], of a copy that is made once: scoring reads neighbours."""
-        if self._copy is None:
-            self._copy = self._pool.keys.index_select(1, self._pages).flatten(1, 2)
-        return self._copy[:, start : self.length if stop is None else stop]
 
     def paged(self) -> Rows:
         return Rows(self._pool.keys, self._pool.values, self._pages)
