@@ -27,9 +27,12 @@ SCORE_BYTES = 1 << 30  # of the segments that are selected for at once; groups c
 
 def together(rule: Rule, shape: LayerShape, length: int) -> int:
     """Return how many segments of a context of so many tokens are selected for at once."""
-    exact = isinstance(rule.method, QuoKA) and rule.method.mode == "max_of_mean_exact"
-    lists = shape.num_query_heads if exact else shape.num_kv_heads
+    lists = shape.num_query_heads if _scores_each_head(rule) else shape.num_kv_heads
     return max(1, SCORE_BYTES // (4 * lists * -(-length // rule.method.unit_size)))
+
+
+def _scores_each_head(rule: Rule) -> bool:
+    return isinstance(rule.method, QuoKA) and rule.method.mode == "max_of_mean_exact"
 
 
 def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int, element: int) -> int:
@@ -37,8 +40,9 @@ def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int
     their maxima and lists of the segments that are selected for at once, and their output."""
     segments = min(together(rule, shape, max_length), -(-max_new // rule.method.segment_size) + 1)
     units, listed = max_length // rule.method.unit_size, min(rule.budget.limit(max_length), max_length)
-    by_head = segments * (5 * units + 32 * listed)
-    return shape.num_kv_heads * by_head + shape.num_query_heads * shape.head_dim * element * max_new
+    scores = 4 * units * shape.num_query_heads if _scores_each_head(rule) else 0
+    by_segment = scores + shape.num_kv_heads * (5 * units + 32 * listed)
+    return segments * by_segment + shape.num_query_heads * shape.head_dim * element * max_new
 
 
 @dataclass
