@@ -179,6 +179,10 @@ class KVReader(Protocol):
     def values(self, start: int, stop: int) -> Tensor:
         """[num_kv_heads, stop - start, head_dim]"""
 
+    def paged_keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys of the positions start to stop where they are stored, for kernels that read through a table:
+        [num_kv_heads, num_pages, page_size, head_dim], and the page of each logical one, int32."""
+
     def borrow(self, start: int, stop: int) -> Tensor:
         """Keys, to be read in part: ``count_bytes`` says how much of it was."""
 

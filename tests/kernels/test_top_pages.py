@@ -110,6 +110,13 @@ def test_rows_longer_than_a_block(k: int) -> None:
     check(scores, spans_of((1, 4998, k, 4999)))
 
 
+@pytest.mark.parametrize("candidates", [1100, 4400, 5003])  # around the groups that lists so long have
+def test_long_lists(candidates: int) -> None:
+    scores = draw(2, 2, 5100)
+    scores[:, 1] = scores[:, 1].round(decimals=1)
+    check(scores, spans_of((2, candidates + 2, 1090, candidates + 5), (2, 1002, 700, 1010)), capacity=1100)
+
+
 def test_a_list_may_be_as_long_as_its_capacity_says() -> None:
     check(draw(1, 2, 40), spans_of((3, 38, 11, 40)), capacity=16)
 

@@ -8,6 +8,7 @@ import torch
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.methods.segment_batch import SegmentRequests, SegmentSelections
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape
 
@@ -57,6 +58,15 @@ def test_together_as_one_by_one(plan: str, device: str) -> None:
     for key in ("queries", "sparse_queries", "visible_tokens", "density", "kv_bytes_dense"):
         assert also[key] == pytest.approx(counted[key]), key
     assert also["kv_bytes_read"] <= counted["kv_bytes_read"]  # what is read once for all segments counts once
+
+
+@pytest.mark.parametrize("plan", PLANS[:3] + PLANS[4:7])
+def test_no_segment_is_asked_for_alone_by_methods_that_select_for_all(
+    plan: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (SegmentRequests, SegmentSelections):
+        monkeypatch.setattr(name, "_each", property(lambda self: pytest.fail("the host makes one for every segment")))
+    answers(plan, True, "cpu")
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -7,6 +7,7 @@ import gc
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -223,6 +224,19 @@ def test_tables_share_a_pool_and_return_their_pages() -> None:
     assert kv.pages.num_used <= before - 40
     one.grow(0, 200)  # into what was returned, as far as it goes
     assert len(set(pages(one, 0))) == 200
+
+
+def test_pages_and_slots_on_a_device_follow_the_row() -> None:
+    kv, device = KVPool(), torch.device("cpu")
+    table, other = PageTable(1, kv), PageTable(1, kv)
+    for size in (3, 60, 200):
+        table.grow(0, size)
+        other.grow(0, size)
+        owned = pages(table, 0)
+        assert table.pages_on(0, device).tolist() == table.page_ids(0).tolist() == owned
+        assert table.pages_on(0, device) is table.pages_on(0, device)
+        assert table.slots_on(0, 4, device).tolist() == [4 * page + i for page in owned for i in range(4)]
+    assert len(table.runs(0)) > 1
 
 
 def test_the_layers_of_a_batch_take_a_step_once() -> None:

@@ -93,6 +93,9 @@ def test_the_workspace_is_bounded_for_any_chunk() -> None:
     )
     assert 1 << 28 < workspace_bytes(plan.prefill, shape, 131072, 16384, 2) < 3 << 29
     assert workspace_bytes(plan.prefill, shape, 1 << 20, 16384, 2) < 5 << 30
+    exact = parse_plan("prefill=quoka:budget=4096:mode=max_of_mean_exact").prefill
+    assert exact is not None
+    assert 1 << 30 < workspace_bytes(exact, shape, 131072, 16384, 2) < 2 << 30, "scores of every query head"
 
 
 @pytest.mark.parametrize("spec", PLANS)

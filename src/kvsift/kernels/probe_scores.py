@@ -15,59 +15,71 @@ TINY = 1e-6  # least norm of a key in a cosine
 TOKENS, MOST_PROBES, WARPS = 128, 64, 8  # of a tile
 
 
-def probe_scores(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
+def probe_scores(
+    probes: Tensor, keys: Tensor, table: Tensor, tokens: slice, *, cosine: bool, mean: bool = False
+) -> Tensor:
     """Score each key against the probe queries of each segment.
 
     Args:
         probes: [num_segments, num_lists, num_probes, head_dim] in the dtype of the keys; num_lists is num_kv_heads or a
             multiple of it, whose consecutive lists read the same KV head.
-        keys: [num_kv_heads, num_keys, head_dim], any strides, the last one 1.
+        keys: [num_kv_heads, num_pages, page_size, head_dim], any strides, the last one 1.
+        table: int32 [max_pages], physical page of each logical page.
+        tokens: positions of the keys to score.
         cosine: divide by the norm of the key.
         mean: over the probes, instead of the largest.
 
     Returns:
-        float32 [num_segments, num_lists, num_keys].
+        float32 [num_segments, num_lists, tokens.stop - tokens.start].
     """
     run = probe_scores_triton if runs_on_triton(probes) else probe_scores_reference
-    return run(probes, keys, cosine=cosine, mean=mean)
+    return run(probes, keys, table, tokens, cosine=cosine, mean=mean)
 
 
-def probe_scores_reference(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
-    keys = keys.float().repeat_interleave(probes.shape[1] // len(keys), 0)
+def probe_scores_reference(
+    probes: Tensor, keys: Tensor, table: Tensor, tokens: slice, *, cosine: bool, mean: bool = False
+) -> Tensor:
+    position = torch.arange(tokens.start, tokens.stop, device=keys.device)
+    keys = keys[:, table[position // keys.shape[2]], position % keys.shape[2]].float()
+    keys = keys.repeat_interleave(probes.shape[1] // len(keys), 0)
     products = probes.float() @ keys.mT
     best = products.mean(2) if mean else products.amax(2)
     return best / keys.norm(dim=-1).clamp_min(TINY) if cosine else best
 
 
-def probe_scores_triton(probes: Tensor, keys: Tensor, *, cosine: bool, mean: bool = False) -> Tensor:
+def probe_scores_triton(
+    probes: Tensor, keys: Tensor, table: Tensor, tokens: slice, *, cosine: bool, mean: bool = False
+) -> Tensor:
     num_segments, num_lists, num_probes, head_dim = probes.shape
     padded = power_of_two(num_probes)
     per_product = max(1, min(power_of_two(num_segments), MOST_PROBES // padded))  # segments
     per_product = max(per_product, 16 // padded)  # tensor cores take at least 16 rows
-    probes = pad(probes, (0, 0, 0, padded - num_probes)).contiguous()
-    num_keys = keys.shape[1]
+    probes = (pad(probes, (0, 0, 0, padded - num_probes)) if padded > num_probes else probes).contiguous()
+    num_keys = tokens.stop - tokens.start
     scores = probes.new_empty(num_segments, num_lists, num_keys, dtype=torch.float32)
     with torch.cuda.device_of(probes):
         _probe_kernel[triton.cdiv(num_keys, TOKENS), num_lists](
-            probes, keys, scores, *keys.stride()[:2], num_keys, num_segments,
+            probes, keys, table, scores, *keys.stride()[:3], tokens.start, num_keys, num_segments,
             SEGMENTS=per_product, PROBES=num_probes, PADDED=padded, LISTS_PER_KV=num_lists // keys.shape[0],
-            D=head_dim, DP=power_of_two(head_dim), TOKENS=TOKENS, COSINE=cosine, MEAN=mean, SMALLEST=TINY,
-            num_warps=WARPS,
+            D=head_dim, DP=power_of_two(head_dim), PAGE=keys.shape[2], TOKENS=TOKENS, COSINE=cosine, MEAN=mean,
+            SMALLEST=TINY, num_warps=WARPS,
         )  # fmt: skip
     return scores
 
 
-@jit_for_any("num_keys", "num_segments")
+@jit_for_any("start", "num_keys", "num_segments")
 def _probe_kernel(
-    probes_ptr, keys_ptr, scores_ptr, key_head, key_token, num_keys, num_segments,
+    probes_ptr, keys_ptr, table_ptr, scores_ptr, key_head, key_page, key_token, start, num_keys, num_segments,
     SEGMENTS: tl.constexpr, PROBES: tl.constexpr, PADDED: tl.constexpr, LISTS_PER_KV: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, TOKENS: tl.constexpr, COSINE: tl.constexpr, MEAN: tl.constexpr, SMALLEST: tl.constexpr,
+    DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, COSINE: tl.constexpr, MEAN: tl.constexpr,
+    SMALLEST: tl.constexpr,
 ):  # fmt: skip
     row, num_lists = tl.program_id(1), tl.num_programs(1)
     d, m = tl.arange(0, DP), tl.arange(0, SEGMENTS * PADDED)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside = token < num_keys
-    where = (row // LISTS_PER_KV).to(tl.int64) * key_head + token.to(tl.int64) * key_token
+    page = tl.load(table_ptr + (start + token) // PAGE, mask=inside, other=0).to(tl.int64)
+    where = (row // LISTS_PER_KV).to(tl.int64) * key_head + page * key_page + (start + token) % PAGE * key_token
     k = tl.load(keys_ptr + where[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
     factor = tl.full((TOKENS,), 1.0, tl.float32)
     if COSINE:

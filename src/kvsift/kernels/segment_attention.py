@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference
+from kvsift.kernels.integer_rows import IntegerRows
 from kvsift.kernels.split_attention import capped
 from kvsift.kernels.triton_shim import jit, jit_for_any, power_of_two, runs_on_triton, tl
 from kvsift.types import Part
@@ -42,6 +44,15 @@ class Span(NamedTuple):
     first: int
     stop: int
     oldest: int
+
+
+class Spans(IntegerRows[Span]):
+    """The ``Span`` of each segment."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Most queries of a segment."""
+        return max(stop - first for first, stop, _ in self)
 
 
 def segment_attention(
@@ -104,9 +115,9 @@ def segment_attention_triton(
     output = torch.empty(1, num_queries, num_heads, head_dim, dtype=queries.dtype, device=queries.device)
     output = output.transpose(1, 2)  # as the projection behind it reads: no copy
     lse = torch.empty(1, num_heads, num_queries, dtype=torch.float32, device=queries.device)
-    segments = torch.tensor(spans, dtype=torch.int32).to(queries.device, non_blocking=True)
-    tile = max(1, ROWS // width)
-    tiles = -(-max(span.stop - span.first for span in spans) // tile)
+    spans = spans if isinstance(spans, Spans) else Spans(spans)
+    segments, tile = spans.on(queries.device), max(1, ROWS // width)
+    tiles = -(-spans.longest // tile)
     pools = [pool.stride(axis) for pool in rows[:2] for axis in range(3)]
     big = head_dim > 128 or queries.element_size() > 2
     with torch.cuda.device_of(queries):

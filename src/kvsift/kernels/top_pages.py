@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl
 
 GROUP_PAGES = 16
+LONG_LIST, GROUP_OF_LONG, SHARE_OF_LONG = 1024, 4, 64  # lists so long, of more than a 64th of a row, have small groups
 BLOCK, WARPS = 2048, 8  # twice that for long rows
 LONG_ROW = 1 << 14
 
@@ -57,13 +58,15 @@ def visible_pages_reference(scores: Tensor, spans: Tensor, capacity: int, out: L
 def visible_pages_triton(scores: Tensor, spans: Tensor, capacity: int, out: Lists | None = None) -> Lists:
     batch, num_rows, max_pages = scores.shape
     pages, counts = out or _new_lists(scores, capacity)
-    num_groups = -(-max_pages // GROUP_PAGES)
+    is_long = capacity >= LONG_LIST and max_pages <= SHARE_OF_LONG * capacity
+    group = min(GROUP_PAGES, GROUP_OF_LONG) if is_long else GROUP_PAGES
+    num_groups = -(-max_pages // group)
     maxima = scores.new_empty(batch, num_rows, num_groups)
     groups = pages.new_empty(batch, num_rows, capacity)
     factor = 2 if max_pages > LONG_ROW else 1
     _visible_kernel[(batch * num_rows,)](
         scores.contiguous(), maxima, groups, spans, pages, counts, num_rows, max_pages, num_groups, capacity,
-        BLOCK=factor * BLOCK, GROUP=GROUP_PAGES, num_warps=factor * WARPS,
+        BLOCK=factor * BLOCK, GROUP=group, num_warps=factor * WARPS,
     )  # fmt: skip
     return pages, counts
 
@@ -86,10 +89,10 @@ def load_keys(values_ptr, map_ptr, index, inside, MAPPED: tl.constexpr):
 
 
 @jit
-def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+def find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
     """Return low and high so that [low, inf) holds at least k of ``count`` scores and [high, inf) fewer, ``above`` of
     them: either exactly k, or high is low + 1 and the scores between are ties. Scores at index ``limit`` of their row
-    and behind do not count."""
+    and behind do not count. At least k are known not to be below ``least``."""
     offsets = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -2147483648, tl.int32)
     bottom = tl.full((BLOCK,), 2147483647, tl.int32)
@@ -98,7 +101,7 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLO
         real = (start + offsets < count) & (where < limit)
         top = tl.maximum(top, tl.where(real, keys, -2147483648))
         bottom = tl.minimum(bottom, tl.where(real, keys, 2147483647))
-    low = tl.min(bottom, 0).to(tl.int64)
+    low = tl.maximum(tl.min(bottom, 0), least).to(tl.int64)
     high = tl.max(top, 0).to(tl.int64) + 1
     inside, above = count, 0  # [low, inf) holds at least k; the count is an upper bound
     while (inside != k) & (high - low > 1):
@@ -125,9 +128,10 @@ def find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED: tl.constexpr, BLO
 
 
 @jit
-def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the ids of the k best of ``count`` scores, ascending, ties to the lower id, plus ``first``."""
-    low, high, above = find_bracket(values_ptr, map_ptr, count, limit, k, MAPPED, BLOCK)
+def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, least, MAPPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the ids of the k best of ``count`` scores, ascending, ties to the lower id, plus ``first``. Return a number
+    that all of them reach."""
+    low, high, above = find_bracket(values_ptr, map_ptr, count, limit, k, least, MAPPED, BLOCK)
     offsets = tl.arange(0, BLOCK)
     written, ties = 0, 0
     for start in range(0, count, BLOCK):
@@ -139,6 +143,7 @@ def write_best(values_ptr, map_ptr, out_ptr, count, limit, k, first, MAPPED: tl.
         tl.store(out_ptr + place, first + where, mask=kept)
         written += tl.sum(kept.to(tl.int32), 0)
         ties += tl.sum(tied, 0)
+    return low
 
 
 @jit
@@ -162,11 +167,11 @@ def choose_pages(
     if count > GROUP * k:
         if k > 0:
             num_groups = (count + GROUP - 1) // GROUP
-            write_best(maxima_ptr, maxima_ptr, groups_ptr, num_groups, num_groups, k, 0, 0, BLOCK)
+            least = write_best(maxima_ptr, maxima_ptr, groups_ptr, num_groups, num_groups, k, 0, -2147483648, 0, BLOCK)
             tl.debug_barrier()
-            write_best(scores_ptr, groups_ptr, out_ptr + first, k * GROUP, count, k, first, GROUP, BLOCK)
+            write_best(scores_ptr, groups_ptr, out_ptr + first, k * GROUP, count, k, first, least, GROUP, BLOCK)
     else:
-        write_best(scores_ptr, scores_ptr, out_ptr + first, count, count, k, first, 0, BLOCK)
+        write_best(scores_ptr, scores_ptr, out_ptr + first, count, count, k, first, -2147483648, 0, BLOCK)
     write_spans(out_ptr, first, stop, k, held, BLOCK)
     return first + k + held - stop
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsift.layer.observer import Observer
+from kvsift.layer.segments import SegmentGroup
 from kvsift.methods.base import Phase
 from kvsift.plan.guard import Widening
 from kvsift.stores.base import Segment, Store
@@ -74,6 +75,26 @@ class Tally:
             num_kv_heads, (num_heads, count) = store.shape.num_kv_heads, selection.units.shape
             tokens = count * selection.unit_size
             self.kv_bytes_read += tokens * store.token_bytes * max(num_kv_heads, num_heads) // num_kv_heads
+
+    def add_group(self, group: SegmentGroup, store: Store, selected: float | Tensor = 0, read: int = 0) -> None:
+        """As ``add_dense`` or ``add_sparse`` of each segment.
+
+        Args:
+            group: segments, which were attended together.
+            store: of their keys and values.
+            selected: tokens per head beside those that are always visible, summed over queries.
+            read: tokens read for that, a mean over KV heads, summed over segments.
+        """
+        self.queries += group.num_queries
+        self.context_tokens += group.context_tokens
+        self.kv_bytes_dense += group.read_densely * store.token_bytes
+        if group.is_dense:
+            self.visible_tokens = self.visible_tokens + group.context_tokens
+            self.kv_bytes_read += group.read_densely * store.token_bytes
+            return
+        self.sparse_queries += group.num_queries
+        self.visible_tokens = self.visible_tokens + (group.visible_always + selected)
+        self.kv_bytes_read += (group.read_always + read) * store.token_bytes
 
     def add_estimated(self, visible: Part, merged: Part) -> None:
         """Count queries whose attention to visible tokens was merged with an estimate of the rest."""

@@ -41,6 +41,12 @@ class CountingReader:
         """Keys and values of the first tokens, where they are in host memory; ``count_bytes`` counts what is read."""
         return self._reader.keys_in_place(stop), self._reader.values_in_place(stop)
 
+    def paged_keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """As ``keys``, where they are stored; with the page of each logical one."""
+        keys, _, table = self._reader.paged()
+        self.bytes_read += (stop - start) * len(keys) * keys.shape[3] * keys.element_size()
+        return keys, table
+
     def borrow(self, start: int, stop: int) -> Tensor:
         """Keys that are read in part: ``count_bytes`` counts what was read."""
         return self._reader.keys(start, stop)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+Content = TypeVar("Content")
 
 
 class Message(NamedTuple):
@@ -35,6 +38,14 @@ class LayerMessages:
     def put(self, row: int, layer: int, key: Any, content: Any) -> None:
         """Send a message to the layers above."""
         self._rows[row][1][key] = Message(layer, content)
+
+    def shared(self, row: int, key: Any, make: Callable[[], Content]) -> Content:
+        """What the first layer to ask for it in this pass has made, for all others."""
+        messages = self._rows[row][1]
+        if key not in messages:
+            self.put(row, -1, key, make())
+        content: Content = messages[key].content
+        return content
 
     def clear(self) -> None:
         """End the pass of all rows: their order or lengths are about to change."""

@@ -13,10 +13,12 @@ from kvsift.kernels.merge import merge
 from kvsift.layer.accounting import Tally
 from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.methods.base import Phase, SegmentRequest
+from kvsift.layer.segments import SegmentGroup
+from kvsift.methods.base import Phase
+from kvsift.methods.segment_batch import SegmentRequests, SegmentSelections
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment, Select, Store, View
-from kvsift.stores.joined_segments import attend_segments, is_plain
+from kvsift.stores.joined_segments import attend_segments, is_plain, list_units
 from kvsift.stores.parts import past_lse
 from kvsift.stores.reader import RowReader
 from kvsift.types import Candidates, LayerShape, Limit, Part, Selection
@@ -87,32 +89,40 @@ class Selector:
         return selection
 
     def attend_jointly(
-        self, queries: Tensor, segments: Sequence[Segment], store: Store
+        self, queries: Tensor, group: SegmentGroup, store: Store
     ) -> tuple[Sequence[Selection], Part | None]:
-        """Select for consecutive segments of a chunk in one call, and attend them in one launch.
+        """Select for sparse segments in one call, and attend them in one launch.
 
         queries [num_query_heads, num_queries, head_dim] of all segments. The part is None, and nothing is counted as
         attended, if a selection is more than a list of units.
         """
-        started, method = perf_counter(), self.rule.method
-        reader = store.reader(self.row)
-        readers = [self._counting(reader, segment.start, segment.stop) for segment in segments]
-        requests = []
-        for segment, counting in zip(segments, readers):
-            candidates, units = self._candidates(segment)
-            requests.append(SegmentRequest(segment.queries[0], segment.start, candidates, Limit(units), counting))
-        whole = self._counting(reader, segments[0].start, segments[-1].stop)
-        selections = method.select_segments(self.state, self.shape, queries, requests, whole)
-        self.tally.index_bytes_read += sum(counting.bytes_read for counting in (whole, *readers))
+        started, choices, reader = perf_counter(), group.choices, store.reader(self.row)
+        readers = [self._counting(reader, group.start, group.stop)]
+
+        def reader_of(start: int, stop: int) -> CountingReader:
+            readers.append(self._counting(reader, start, stop))
+            return readers[-1]
+
+        requests = SegmentRequests(choices, queries, reader_of)
+        selections = self.rule.method.select_segments(self.state, self.shape, queries, requests, readers[0])
+        self.tally.index_bytes_read += sum(counting.bytes_read for counting in readers)
         self.tally.select_s += perf_counter() - started
-        if not all(map(is_plain, selections)):
+        if isinstance(selections, SegmentSelections):
+            units, counts = selections.lists, selections.counts
+            selected: float | Tensor = choices.total
+            listed = choices.total
+        elif all(map(is_plain, selections)):
+            units, counts = list_units(choices.first, selections)
+            listed = sum(selection.units.shape[1] for selection in selections)
+            full = all(selection.full for selection in selections)
+            selected = listed if full else (counts - choices.first).double().mean(1).sum()
+        else:
             return selections, None
-        spans = [self.rule.budget.always(segment.start, method.unit_size) for segment in segments]
-        part, num_selected = attend_segments(self.shape, queries, segments, spans, selections, reader.paged())
-        for segment, span, selection, selected in zip(segments, spans, selections, num_selected):
-            own = segment.context_tokens - segment.num_queries * (span[1] - span[0])
-            self.tally.add_sparse(segment, store, span, selection, own + selected * segment.num_queries)
-        return selections, part
+        size, num_kv_heads = choices.unit_size, self.shape.num_kv_heads
+        read = listed * size * max(units.shape[1], num_kv_heads) // num_kv_heads
+        self.tally.add_group(group, store, selected * size * choices.num_queries, read)
+        spans, rows = group.spans, reader.paged()
+        return selections, attend_segments(self.shape, queries, group.start, spans, units, counts, size, rows)
 
     def _candidates(self, segment: Segment) -> tuple[Candidates, int]:
         """What may be selected for a segment, and how many units of it."""

@@ -7,7 +7,7 @@ everything, or to what the rule of its phase selects (``selection``). Stores att
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import groupby, repeat
+from itertools import repeat
 from time import perf_counter
 
 import torch
@@ -19,7 +19,7 @@ from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import LayerCache
 from kvsift.layer.probe import probe
-from kvsift.layer.segments import pieces_of, steps_of
+from kvsift.layer.segments import groups_of, steps_of
 from kvsift.layer.selection import Selector, view_of, with_estimates
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Rule
@@ -110,21 +110,25 @@ class SparseAttention(LayerCache):
 
     def _by_rule(self, segment: Segment, row: int, rule: Rule, phase: Phase, tally: Tally) -> list[Part]:
         """Attend a segment piece by piece, each dense or sparse as the rule says."""
+        selector = Selector(self.shape, rule, phase, self._states.of(phase, row), row, self.messages, tally)
+        if phase == "decode":
+            if rule.is_dense(self.shape.layer, segment.start, segment.stop):
+                return [self._dense(segment, row, tally)]
+            return [self._sparse(row, segment, selector, None)]
         parts = []
-        for dense, run in groupby(pieces_of(rule, self.shape.layer, segment, phase), lambda piece: piece[1]):
-            pieces = [piece for piece, _ in run]
-            if dense:
-                parts += [self._dense(piece, row, tally) for piece in pieces]
+        for group in groups_of(rule, self.shape.layer, segment.start, segment.stop, self.messages, row):
+            queries = segment.queries[0, :, group.start - segment.start : group.stop - segment.start]
+            if group.is_dense:
+                parts += [self._dense(piece, row, tally) for piece in group.segments(queries)]
                 continue
-            selector = Selector(self.shape, rule, phase, self._states.of(phase, row), row, self.messages, tally)
             selections: Iterable[Selection | None] = repeat(None)
-            if phase == "prefill" and self._attends_jointly(rule, segment.queries):
-                queries = segment.queries[0, :, pieces[0].start - segment.start : pieces[-1].stop - segment.start]
-                selections, part = selector.attend_jointly(queries, pieces, self.store)
+            if self._attends_jointly(rule, queries):
+                selections, part = selector.attend_jointly(queries, group, self.store)
                 if part is not None:
                     parts.append(part)
                     continue
-            parts += [self._sparse(row, piece, selector, chosen) for piece, chosen in zip(pieces, selections)]
+            pieces = zip(group.segments(queries), selections)
+            parts += [self._sparse(row, piece, selector, chosen) for piece, chosen in pieces]
         return parts
 
     def _dense(self, segment: Segment, row: int, tally: Tally) -> Part:

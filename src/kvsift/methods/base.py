@@ -4,27 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format
 from kvsift.methods import checks, old_names
+from kvsift.methods.segment_batch import SegmentRequests
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Part, Selection
 
 Phase = Literal["prefill", "decode"]
-
-
-class SegmentRequest(NamedTuple):
-    """Arguments of ``select`` for one segment."""
-
-    queries: Tensor
-    start: int
-    candidates: Candidates
-    limit: Limit
-    reader: KVReader
 
 
 @dataclass(frozen=True)
@@ -164,12 +155,12 @@ class Method:
         raise InputError(f"{type(self).__name__} does not define reposition")
 
     def select_segments(
-        self, state: Any, shape: LayerShape, queries: Tensor, requests: Sequence[SegmentRequest], reader: KVReader
+        self, state: Any, shape: LayerShape, queries: Tensor, requests: SegmentRequests, reader: KVReader
     ) -> Sequence[Selection]:
-        """Select for several consecutive segments of a chunk.
+        """Select for several consecutive segments of a chunk, all of one length.
 
         ``queries`` [num_query_heads, num_queries, head_dim] are those of all segments. A method that selects for all of
-        them at once reads through ``reader``, so that bytes read once count once.
+        them at once goes by ``requests.choices``, and reads through ``reader``, so that bytes read once count once.
         """
         return [self.select(state, shape, *request) for request in requests]
 

@@ -27,9 +27,9 @@ from kvsift.kernels.extremes import extremes
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.kernels.sketch import unpack_means
 from kvsift.methods import checks
-from kvsift.methods.base import Method, Phase, SegmentRequest
+from kvsift.methods.base import Method, Phase
 from kvsift.methods.scoring import top_units
-from kvsift.methods.segment_batch import alike, best_of_segments
+from kvsift.methods.segment_batch import SegmentRequests, best_of_segments
 from kvsift.methods.traits import Traits
 from kvsift.native.sketch_format import SketchLayout, rotation
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
@@ -127,19 +127,20 @@ class CritiPrefill(Method):
         return replace(chosen, extra=self._rest(shape, queries, chosen, candidates, reader)) if self.rest else chosen
 
     def select_segments(
-        self, state: Any, shape: LayerShape, queries: Tensor, requests: Sequence[SegmentRequest], reader: KVReader
+        self, state: Any, shape: LayerShape, queries: Tensor, requests: SegmentRequests, reader: KVReader
     ) -> Sequence[Selection]:
-        if self.rest or not alike(requests, self.segment):
+        if self.rest:
             return super().select_segments(state, shape, queries, requests, reader)
-        per_block, candidates = self.block // self.page_size, requests[-1].candidates
+        choices, per_block = requests.choices, self.block // self.page_size
+        candidates = choices.candidates[-1]
         pages = reader.summary(SUMMARY, slice(candidates.first * per_block, candidates.stop * per_block))
-        pooled = extremes(queries, self.segment) * (shape.scale if self.scaled else 1.0)
-        visible = torch.tensor([request.candidates.count for request in requests]).to(queries.device, non_blocking=True)
+        pooled = extremes(queries, choices.num_queries) * (shape.scale if self.scaled else 1.0)
+        visible = choices.counts.on(queries.device)[:, 0]
         shares = block_shares(pooled, block_rows(pages, per_block), self.estimator, visible)
         if self.fusion:
             shares = fused(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
-        return best_of_segments(shares.transpose(0, 1), requests)
+        return best_of_segments(shares.transpose(0, 1), choices)
 
     def _rest(
         self, shape: LayerShape, queries: Tensor, chosen: Selection, candidates: Candidates, reader: KVReader
@@ -175,7 +176,7 @@ def block_shares(pooled: Tensor, rows: Tensor, estimator: Estimator, visible: Te
         pooled: float32 [num_query_heads, num_segments, 2 * head_dim], scaled, maxima first.
         rows: [num_kv_heads, num_blocks, 2 * head_dim], maxima first.
         estimator: see ``CritiPrefill``.
-        visible: int64 [num_segments], how many blocks from the first on each segment may see; None for all. What it
+        visible: int [num_segments], how many blocks from the first on each segment may see; None for all. What it
             may not see has share 0, and so has everything where it may see nothing.
 
     Returns:

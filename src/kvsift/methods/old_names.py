@@ -11,8 +11,9 @@ from kvsift.methods.traits import Traits
 FLAGS = {name: name for name in Traits._fields} | {"moves": "repositions"}  # attribute -> trait
 
 MOVED = {  # from kvsift.methods.base: module and name now
-    "Asked": ("base", "SegmentRequest"),
+    "Asked": ("segment_batch", "SegmentRequest"),
     "HeadSharing": ("scoring", "HeadSharing"),
+    "SegmentRequest": ("segment_batch", "SegmentRequest"),
     "ScoringMethod": ("scoring", "ScoringMethod"),
     "chosen_units": ("scoring", "chosen_units"),
     "enough": ("scoring", "units_for_mass"),

@@ -23,14 +23,15 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES, page_scores
+from kvsift.kernels.pick_queries import averaged, pick_queries
 from kvsift.kernels.probe_scores import probe_scores
 from kvsift.kernels.unlikeness import unlikeness
 from kvsift.methods import checks
-from kvsift.methods.base import ChunkedMethod, Phase, SegmentRequest
+from kvsift.methods.base import ChunkedMethod, Phase
 from kvsift.methods.blocks import pages_in, whole_blocks
-from kvsift.methods.key_norms import SMALLEST_NORM, KeyNorms
+from kvsift.methods.key_norms import KeyNorms
 from kvsift.methods.scoring import top_units
-from kvsift.methods.segment_batch import alike, best_of_segments
+from kvsift.methods.segment_batch import SegmentRequests, best_of_segments
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 Mode = Literal["shared", "paired_sorted", "max_of_mean_exact"]
@@ -120,9 +121,9 @@ class QuoKA(ChunkedMethod):
         return Selection(units.gather(1, best), 1, full=True)
 
     def select_segments(
-        self, state: Any, shape: LayerShape, queries: Tensor, requests: Sequence[SegmentRequest], reader: KVReader
+        self, state: Any, shape: LayerShape, queries: Tensor, requests: SegmentRequests, reader: KVReader
     ) -> Sequence[Selection]:
-        if self.prefilter or not alike(requests):
+        if self.prefilter:
             return super().select_segments(state, shape, queries, requests, reader)
         cosine, exact = self.score == "cosine", self.mode == "max_of_mean_exact"
         kept = kept_queries(queries, len(requests), shape.num_kv_heads, self.queries, self.mode, cosine)
@@ -130,12 +131,12 @@ class QuoKA(ChunkedMethod):
             kept = kept * shape.scale
         if exact:  # a list of probes for each query head
             kept = kept.unflatten(2, (shape.group_size, -1)).flatten(1, 2)
-        tokens = requests[-1].candidates.tokens
-        keys = reader.keys(tokens.start, tokens.stop)
-        scores = probe_scores(kept.to(keys.dtype), keys, cosine=cosine, mean=self.reduce == "mean")
+        tokens = requests.choices.candidates[-1].tokens
+        keys, table = reader.paged_keys(tokens.start, tokens.stop)
+        scores = probe_scores(kept.to(keys.dtype), keys, table, tokens, cosine=cosine, mean=self.reduce == "mean")
         if exact:
             scores = scores.unflatten(1, (shape.num_kv_heads, -1)).mean(2)
-        return best_of_segments(scores, requests)
+        return best_of_segments(scores, requests.choices)
 
     def _page_scores(
         self, kept: Tensor, num_heads: int, norms: Tensor | None, pages: range, candidates: Candidates, reader: KVReader
@@ -158,17 +159,12 @@ def kept_queries(queries: Tensor, num_segments: int, num_kv_heads: int, count: i
     head_dim]: unit queries (with ``cosine``) averaged over the heads of the group, or the queries of all its heads one
     after the other (``max_of_mean_exact``).
     """
-    q = queries.unflatten(1, (num_segments, -1)).transpose(0, 1).unflatten(1, (num_kv_heads, -1))
-    if q.shape[-2] > count:  # q [num_segments, num_kv_heads, group_size, num_queries, head_dim]
-        unlike = unlikeness(queries, num_segments, count).unflatten(1, (num_kv_heads, -1))
-        if mode == "shared":
-            unlike = unlike.mean(-2, keepdim=True)
-        chosen = unlike.sort(dim=-1, descending=True, stable=True).indices[..., :count]  # sorted, to pair heads by rank
-        q = q.gather(-2, chosen.unsqueeze(-1).expand(*q.shape[:-2], count, q.shape[-1]))
-    q = q.float()
-    if cosine:
-        q = q / q.norm(dim=-1, keepdim=True).clamp_min(SMALLEST_NORM)
-    return q.flatten(-3, -2) if mode == "max_of_mean_exact" else q.mean(-3)
+    mean = mode != "max_of_mean_exact"
+    if queries.shape[1] > num_segments * count:
+        unlike = unlikeness(queries, num_segments, count)
+        return pick_queries(queries, unlike, num_kv_heads, count, shared=mode == "shared", mean=mean, unit=cosine)
+    q = queries.float().unflatten(1, (num_segments, -1)).transpose(0, 1).unflatten(1, (num_kv_heads, -1))
+    return averaged(q, mean=mean, unit=cosine)
 
 
 def key_scores(kept: Tensor, keys: Tensor, norms: Tensor | None, reduce: Reduce, num_heads: int = 1) -> Tensor:

@@ -36,7 +36,7 @@ class RowPages:
     spare: list[Run] = field(default_factory=list)
     num_pages: int = 0
     starts: list[int] = field(default_factory=list)
-    tensors: dict[int | str, Tensor] = field(default_factory=dict)
+    tensors: dict[object, Tensor] = field(default_factory=dict)
 
     @property
     def num_reserved(self) -> int:
@@ -135,6 +135,24 @@ class PageTable:
                 count
             )
         return tensors["page_ids"]
+
+    def pages_on(self, row: int, device: torch.device) -> Tensor:
+        """As ``page_ids``, int32 on a device, which all layers share."""
+        tensors, runs = self.rows[row].tensors, self.rows[row].runs
+        if device not in tensors:
+            if len(runs) == 1:
+                tensors[device] = torch.arange(*runs[0], dtype=torch.int32, device=device)
+            else:
+                tensors[device] = self.page_ids(row).to(torch.int32).to(device, non_blocking=True)
+        return tensors[device]
+
+    def slots_on(self, row: int, page_size: int, device: torch.device) -> Tensor:
+        """Slot of each position in a pool whose pages are flattened, int64 on a device, which all layers share."""
+        tensors = self.rows[row].tensors
+        if (device, page_size) not in tensors:
+            first = self.pages_on(row, device).long().unsqueeze(1) * page_size
+            tensors[device, page_size] = (first + torch.arange(page_size, device=device)).flatten()
+        return tensors[device, page_size]
 
     def planned(self, row: int) -> list[int]:
         """The pages of a row, then those reserved for it."""

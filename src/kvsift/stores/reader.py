@@ -87,16 +87,17 @@ class RowReader:
         if first is not None:
             offset = first * size + start % size
             return slice(offset, offset + stop - start)
+        if self._pool.keys.is_cuda:  # a copy from the host would wait for what the device has to do
+            return self._table.slots_on(self._row, size, self._pool.keys.device)[start:stop]
         positions = torch.arange(start, stop)
-        slots = self._table.page_ids(self._row)[positions // size] * size + positions % size
-        return slots.to(self._pool.keys.device)
+        return self._table.page_ids(self._row)[positions // size] * size + positions % size
 
     def pages(self, first: int, stop: int) -> slice | Tensor:
         """Pages in the pool of the row's pages first to stop."""
         start = self._table.run_start(self._row, first, stop)
         if start is not None:
             return slice(start, start + stop - first)
-        return self._table.page_ids(self._row)[first:stop].to(self._pool.keys.device)
+        return self._page_ids(self._pool.keys.device)[first:stop]
 
     def summary(self, kind: str, units: slice | Tensor) -> Tensor:
         """[num_kv_heads, len(units), width]; of pages chosen per head, [num_heads, count]: [num_heads, count, width]"""
@@ -117,13 +118,8 @@ class RowReader:
 
     def paged(self) -> Rows:
         """The pools, and the row's pages in them."""
-        pool, device = self._pool, self._pool.keys.device
-        first = self._table.run_start(self._row)
-        if first is None:
-            table = self._table.page_ids(self._row).to(torch.int32).to(device, non_blocking=True)
-        else:
-            table = torch.arange(first, first + self._table.num_pages(self._row), dtype=torch.int32, device=device)
-        return Rows(pool.keys, pool.values, table)
+        keys, values = self._pool.keys, self._pool.values
+        return Rows(keys, values, self._table.pages_on(self._row, keys.device))
 
     def counted(self, remembered: Tensor) -> Tensor:
         """The tensor itself."""
@@ -156,8 +152,12 @@ class RowReader:
         first = self._table.run_start(self._row)
         if first is not None:
             return granules + first * per_page
-        page_ids = self._table.page_ids(self._row).to(granules.device)
+        page_ids = self._page_ids(granules.device)
         return page_ids[granules // per_page] * per_page + granules % per_page
+
+    def _page_ids(self, device: torch.device) -> Tensor:
+        table, row = self._table, self._row
+        return table.page_ids(row) if device.type == "cpu" else table.pages_on(row, device).long()
 
     def _granule_rows(self, granules: Tensor, granule_size: int) -> Tensor:
         """Where granules chosen per head are in a pool flattened to rows of ``granule_size`` tokens."""

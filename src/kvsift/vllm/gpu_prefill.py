@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,11 +12,11 @@ from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.segment_attention import Rows, Span, segment_attention
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.layer.segments import pieces_of
+from kvsift.layer.segments import SegmentGroup, groups_of
 from kvsift.layer.selection import Selector
 from kvsift.methods.quoka import QuoKA
 from kvsift.plan.plan import Rule
-from kvsift.stores.base import Segment, Store
+from kvsift.stores.base import Store
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part
 from kvsift.vllm.counters import PhaseCounters
@@ -28,18 +27,22 @@ SCORE_BYTES = 1 << 30  # of the segments that are selected for at once; groups c
 
 def together(rule: Rule, shape: LayerShape, length: int) -> int:
     """Return how many segments of a context of so many tokens are selected for at once."""
-    exact = isinstance(rule.method, QuoKA) and rule.method.mode == "max_of_mean_exact"
-    lists = shape.num_query_heads if exact else shape.num_kv_heads
+    lists = shape.num_query_heads if _scores_each_head(rule) else shape.num_kv_heads
     return max(1, SCORE_BYTES // (4 * lists * -(-length // rule.method.unit_size)))
 
 
+def _scores_each_head(rule: Rule) -> bool:
+    return isinstance(rule.method, QuoKA) and rule.method.mode == "max_of_mean_exact"
+
+
 def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int, element: int) -> int:
-    """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: a copy of the
-    keys, scores and lists of the segments that are selected for at once, and their output."""
+    """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: scores with
+    their maxima and lists of the segments that are selected for at once, and their output."""
     segments = min(together(rule, shape, max_length), -(-max_new // rule.method.segment_size) + 1)
     units, listed = max_length // rule.method.unit_size, min(rule.budget.limit(max_length), max_length)
-    by_head = max_length * shape.head_dim * element + segments * (4 * units + 32 * listed)
-    return shape.num_kv_heads * by_head + shape.num_query_heads * shape.head_dim * element * max_new
+    scores = 4 * units * shape.num_query_heads if _scores_each_head(rule) else 0
+    by_segment = scores + shape.num_kv_heads * (5 * units + 32 * listed)
+    return segments * by_segment + shape.num_query_heads * shape.head_dim * element * max_new
 
 
 @dataclass
@@ -96,6 +99,9 @@ class _Table(NamedTuple):
     def page_ids(self, row: int) -> Tensor:
         return self.pages
 
+    def pages_on(self, row: int, device: torch.device) -> Tensor:
+        return self.pages
+
     def run_start(self, row: int, *_: int) -> None:
         """No two pages are known to be neighbours: asking the device would make the host wait."""
 
@@ -116,17 +122,10 @@ class BlockRow(RowReader):
         super().__init__(cast(Any, pool), cast(Any, _Table(pages)), 0, length)
         self.shape, self._pages = shape, pages
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * layer.keys.element_size()
-        self._copy: Tensor | None = None
 
     def reader(self, row: int) -> BlockRow:
         """Itself."""
         return self
-
-    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """[num_kv_heads, stop - start, head_dim], of a copy that is made once: scoring reads neighbours."""
-        if self._copy is None:
-            self._copy = self._pool.keys.index_select(1, self._pages).flatten(1, 2)
-        return self._copy[:, start : self.length if stop is None else stop]
 
     def paged(self) -> Rows:
         return Rows(self._pool.keys, self._pool.values, self._pages)
@@ -154,17 +153,15 @@ def attend_prompt(
     stored = BlockRow(shape, layer, kind, row.pages(layer), row.stop)
     store = cast(Store, stored)
     selector = Selector(shape, row.rule, "prefill", None, row.row, messages, tally)
-    whole = Segment(heads.unsqueeze(0), row.start, row.stop)
-    for (_, is_dense), group in groupby(pieces_of(row.rule, shape.layer, whole, "prefill"), _joined(row, shape)):
-        segments = [segment for segment, _ in group]
-        tokens = slice(segments[0].start - row.start, segments[-1].stop - row.start)
+    most = together(row.rule, shape, row.stop)
+    for group in groups_of(row.rule, shape.layer, row.start, row.stop, messages, row.row, most):
+        tokens = slice(group.start - row.start, group.stop - row.start)
         part: Part | None
-        if is_dense:
-            part = _attend_dense(shape, segments, heads[:, tokens], stored)
-            for segment in segments:
-                tally.add_dense(segment, store)
+        if group.is_dense:
+            part = _attend_dense(shape, group, heads[:, tokens], stored)
+            tally.add_group(group, store)
         else:
-            _, part = selector.attend_jointly(heads[:, tokens], segments, store)
+            _, part = selector.attend_jointly(heads[:, tokens], group, store)
         assert part is not None, "settings.read_plan lets no methods in whose selections are more than lists"
         part = part if sink_logit is None else with_sink_logit(part, sink_logit)
         out[tokens] = part.output[0].transpose(0, 1)
@@ -188,25 +185,7 @@ def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, m
         )
 
 
-def _joined(row: PromptRow, shape: LayerShape) -> Any:
-    """Key of the pieces that are attended at once: dense ones; as many whole segments as memory is for; and each end
-    that is less than a segment by itself, so that all segments of a group are of one size."""
-    size = row.rule.method.segment_size
-    tokens = size * together(row.rule, shape, row.stop)
-
-    def key(piece: tuple[Segment, bool]) -> tuple[Any, bool]:
-        segment, is_dense = piece
-        if is_dense:
-            return -1, True
-        if segment.num_queries < size:
-            return (-1, segment.start), False
-        return segment.start // tokens, False
-
-    return key
-
-
-def _attend_dense(shape: LayerShape, segments: list[Segment], queries: Tensor, row: BlockRow) -> Part:
-    first, stop = segments[0].start, segments[-1].stop
+def _attend_dense(shape: LayerShape, group: SegmentGroup, queries: Tensor, row: BlockRow) -> Part:
     slots = torch.empty(1, shape.num_kv_heads, 0, dtype=torch.int32, device=queries.device)
-    span = Span(0, stop - first, 0)
-    return segment_attention(queries, row.paged(), first, [span], slots, None, shape.scale, shape.softcap)
+    span = Span(0, group.num_queries, 0)
+    return segment_attention(queries, row.paged(), group.start, [span], slots, None, shape.scale, shape.softcap)
