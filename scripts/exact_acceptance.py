@@ -1,6 +1,7 @@
 """Which drafts of exact decoding are accepted, by task and length; every answer must be that of dense decoding.
 
     python scripts/exact_acceptance.py [--lengths 4096 8192 16384 32768] [--out results/exact-acceptance-cpu.json]
+    python scripts/exact_acceptance.py --device cuda --plans sketch quest --out results/exact-acceptance-h200.json
 
 The embedded model reads each context once, and answers its questions, or continues prose without an end. Plans draft
 four tokens a cycle with 5 % of the context. Where a text repeats itself, what followed is proposed instead, so that the
@@ -21,7 +22,7 @@ from unittest.mock import patch
 
 from kvsift import LLM, Sampling
 from kvsift.batching.exact.pace import Amount, Pace
-from kvsift.benchmarks.machine import host_environment
+from kvsift.benchmarks.machine import gpu_environment, host_environment
 from kvsift.cli.demo import make_document
 from kvsift.engine.document import Document
 from kvsift.engine.provenance import versions_and_machine
@@ -101,13 +102,16 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--plans", nargs="+", default=PLANS, help="without a budget")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--device", default="cpu", help="cuda: in captured steps")
     parser.add_argument("--out", type=Path, default=Path("results/exact-acceptance-cpu.json"))
     options = parser.parse_args()
-    llm = LLM(device="cpu", dtype=options.dtype, probe_every=0)
+    on_gpu = options.device != "cpu"
+    llm = LLM(device=options.device, dtype=options.dtype, probe_every=0, deterministic=on_gpu)
     llm.load()
     result = {
-        "kind": "exact acceptance", **versions_and_machine(llm.device), **host_environment(), "dtype": options.dtype,
-        "share": SHARE, "drafts": DRAFTS, "cases": [],
+        "kind": "exact acceptance", **versions_and_machine(llm.device),
+        **(gpu_environment(None) if on_gpu else host_environment()), "dtype": options.dtype, "share": SHARE,
+        "drafts": DRAFTS, "cases": [],
     }  # fmt: skip
     for tokens in options.lengths:
         for case in measure(llm, tokens, options.tasks, options.plans):

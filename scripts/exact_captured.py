@@ -1,6 +1,8 @@
 """Exact decoding in captured steps beside the fastest dense decoding, with acceptance imposed.
 
-    python scripts/exact_captured.py results/exact-h200.json [--contexts 131072x1 131072x4 524288x1 32768x1]
+    python scripts/exact_captured.py results/exact-h200.json [--contexts 131072x1 131072x4x2]
+
+Contexts are tokens x rows, and x rounds that are measured.
 
 An 8B model's shape, whose random weights accept no draft: the tokens of each verification are overwritten so that a
 draft is accepted with a given probability. Everything else is as it is in an answer: drafts, verifications, and what
@@ -82,10 +84,12 @@ class Bench:
         ids = random.Random(tokens)  # of a random text, in which nothing is repeated
         self._prompts = [[ids.randrange(3, 4096) for _ in range(tokens)] for _ in range(rows)]
         self._chats = Chats(llm, {}, [], [])
+        self._held: list[Row] = []
         for prompt in self._prompts:  # its pages are kept for the rows that follow
             row = self._row(prompt, "dense", 1)
             row.source = self._fill
             self._wait([row], 1)
+            self._held.append(row)
 
     def _fill(self, cache: SparseCache) -> None:
         config, device = self._llm.directory.config, self._llm.device
@@ -108,6 +112,10 @@ class Bench:
         for row in rows:
             self._llm.loop.submit(row)
         self._chats.step_until(*rows, tokens=tokens)
+
+    def close(self) -> None:
+        for row in self._held:
+            self._llm.loop.close(row)
 
     def measure(self, plan: str, new: int, steady: bool, exact: bool) -> dict[str, Any]:
         """Seconds per token of a row, once all have their first."""
@@ -141,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--contexts", nargs="+", default=CONTEXTS)
-    parser.add_argument("--plans", nargs="+", default=PLANS)
+    parser.add_argument("--plans", nargs="*", default=PLANS)
     parser.add_argument("--accepted", nargs="+", type=float, default=ACCEPTED)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new", type=int, default=512, help="some are decoded while other rows are still read")
@@ -159,7 +167,7 @@ def main() -> None:
         result: dict[str, Any] = {"kind": "exact", **versions_and_machine(llm.device), "cases": []}
         result |= {} if options.embedded else machine.gpu_environment(None)
         for context in options.contexts:
-            tokens, rows = map(int, context.split("x"))
+            tokens, rows, rounds = [*map(int, context.split("x")), options.rounds][:3]
             bench = Bench(llm, tokens, rows)
             runs: list[tuple[str, dict[str, Any]]] = [
                 ("dense", {"plan": "dense", "steady": False, "exact": False}),
@@ -172,7 +180,7 @@ def main() -> None:
             ]
             found: dict[str, list[Any]] = {name: [] for name, _ in runs}
             paces: defaultdict[float | None, Paces] = defaultdict(Paces)
-            for number in range(options.rounds + 1):  # the first captures
+            for number in range(rounds + 1):  # the first captures
                 for name, run in runs:
                     Rate.share = run.get("share")
                     llm.paces = paces[Rate.share]
@@ -183,12 +191,11 @@ def main() -> None:
             dense = [sample["seconds"] for sample in found["dense"]]
             for name, samples in found.items():
                 ratio = median(one / sample["seconds"] for one, sample in zip(dense, samples))
-                case = {"context": context, "run": name, "ratio": digits(ratio), "samples": samples}
+                case = {"tokens": tokens, "rows": rows, "run": name, "ratio": digits(ratio), "samples": samples}
                 print(context, name, f"{ratio:.3f}x", samples[-1], flush=True)
                 result["cases"].append(case)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-            for row in list(llm.loop.rows):
-                llm.loop.close(row)
+            bench.close()
             del bench
             llm.loop.tree.drop(1 << 30, llm.loop.clock())
             llm.loop.release()
