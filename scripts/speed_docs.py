@@ -24,8 +24,13 @@ SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
 CHATS = ("chats-h200.json", "chats-shared-h200.json", "chats-cpu.json")  # scripts/chats.py
 CHAT_TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
-EXACT, ACCEPTED = "exact-cpu.json", "exact-acceptance-cpu.json"
-SCRIPTS = {IN_VLLM: "vllm_decode.py", EXACT: "exact_decoding.py", ACCEPTED: "exact_acceptance.py"}  # that make these
+EXACT, CAPTURED_EXACT = "exact-cpu.json", "exact-h200.json"
+ACCEPTED, CAPTURED_ACCEPTED = "exact-acceptance-cpu.json", "exact-acceptance-h200.json"
+SCRIPTS = {  # that make these
+    IN_VLLM: "vllm_decode.py", EXACT: "exact_decoding.py", CAPTURED_EXACT: "exact_captured.py",
+    ACCEPTED: "exact_acceptance.py", CAPTURED_ACCEPTED: "exact_acceptance.py",
+}  # fmt: skip
+TIMES = "seconds", "draft_s", "verify_s"  # of exact decoding
 CHART = "docs/attention-h200.svg"
 README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
 
@@ -268,27 +273,61 @@ def made_exactly(result: dict[str, Any]) -> str:
     )
 
 
-def accepted_drafts(result: dict[str, Any]) -> str:
-    """Return the share of drafts that were accepted, by length, text and plan; RULER's tasks together."""
-    known, own = Counter[tuple[int, str, str, str]](), ("needle", "facts")
-    for case in result["cases"]:
-        task = case["task"] if case["task"] in own or case["task"].startswith("prose") else "RULER, 13 tasks"
-        for name, count in case.items():
-            if isinstance(count, int):
-                known[case["length"], task, case["plan"], name] += count
-    plans = list(dict.fromkeys(case["plan"] for case in result["cases"]))
-    heads = ["tokens", "text", "answers", *(f"`{plan}`" for plan in plans), "repeats"]
+def exactly_captured(result: dict[str, Any]) -> str:
+    """Return the speed of exact decoding over the fastest dense decoding, at acceptances that were imposed."""
+    heads = ["tokens", "rows", "decoding", "accepted", "ms per token", "speed-up", "drafts", "a draft, ms", "a verification, ms"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for length, task in dict.fromkeys(key[:2] for key in known):
-        of = {name: known[length, task, plans[0], name] for name in ("tokens", "repeated", "repeats_accepted")}
-        shares = []
-        for plan in plans:
-            right, wrong = (known[length, task, plan, f"drafts_{name}"] for name in ("accepted", "wrong"))
-            shares.append(f"{right / (right + wrong):.3f} of {right + wrong}" if right + wrong else "")
-        repeats = f"{of['repeats_accepted'] / of['repeated']:.2f} of {of['repeated']}" if of["repeated"] else ""
-        lines.append(f"| {length:,} | {task} | {of['tokens']} | {' | '.join(shares)} | {repeats} |")
-    total = sum(case["tokens"] for case in result["cases"])
-    return "\n".join(lines) + f"\n\n{place(ACCEPTED)}: {total:,} tokens, all equal to dense decoding's."
+    for case in sorted(result["cases"], key=lambda case: (case["tokens"], case["rows"])):
+        run, _, share = case["run"].rpartition(" ") if case["run"][-1].isdigit() else (case["run"], "", "")
+        samples = case["samples"]
+        ms = [1e3 * median(sample[name] for sample in samples) if name in samples[0] else None for name in TIMES]
+        verified = Counter[str]()
+        for sample in samples:
+            verified.update(sample.get("verified", {}))
+        mean = sum(int(drafts) * count for drafts, count in verified.items()) / max(sum(verified.values()), 1)
+        numbers = [f"{ms[0]:.2f}", f"{case['ratio']:.2f}x", f"{mean:.1f}" if verified else ""]
+        numbers += ["" if each is None else f"{each:.2f}" for each in ms[1:]]
+        plan = f"`{run}`" if share else run
+        lines.append(f"| {tokens(case['tokens'])} | {case['rows']} | {plan} | {share} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+def made_in_steps(result: dict[str, Any]) -> str:
+    """Return machine and commit of that result."""
+    machine = f"{result['machine']}, {result['gpu']['power.limit']}, torch {result['versions']['torch']}"
+    rounds = sorted({len(case["samples"]) for case in result["cases"]})
+    return (
+        f"{place(CAPTURED_EXACT)}: {machine}, commit {result['commit'][:10]}; {rounds[0]} to {rounds[-1]} rounds after "
+        "one that captures."
+    )
+
+
+def accepted_drafts(name: str) -> Callable[[dict[str, Any]], str]:
+    """Return a part: shares of drafts that were accepted, by length, text and plan; RULER's tasks together."""
+
+    def part(result: dict[str, Any]) -> str:
+        known, own = Counter[tuple[str, str, str, str]](), ("needle", "facts")
+        for case in result["cases"]:
+            task = case["task"] if case["task"] in own or case["task"].startswith("prose") else "RULER, 13 tasks"
+            length = f"{case['length']:,}" + (", float32" if case.get("dtype") == "float32" else "")
+            for key, count in case.items():
+                if isinstance(count, int):
+                    known[length, task, case["plan"], key] += count
+        plans = list(dict.fromkeys(case["plan"] for case in result["cases"]))
+        heads = ["tokens", "text", "answers", *(f"`{plan}`" for plan in plans), "repeats"]
+        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        for length, task in dict.fromkeys(key[:2] for key in known):
+            of = {key: known[length, task, plans[0], key] for key in ("tokens", "repeated", "repeats_accepted")}
+            shares = []
+            for plan in plans:
+                right, wrong = (known[length, task, plan, f"drafts_{key}"] for key in ("accepted", "wrong"))
+                shares.append(f"{right / (right + wrong):.3f} of {right + wrong}" if right + wrong else "")
+            repeats = f"{of['repeats_accepted'] / of['repeated']:.2f} of {of['repeated']}" if of["repeated"] else ""
+            lines.append(f"| {length} | {task} | {of['tokens']} | {' | '.join(shares)} | {repeats} |")
+        total = sum(case["tokens"] for case in result["cases"])
+        return "\n".join(lines) + f"\n\n{place(name)}: {total:,} tokens, all equal to dense decoding's."
+
+    return part
 
 
 def readme() -> str:
@@ -323,7 +362,11 @@ BLOCKS = {
     },
     "results/exact-cpu.md": {
         "exact": shown(EXACT, exactly, made_exactly),
-        "exact-acceptance": shown(ACCEPTED, accepted_drafts),
+        "exact-acceptance": shown(ACCEPTED, accepted_drafts(ACCEPTED)),
+    },
+    "results/exact-h200.md": {
+        "exact-captured": shown(CAPTURED_EXACT, exactly_captured, made_in_steps),
+        "exact-acceptance-captured": shown(CAPTURED_ACCEPTED, accepted_drafts(CAPTURED_ACCEPTED)),
     },
     "results/prefill-chunk-cpu.md": {
         "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK))

@@ -55,6 +55,19 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     sys.modules.pop("speed_docs")
 
 
+CAPTURED_EXACT = {
+    "machine": "NVIDIA H200", "commit": "0123456789ab", "versions": {"torch": "2.11.0"},
+    "gpu": {"power.limit": "700.00 W"},
+    "cases": [
+        {"tokens": 131072, "rows": 4, "run": "dense", "ratio": 1.0, "samples": [{"seconds": 0.02}] * 2},
+        {
+            "tokens": 131072, "rows": 4, "run": "sketch 0.94", "ratio": 2.0,
+            "samples": [{"seconds": 0.01, "verified": {"3": 1, "7": 1}, "draft_s": 0.005, "verify_s": 0.021}],
+        },
+    ],
+}  # fmt: skip
+
+
 def measured(folder: Path) -> None:
     results = {
         "attention-h200": attention_result(), "decode-h200": decode_result(), "prefill-h200": prefill_result(),
@@ -64,6 +77,7 @@ def measured(folder: Path) -> None:
         "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(),
         "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM,
         "chats-h200": CHATS, "exact-cpu": EXACT, "exact-acceptance-cpu": ACCEPTED,
+        "exact-h200": CAPTURED_EXACT, "exact-acceptance-h200": ACCEPTED,
         "serve-cpu": json.loads(read_stored(SCRIPTS.parent / "results" / "serve-cpu.json")),
     }  # fmt: skip
     for name, result in results.items():
@@ -107,6 +121,10 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "10.0 to 11.0 ms a token" in text["exact"]
     assert "| 4,096 | RULER, 13 tasks | 30 | 0.750 of 20 | 0.50 of 8 |" in text["exact-acceptance"]
     assert "| 4,096 | needle | 9 | 1.000 of 3 |  |" in text["exact-acceptance"]
+    assert "| 128K | 4 | dense |  | 20.00 | 1.00x |  |  |  |" in text["exact-captured"]
+    assert "| 128K | 4 | `sketch` | 0.94 | 10.00 | 2.00x | 5.0 | 5.00 | 21.00 |" in text["exact-captured"]
+    assert "commit 0123456789; 1 to 2 rounds" in text["exact-captured"]
+    assert "`results/exact-acceptance-h200.json`: " in text["exact-acceptance-captured"]
     for name in ("break-even", "serve", "breakdown", "losses", "decode", "engine", "kernels"):
         assert text[name].count("|---") >= 1, name
 

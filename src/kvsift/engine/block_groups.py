@@ -24,7 +24,7 @@ from kvsift.batching.exact.decoder import Proposal
 from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeSteps, add_blocks, add_steps
-from kvsift.engine.block_launches import Clock, Drafts, Place, PlainStep, launch_plain
+from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain
 from kvsift.engine.row_groups import Group, PoolSession
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.session import BLOCK, BLOCK_ROWS
@@ -109,7 +109,7 @@ class BlockGroup(Group[RowBlocks]):
         with self._setting_up() as setup:
             slots = self._blocks(rows)
             kind = setup.prepare(slots, "dense")
-        places = [Place.of(row) for row in rows]
+        places = [RowPlace.of(row) for row in rows]
         if not isinstance(step, PlainStep) or step.slots is not slots or step.places != places:
             slots.assign_blocks(self._blocks_of(rows, [[row.token] for row in rows]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
@@ -122,7 +122,7 @@ class BlockGroup(Group[RowBlocks]):
         every = step.chosen.tolist()
         chosen = [every[each.place % BLOCK_ROWS * BLOCK] for each in kept]
         if after is not None:
-            places = [Place(row, row.num_cached + 1, token) for row, token in zip(rows, chosen)]
+            places = [RowPlace(row, row.num_cached + 1, token) for row, token in zip(rows, chosen)]
             self._ahead[number] = after._replace(places=places)
         for row, each in zip(rows, kept):
             each.note(row.num_cached, 0, False)
@@ -138,7 +138,7 @@ class BlockGroup(Group[RowBlocks]):
 
     def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
         """Draft and verify (``ExactModel.check``)."""
-        places = [Place.of(row) for row, proposal in zip(rows, proposals) if proposal.drafts]
+        places = [RowPlace.of(row) for row, proposal in zip(rows, proposals) if proposal.drafts]
         if not places and not any(proposal.tokens for proposal in proposals):
             started = perf_counter() - self._setup_s
             following = [[token] for token in self.step(rows)]
@@ -187,15 +187,15 @@ class BlockGroup(Group[RowBlocks]):
 
     def _after(
         self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], following: Sequence[Sequence[int]]
-    ) -> list[Place]:
+    ) -> list[RowPlace]:
         """The places of rows after a verification, if they go on."""
         places = []
         for row, tokens, chosen in zip(rows, proposed, following):
             accepted = next((number for number, token in enumerate(tokens) if chosen[number] != token), len(tokens))
-            places.append(Place(row, row.num_cached + accepted + 1, chosen[accepted]))
+            places.append(RowPlace(row, row.num_cached + accepted + 1, chosen[accepted]))
         return places
 
-    def _is_expected(self, slots: Slots, places: Sequence[Place], counts: Sequence[int]) -> bool:
+    def _is_expected(self, slots: Slots, places: Sequence[RowPlace], counts: Sequence[int]) -> bool:
         """Whether rows at these places will probably be asked for so many drafts, and may be."""
         for place, drafts in zip(places, counts):
             most = min(place.row.length - place.num_cached, self._most_verified(slots, place.num_cached)) - 1
@@ -203,7 +203,7 @@ class BlockGroup(Group[RowBlocks]):
                 return False
         return True
 
-    def _draft(self, slots: Slots, kind: StepKind, places: list[Place], counts: list[int]) -> Drafts:
+    def _draft(self, slots: Slots, kind: StepKind, places: list[RowPlace], counts: list[int]) -> Drafts:
         """Choose so many tokens of each row under its rule; what they store is overwritten."""
         clock, steps, tokens = Clock(slots.tokens.device), max(counts), list[Tensor]()
         slots.assign([self._assignment(place) for place in places], steps)
@@ -229,7 +229,7 @@ class BlockGroup(Group[RowBlocks]):
         blocks = {}
         for row, fed in zip(rows, tokens):
             kept = self._rows[row]
-            drawn = Place.of(row).drawn
+            drawn = RowPlace.of(row).drawn
             blocks[kept.place % BLOCK_ROWS] = Block(kept.pages, row.num_cached, fed, kept.sampling, drawn)
         return blocks
 
@@ -240,7 +240,7 @@ class BlockGroup(Group[RowBlocks]):
         """Of the slots of a part; those of exact rows have odd ones."""
         return 2 * (self._rows[rows[0]].place // BLOCK_ROWS) + (rows[0].exact is not None)
 
-    def _assignment(self, place: Place) -> Assignment:
+    def _assignment(self, place: RowPlace) -> Assignment:
         kept = self._rows[place.row]
         return Assignment(kept.pages, place.num_cached, place.token, kept.sampling, place.drawn, kept.rule)
 

@@ -34,7 +34,7 @@ class Clock:
         return before, perf_counter() - self._started - before
 
 
-class Place(NamedTuple):
+class RowPlace(NamedTuple):
     """How far a row is."""
 
     row: Row
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     token: int  # the next to feed
 
     @classmethod
-    def of(cls, row: Row) -> Place:
+    def of(cls, row: Row) -> RowPlace:
         return cls(row, row.num_cached, row.token)
 
     @property
@@ -64,7 +64,7 @@ class Drafts(NamedTuple):
     """
 
     slots: Slots
-    places: list[Place]
+    places: list[RowPlace]
     counts: list[int]
     tokens: Tensor
     counted: Tensor
@@ -86,13 +86,13 @@ class PlainStep(NamedTuple):
     """
 
     slots: Slots
-    places: list[Place]
+    places: list[RowPlace]
     chosen: Tensor
     event: torch.cuda.Event | None
     number: int
 
 
-def launch_plain(slots: Slots, kind: StepKind, places: list[Place], number: int) -> PlainStep:
+def launch_plain(slots: Slots, kind: StepKind, places: list[RowPlace], number: int) -> PlainStep:
     """Launch a step; ``places`` may be told later."""
     slots.run(kind, number)
     chosen = torch.empty(slots.num_slots, dtype=torch.int64, pin_memory=slots.tokens.is_cuda)

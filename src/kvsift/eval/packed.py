@@ -10,7 +10,7 @@ from pathlib import Path
 from kvsift.engine.atomic_files import settle, write_atomically
 from kvsift.errors import InputError
 
-LARGE = 20_000  # bytes of text; smaller files stay plain, for ``git diff`` and editors
+LARGE = 8_000  # bytes of text; smaller files stay plain, for ``git diff`` and editors
 
 
 def packed_path(path: Path) -> Path:
