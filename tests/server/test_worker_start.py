@@ -36,3 +36,14 @@ def test_nothing_is_allocated_that_was_not_asked_for_or_has_no_use(
     path: str, reserve_tokens: int | None, model: Path
 ) -> None:
     assert pages(model, path, reserve_tokens=reserve_tokens) == 0
+
+
+def test_a_server_that_cannot_warm_up_says_so_and_serves(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory for graphs")
+
+    monkeypatch.setattr("kvsift.engine.llm.warm_up", fail)
+    assert pages(model, "eager", reserve_tokens=None) == 0
+    assert "first requests wait (RuntimeError: no memory for graphs)" in capsys.readouterr().err

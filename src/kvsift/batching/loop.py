@@ -180,11 +180,13 @@ class Loop:
             if num_pages is None:
                 num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
             table = PageTable(1, self.kv)
-            with suppress(*OUT_OF_MEMORY):  # the books tell what there is
-                self._reserve(table, min(num_pages, room), grows=False)
-            for pool in self.kv.layers.values():  # steps are timed
-                pool.write_noise(table.all_runs)
-            table.close(0)
+            try:
+                with suppress(*OUT_OF_MEMORY):  # the books tell what there is
+                    self._reserve(table, min(num_pages, room), grows=False)
+                for pool in self.kv.layers.values():  # steps are timed
+                    pool.write_noise(table.all_runs)
+            finally:
+                table.close(0)
             num_steps = self._model.prepare(self.kv, plan, self.max_rows)
         self._leave()
         return num_steps

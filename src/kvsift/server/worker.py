@@ -55,6 +55,19 @@ class OpenRow:
     num_read_sent: int | None = None
 
 
+def _warm_up(llm: LLM, specs: list[str], num_tokens: int | None) -> None:
+    """See ``LLM.warm_up``; where it fails, first requests wait instead."""
+    try:
+        done = llm.warm_up(specs, num_tokens)
+    except Exception as error:  # of a kernel, a capture or the allocator: requests may do with less
+        text = f"nothing was captured ahead, so that first requests wait ({type(error).__name__}: {error})"
+    else:
+        text = f"memory for {done.num_tokens:,} tokens, {done.num_steps} captured steps ({done.seconds:.0f} s)"
+        if not done.num_steps:
+            return
+    print(f"kvsift: {text}", file=sys.stderr, flush=True)
+
+
 class Worker:
     """Rows of requests over the loop of an LLM."""
 
@@ -71,9 +84,8 @@ class Worker:
             plan.check_layers(range(llm.directory.config.num_hidden_layers))
         llm.load()
         self._reason = llm.composed_reason(llm.plan) or ""
-        if settings["reserve_tokens"] != 0 and (done := llm.warm_up(specs, settings["reserve_tokens"])).num_steps:
-            text = f"memory for {done.num_tokens:,} tokens, {done.num_steps} captured steps ({done.seconds:.0f} s)"
-            print(f"kvsift: {text}", file=sys.stderr, flush=True)
+        if settings["reserve_tokens"] != 0:
+            _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
         self._longest = max(map(len, llm.tokenizer.get_vocab()))  # characters of a token
         self._rows: list[OpenRow] = []
