@@ -158,6 +158,25 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
     assert answers[0] != answers[1]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sampled_row_that_joins_another_part_changes_no_token_that_is_launched_ahead(llm: LLM, exact: bool) -> None:
+    """Its part has steps captured in which tokens are drawn, for all rows of the group, while theirs are on the way."""
+    other = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    dense = other.generate(text_of(300), max_new_tokens=60).token_ids
+    rows = [new_row(other, text_of(300), "dense", 60)]
+    other.loop.submit(rows[0])
+    while len(tokens(rows[0])) < 20:
+        other.loop.step(unless=lambda: False)
+    rows += [new_row(other, text_of(200), PLANS[1], 12, SAMPLINGS[1]) for _ in range(1 if exact else 4)]
+    for row in rows[1:]:
+        row.plan = parse_plan(PLANS[1] if exact else "dense")
+        if exact:
+            row.exact = exact_decoder(other, Request(row.ids, 12, SAMPLINGS[1], exact=True), row.plan)
+        other.loop.submit(row)
+    take_steps(other, rows)
+    assert tokens(rows[0]) == dense
+
+
 def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
     """Budgets decide how lists are cut, and with it the bits."""
     plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]

@@ -42,3 +42,11 @@ def test_the_twin(unit_size: int, heads: int, num_lists: int) -> None:
     assert torch.equal(held, also)
     inside = torch.arange(found.shape[2], device=DEVICE) < held.unsqueeze(2)
     assert torch.equal(found[inside], expected[inside])
+
+
+@needs_triton
+def test_lists_without_room_for_a_unit_have_none() -> None:
+    lists = torch.empty(2, 3, 0, dtype=torch.int32, device=DEVICE)
+    found, held = list_slots_triton(lists, torch.zeros(2, 3, dtype=torch.int32, device=DEVICE), 4, rows(7, 5), 3)
+    assert held.tolist() == [[0] * 3] * 2
+    assert found.shape == (2, 3, 0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, product
 from time import perf_counter
 
 import torch
@@ -97,6 +97,21 @@ class BlockGroup(Group[RowBlocks]):
         self._rows[row] = RowBlocks(cache, pages, request.sampling, rule_of(row.plan), place, self.setup_s)
         self._source.need(cache.table.longest)
 
+    def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
+        self._source.expect(num_pages)
+        started, captured = perf_counter(), 0
+        every = [self._source.blocks(number, [rule]) for number in range(2 * -(-num_rows // BLOCK_ROWS))]
+        steps: list[tuple[Slots, StepMode]] = [(slots, "dense") for slots in every]
+        if rule is not None:
+            drafts = [self._source.slots(number, [rule]) for number in (1, 2, BLOCK_ROWS)]
+            steps += [(slots, slots.sparse_mode(rule)) for slots in drafts]
+        for (slots, mode), sampled in product(steps, (False, True)):
+            setup = Setup(sampled)
+            setup.prepare(slots, mode)
+            captured += setup.has_captured
+        self._setup_s += perf_counter() - started
+        return captured
+
     def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
         parts: dict[tuple[bool, int], list[Row]] = {}
         for row in rows:
@@ -104,21 +119,25 @@ class BlockGroup(Group[RowBlocks]):
         return list(parts.values())
 
     def step(self, rows: Sequence[Row]) -> list[int]:
+        return self._plain_step(rows)[0]
+
+    def _plain_step(self, rows: Sequence[Row]) -> tuple[list[int], float]:
+        """The token that follows the last one of each row, and the seconds of the step."""
         number, kept = self._number(rows), [self._rows[row] for row in rows]
         step = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(rows)
             kind = setup.prepare(slots, "dense")
         places = [RowPlace.of(row) for row in rows]
-        if not isinstance(step, PlainStep) or step.slots is not slots or step.places != places:
+        is_assigned = isinstance(step, PlainStep) and step.slots is slots and not setup.has_captured
+        if not isinstance(step, PlainStep) or not is_assigned or step.places != places:
             slots.assign_blocks(self._blocks_of(rows, [[row.token] for row in rows]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
         rests = all(row.exact is None or each.plain >= FEW for row, each in zip(rows, kept))
         after = None
         if rests and step.number + 1 < PLAIN_STEPS and all(row.length - row.num_cached > 2 for row in rows):
             after = launch_plain(slots, kind, [], step.number + 1)
-        if step.event is not None:
-            step.event.synchronize()
+        step.clock.wait()
         every = step.chosen.tolist()
         chosen = [every[each.place % BLOCK_ROWS * BLOCK] for each in kept]
         if after is not None:
@@ -126,7 +145,7 @@ class BlockGroup(Group[RowBlocks]):
             self._ahead[number] = after._replace(places=places)
         for row, each in zip(rows, kept):
             each.note(row.num_cached, 0, False)
-        return chosen
+        return chosen, step.clock.seconds
 
     def most_verified(self, row: Row) -> int:
         """Tokens of the next block of a row, at most."""
@@ -140,11 +159,10 @@ class BlockGroup(Group[RowBlocks]):
         """Draft and verify (``ExactModel.check``)."""
         places = [RowPlace.of(row) for row, proposal in zip(rows, proposals) if proposal.drafts]
         if not places and not any(proposal.tokens for proposal in proposals):
-            started = perf_counter() - self._setup_s
-            following = [[token] for token in self.step(rows)]
-            return Checked([()] * len(rows), following, 0.0, perf_counter() - self._setup_s - started)
-        number, drafts = self._number(rows), self._ahead.pop(self._number(rows), None)
-        counts = [proposal.drafts for proposal in proposals if proposal.drafts]
+            tokens, seconds = self._plain_step(rows)
+            return Checked([()] * len(rows), [[token] for token in tokens], 0.0, seconds)
+        number, counts = self._number(rows), [proposal.drafts for proposal in proposals if proposal.drafts]
+        ahead = self._ahead.pop(number, None)
         with self._setting_up() as setup:
             slots = self._blocks(rows)
             kind = setup.prepare(slots, "dense")
@@ -153,31 +171,31 @@ class BlockGroup(Group[RowBlocks]):
                 modes = {of_drafts.sparse_mode(self._rows[place.row].rule) for place in places}
                 draft_kind = setup.prepare(of_drafts, modes.pop() if len(modes) == 1 else "mixed")
         fed: dict[Row, list[int]] = {row: [row.token, *each.tokens] for row, each in zip(rows, proposals)}
-        clock, drafted = Clock(slots.tokens.device), None
+        drafts = ahead if isinstance(ahead, Drafts) else None
         if not places:
             drafts = None
-            clock.mark()
         else:
-            if not isinstance(drafts, Drafts) or drafts.slots is not of_drafts or drafts.places != places:
+            if drafts is None or drafts.slots is not of_drafts or drafts.places != places:
                 drafts = self._draft(of_drafts, draft_kind, places, counts)
-            clock, drafted = drafts.clock, drafts.tokens
             for slot, place in enumerate(places):
                 fed[place.row] += drafts.of(slot)
-        slots.assign_blocks(self._blocks_of(rows, list(fed.values())), drafted=drafted)
+        blocks = self._blocks_of(rows, list(fed.values()))
+        slots.assign_blocks(blocks, drafted=None if drafts is None else drafts.tokens)
+        clock = Clock(slots.tokens.device)
         slots.run(kind, 0)
+        clock.mark()
         chosen = slots.tokens.view(-1, BLOCK).tolist()
-        draft_s, verify_s = clock.read()
-        read = [] if drafted is None else drafted.tolist()
+        read = [] if drafts is None else drafts.tokens.tolist()
         proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
         following = self._following(rows, proposed, chosen)
-        if isinstance(drafts, Drafts):
+        if drafts is not None:
             self._note_drafts(drafts)
             after = self._after(rows, proposed, following)
             if len(places) == len(rows) and self._is_expected(slots, after, counts):
                 self._ahead[number] = self._draft(of_drafts, draft_kind, after, counts)
-        for row, tokens, proposal in zip(rows, proposed, proposals):
-            self._rows[row].note(row.num_cached, len(tokens), proposal.drafts > 0)
-        return Checked(proposed, list(following), draft_s, verify_s)
+        for row, each, proposal in zip(rows, proposed, proposals):
+            self._rows[row].note(row.num_cached, len(each), proposal.drafts > 0)
+        return Checked(proposed, list(following), 0.0 if drafts is None else drafts.clock.seconds, clock.seconds)
 
     def _following(
         self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], chosen: Sequence[list[int]]
@@ -205,24 +223,25 @@ class BlockGroup(Group[RowBlocks]):
 
     def _draft(self, slots: Slots, kind: StepKind, places: list[RowPlace], counts: list[int]) -> Drafts:
         """Choose so many tokens of each row under its rule; what they store is overwritten."""
-        clock, steps, tokens = Clock(slots.tokens.device), max(counts), list[Tensor]()
+        clock, steps, tokens, counted = Clock(slots.tokens.device), max(counts), list[Tensor](), dict[int, Tensor]()
         slots.assign([self._assignment(place) for place in places], steps)
         for number in range(steps):
-            for slot, count_of_row in enumerate(counts):
-                if count_of_row == number:
-                    slots.release(slot)
             slots.run(kind, number)
             tokens.append(slots.tokens.clone())
-        counted = slots.results[1:].clone()
+            for slot, count_of_row in enumerate(counts):
+                if count_of_row == number + 1:
+                    counted[slot] = slots.results[1:, slot].clone()  # idle steps count a token, too
+                    if count_of_row < steps:
+                        slots.release(slot)
         clock.mark()
-        return Drafts(slots, places, counts, torch.cat(tokens), counted, clock)
+        return Drafts(slots, places, counts, torch.cat(tokens), [counted[slot] for slot in sorted(counted)], clock)
 
     def _note_drafts(self, drafts: Drafts) -> None:
         self._layers = drafts.slots.layers
-        for slot, ((row, num_cached, _), count_of_row) in enumerate(zip(drafts.places, drafts.counts)):
+        for (row, num_cached, _), count_of_row, counted in zip(drafts.places, drafts.counts, drafts.counted):
             kept = self._rows[row]
             kept.drafts += range(num_cached + 1, num_cached + count_of_row + 1)
-            kept.counted = kept.counted + drafts.counted[:, slot]
+            kept.counted = kept.counted + counted
 
     def _blocks_of(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> dict[int, Block]:
         """Consecutive tokens of each row, by the place of its block."""

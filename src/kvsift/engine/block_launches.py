@@ -13,25 +13,29 @@ from kvsift.engine.slots import Slots, StepKind, drafts_at
 
 
 class Clock:
-    """Seconds before and after a mark, of the device where the host launches ahead of it."""
+    """Seconds between two marks: of the device, where the host launches ahead of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._started, self._marks = perf_counter(), list[Any]()
+        self._marks: list[Any] = []
         self.mark()
 
     def mark(self) -> None:
-        if self._stream is None:
-            self._marks.append(perf_counter())
-            return
-        self._marks.append(torch.cuda.Event(enable_timing=True))
-        self._marks[-1].record(self._stream)
+        """Mark where the launches so far end."""
+        self._marks.append(perf_counter() if self._stream is None else torch.cuda.Event(enable_timing=True))
+        if self._stream is not None:
+            self._marks[-1].record(self._stream)
 
-    def read(self) -> tuple[float, float]:
-        """Before the mark and after it until now, when the device has nothing more to do."""
-        first, second = self._marks
-        before = second - first if self._stream is None else first.elapsed_time(second) / 1000
-        return before, perf_counter() - self._started - before
+    def wait(self) -> None:
+        """Let the host wait for the last mark."""
+        if self._stream is not None:
+            self._marks[-1].synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Between the marks, once the last has come."""
+        first, last = self._marks
+        return float(last - first if self._stream is None else first.elapsed_time(last) / 1000)
 
 
 class RowPlace(NamedTuple):
@@ -59,15 +63,15 @@ class Drafts(NamedTuple):
         places: of the rows, before them.
         counts: of each row.
         tokens: int64 [steps * slots], on the device.
-        counted: int64 [2 * layers, slots], what they have counted (``Slots.results``).
-        clock: marked behind them.
+        counted: int64 [2 * layers] of each row, what they have counted (``Slots.results``).
+        clock: of them.
     """
 
     slots: Slots
     places: list[RowPlace]
     counts: list[int]
     tokens: Tensor
-    counted: Tensor
+    counted: list[Tensor]
     clock: Clock
 
     def of(self, slot: int) -> list[int]:
@@ -81,24 +85,23 @@ class PlainStep(NamedTuple):
     Attributes:
         slots: that it runs on.
         places: of the rows, before it.
-        chosen: int64 [slots], on the host once the event has come.
+        chosen: int64 [slots], on the host once the clock has come to its end.
+        clock: of the step.
         number: of the step since its rows were assigned.
     """
 
     slots: Slots
     places: list[RowPlace]
     chosen: Tensor
-    event: torch.cuda.Event | None
+    clock: Clock
     number: int
 
 
 def launch_plain(slots: Slots, kind: StepKind, places: list[RowPlace], number: int) -> PlainStep:
     """Launch a step; ``places`` may be told later."""
+    clock = Clock(slots.tokens.device)
     slots.run(kind, number)
     chosen = torch.empty(slots.num_slots, dtype=torch.int64, pin_memory=slots.tokens.is_cuda)
     chosen.copy_(slots.tokens, non_blocking=True)
-    event = None
-    if slots.tokens.is_cuda:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(slots.tokens.device))
-    return PlainStep(slots, places, chosen, event, number)
+    clock.mark()
+    return PlainStep(slots, places, chosen, clock, number)

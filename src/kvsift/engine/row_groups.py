@@ -121,7 +121,7 @@ class Group(ABC, Generic[GroupRow]):
     """
 
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
-        self._source, self._rotation = source, rotation
+        self._source, self.rotation = source, rotation
         self._rows: dict[Row, GroupRow] = {}
 
     @property
@@ -147,12 +147,20 @@ class Group(ABC, Generic[GroupRow]):
         assert row.cache is not None
         rule, rules = rule_of(row.plan), (rule_of(each.plan) for each in self._rows)
         methods = {each.method for each in rules if each is not None}
-        fits = self._source.kv is row.cache.table.kv and rotation == self._rotation and len(self._rows) < STEADY_SLOTS
+        fits = self._source.kv is row.cache.table.kv and rotation == self.rotation and len(self._rows) < STEADY_SLOTS
         return fits and (rule is None or not methods or methods == {rule.method})
 
     @abstractmethod
     def join(self, row: Row, request: Request) -> None:
         """Take a row whose prompt is read."""
+
+    def may_prepare(self, rule: Rule | None) -> bool:
+        """Whether steps for rows under a rule may be captured ahead, without losing others."""
+        return not self._rows
+
+    @abstractmethod
+    def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
+        """Capture the steps of up to so many rows under a rule, each of up to so many pages; returns how many."""
 
     @abstractmethod
     def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
@@ -230,8 +238,11 @@ class RowGroup(Group[JoinedRow]):
             self.recall()
         return self._steps.step([self._rows[row].steps for row in rows])
 
+    def may_prepare(self, rule: Rule | None) -> bool:
+        before = self._prepared
+        return super().may_prepare(rule) and (before is None or (rule is not None and rule.method == before.method))
+
     def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
-        """Capture the steps of up to so many rows under a rule, each of up to so many pages; returns how many."""
         self._source.expect(num_pages)
         self._prepared = rule
         return self._steps.prepare(rule, num_rows)

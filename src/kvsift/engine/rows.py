@@ -36,6 +36,7 @@ from kvsift.types import LayerShape
 
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
 FREE_SHARE = 0.8  # of the free memory that rows may take: a pool that grows is copied layer by layer
+GroupKind = type[BlockGroup] | type[RowGroup]
 
 
 class RunnerRows:
@@ -164,16 +165,18 @@ class RunnerRows:
         rotation, kv = row.cache.rotation, row.cache.table.kv
         kind = BlockGroup if self._takes_blocks(row) else RowGroup
         self._groups = [group for group in self._groups if group.serves(kv)]
-        group = next((each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)), None)
-        if group is None:
-            steady = self.steady and kind is RowGroup
-            source = PoolSession(kv, partial(self._open_session, rotation, steady))
-            if steady:
-                source.expect(self.longest or 1)
-            group = kind(source, rotation)
-            self._groups.append(group)
+        fit: list[Group[Any]] = [each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)]
+        group = fit[0] if fit else self._new_group(kind, kv, rotation)
         group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
         row.steps = group
+
+    def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
+        steady = self.steady and kind is RowGroup
+        source = PoolSession(kv, partial(self._open_session, rotation, steady))
+        if steady:
+            source.expect(self.longest or 1)
+        self._groups.append(kind(source, rotation))
+        return self._groups[-1]
 
     @property
     def longest(self) -> int | None:
@@ -181,11 +184,16 @@ class RunnerRows:
         return None if positions is None else positions // self.page_size + SPARE_PAGES
 
     def prepare(self, kv: KVPool, plan: Plan, num_rows: int) -> int:
-        for group in self._groups:
-            if isinstance(group, RowGroup) and not group.rows:
-                most = kv.pages.num_pages
-                return group.prepare(rule_of(plan), num_rows, min(most, self.longest or most))
-        return 0
+        rule, most, count = rule_of(plan), kv.pages.num_pages, 0
+        empty = [group for group in self._groups if group.serves(kv) and not group.rows]
+        in_blocks = self._runner.fast_path.takes_blocks(Plan(), False, self._runner.model)
+        kinds: list[GroupKind] = [BlockGroup] if in_blocks else [RowGroup]
+        kinds += [RowGroup] if in_blocks and rule is not None else []
+        for kind in kinds if empty else ():
+            fit = [group for group in empty if isinstance(group, kind) and group.may_prepare(rule)]
+            group = fit[0] if fit else self._new_group(kind, kv, empty[0].rotation)
+            count += group.prepare(rule, num_rows, min(most, self.longest or most))
+        return count
 
     def _takes_blocks(self, row: Row) -> bool:
         return self._runner.fast_path.takes_blocks(row.plan, row.exact is not None, self._runner.model)

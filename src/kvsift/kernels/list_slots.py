@@ -44,7 +44,7 @@ def list_slots_triton(lists: Tensor, counts: Tensor, unit_size: int, rows: Rows,
     slots = lists.new_empty(num_segments, num_lists, capacity * unit_size)
     held = counts.new_empty(num_segments, num_lists)
     with torch.cuda.device_of(lists):
-        _slots_kernel[num_segments * num_lists, triton.cdiv(capacity * unit_size, BLOCK)](
+        _slots_kernel[num_segments * num_lists, max(triton.cdiv(capacity * unit_size, BLOCK), 1)](
             lists.contiguous(), counts.contiguous(), rows.table, slots, held, capacity, REPEATS=num_lists // num_heads,
             SIZE=unit_size, PAGE=rows.keys.shape[2], BLOCK=BLOCK, num_warps=4,
         )  # fmt: skip

@@ -140,7 +140,7 @@ class CritiPrefill(Method):
         if self.fusion:
             shares = fused(shares, reader.from_below(), self.weight)
             reader.pass_up(shares)
-        return best_of_segments(shares.transpose(0, 1), choices)
+        return best_of_segments(shares.transpose(0, 1), requests)
 
     def _rest(
         self, shape: LayerShape, queries: Tensor, chosen: Selection, candidates: Candidates, reader: KVReader

@@ -136,7 +136,7 @@ class QuoKA(ChunkedMethod):
         scores = probe_scores(kept.to(keys.dtype), keys, table, tokens, cosine=cosine, mean=self.reduce == "mean")
         if exact:
             scores = scores.unflatten(1, (shape.num_kv_heads, -1)).mean(2)
-        return best_of_segments(scores, requests.choices)
+        return best_of_segments(scores, requests)
 
     def _page_scores(
         self, kept: Tensor, num_heads: int, norms: Tensor | None, pages: range, candidates: Candidates, reader: KVReader

@@ -132,14 +132,15 @@ class SegmentSelections(Sequence[Selection]):
         )
 
 
-def best_of_segments(scores: Tensor, choices: SegmentChoices) -> SegmentSelections:
+def best_of_segments(scores: Tensor, requests: SegmentRequests) -> SegmentSelections:
     """Select the units of the largest scores for each segment, ties to the lower unit.
 
     Args:
         scores: float32 [num_segments, num_heads, count], column i is candidate first + i; columns beyond
             the candidates of a segment are ignored.
-        choices: of the segments.
+        requests: for the segments.
     """
+    choices = requests.choices
     capacity = choices.first + choices.most
     lists = scores.new_empty((*scores.shape[:2], capacity), dtype=torch.int32)
     counts = scores.new_empty(scores.shape[:2], dtype=torch.int32)

@@ -63,7 +63,7 @@ def _warm_up(llm: LLM, specs: list[str], num_tokens: int | None) -> None:
         text = f"nothing was captured ahead, so that first requests wait ({type(error).__name__}: {error})"
     else:
         text = f"memory for {done.num_tokens:,} tokens, {done.num_steps} captured steps ({done.seconds:.0f} s)"
-        if not done.num_steps:
+        if not done.num_tokens:
             return
     print(f"kvsift: {text}", file=sys.stderr, flush=True)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.merge import with_sink_logit
-from kvsift.kernels.segment_attention import Rows, Span, segment_attention
+from kvsift.kernels.segment_attention import Span, segment_attention
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.segments import SegmentGroup, groups_of
@@ -102,6 +102,9 @@ class _Table(NamedTuple):
     def pages_on(self, row: int, device: torch.device) -> Tensor:
         return self.pages
 
+    def slots_on(self, row: int, page_size: int, device: torch.device) -> Tensor:
+        return (self.pages.long().unsqueeze(1) * page_size + torch.arange(page_size, device=device)).flatten()
+
     def run_start(self, row: int, *_: int) -> None:
         """No two pages are known to be neighbours: asking the device would make the host wait."""
 
@@ -120,15 +123,12 @@ class BlockRow(RowReader):
     def __init__(self, shape: LayerShape, layer: LayerPages, kind: str, pages: Tensor, length: int) -> None:
         pool = _BlockPool(layer.keys, layer.values, layer.pages.page_size, {kind: layer.rows})
         super().__init__(cast(Any, pool), cast(Any, _Table(pages)), 0, length)
-        self.shape, self._pages = shape, pages
+        self.shape = shape
         self.token_bytes = 2 * shape.num_kv_heads * shape.head_dim * layer.keys.element_size()
 
     def reader(self, row: int) -> BlockRow:
         """Itself."""
         return self
-
-    def paged(self) -> Rows:
-        return Rows(self._pool.keys, self._pool.values, self._pages)
 
 
 def attend_prompt(

@@ -63,7 +63,8 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
         most = min(row.length - row.num_cached, model.most_verified(row)) - 1
         proposals.append(row.exact.propose(row.token, most))
     checked = model.check(rows, proposals)
-    draft_s = checked.draft_s / max(*(proposal.drafts for proposal in proposals), 1)  # all rows draft at once
+    drafted = (len(tokens) for tokens, proposal in zip(checked.proposed, proposals) if proposal.drafts)
+    draft_s = checked.draft_s / max(drafted, default=1)  # all rows draft at once
     for row, proposal, proposed, following in zip(rows, proposals, checked.proposed, checked.following):
         accepted, token = 0, None
         for logits, expected in zip(following, [*proposed, None]):
