@@ -8,7 +8,7 @@ from time import sleep
 
 import pytest
 import torch
-from engine.loop_rows import GRID, new_row, take_steps, tokens
+from engine.loop_rows import GRID, assert_equal, new_row, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, Sampling
@@ -175,6 +175,31 @@ def test_a_sampled_row_that_joins_another_part_changes_no_token_that_is_launched
         other.loop.submit(row)
     take_steps(other, rows)
     assert tokens(rows[0]) == dense
+
+
+def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = (7, 2, 5)
+    monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
+
+    def run(chosen: tuple[int, ...]) -> list[Row]:
+        rows = []
+        for number in chosen:
+            row = new_row(llm, text_of(200 + number), PLANS[0], 24)
+            row.exact = exact_decoder(llm, Request(row.ids, 24, exact=True), row.plan)
+            row.exact._pace.number = number  # type: ignore[union-attr, attr-defined]
+            llm.loop.submit(row)
+            rows.append(row)
+        take_steps(llm, rows)
+        return rows
+
+    for together, number in zip(run(numbers), numbers):
+        [alone] = run((number,))
+        assert together.exact is not None
+        assert alone.exact is not None
+        assert together.exact.report.verified == alone.exact.report.verified
+        assert_equal(together, alone)
 
 
 def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
