@@ -275,7 +275,7 @@ def made_exactly(result: dict[str, Any]) -> str:
 
 def exactly_captured(result: dict[str, Any]) -> str:
     """Return the speed of exact decoding over the fastest dense decoding, at acceptances that were imposed."""
-    heads = ["tokens", "rows", "decoding", "accepted", "ms per token", "speed-up", "drafts", "a draft, ms", "a verification, ms"]
+    heads = ["tokens", "rows", "decoding", "accepted", "ms per token", "speed-up", "drafts", "ms each", "ms to verify"]
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for case in sorted(result["cases"], key=lambda case: (case["tokens"], case["rows"])):
         run, _, share = case["run"].rpartition(" ") if case["run"][-1].isdigit() else (case["run"], "", "")

@@ -168,6 +168,13 @@ def test_strict_fails_when_nothing_was_skipped_and_still_answers(ask: Run) -> No
     assert outcome.err.count("\n") == 1
 
 
+def test_exact_answers_that_draft_nothing_are_no_plan_that_skipped_nothing(ask: Run) -> None:
+    outcome = ask("--plan", COVERING, "--exact", "--strict")
+    assert outcome.code == 0
+    assert "skipped nothing" not in outcome.err
+    assert "exact: accepted drafts, repeats" in outcome.out
+
+
 def test_strict_fails_for_the_compared_plan_too(ask: Run) -> None:
     assert ask("--plan", PLAN, "--compare", COVERING, "--json", "--strict").code == 2
 

@@ -18,7 +18,7 @@ def test_a_keyword_that_is_not_known_is_refused(llama: Path) -> None:
     llm, wrong = LLM(llama), {"max_token": 3}
     document = llm.read(text_of(300))
     for call in (llm.generate, llm.stream, document.ask):
-        with pytest.raises(TypeError, match="max_token"):
+        with pytest.raises(InputError, match="unknown option 'max_token'; did you mean 'max_new_tokens'"):
             call("Why?", **wrong)  # type: ignore[operator]
 
 

@@ -133,3 +133,10 @@ def test_a_knob_out_of_range_is_refused_by_name(bad: dict[str, float]) -> None:
 def test_the_likeliest_token_is_the_first_of_the_largest_logits(vocabulary: int) -> None:
     logits = torch.randint(0, 5, (3, vocabulary), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(likeliest(logits), logits.argmax(-1))
+
+
+def test_answers_that_begin_at_seeds_side_by_side_share_no_seed() -> None:
+    seeds = [Sampling(1.0, seed=seed).nth(number).seed for seed in range(40) for number in range(25)]
+    assert len(set(seeds)) == len(seeds)
+    assert Sampling(0.7, 0.9, 3).nth(0) == Sampling(0.7, 0.9, 3)
+    assert Sampling(0.7, 0.9, 3).nth(5).top_p == 0.9

@@ -49,6 +49,8 @@ class Column(NamedTuple):
         """
         for phase in PHASES:
             rule = self.plan.rule(phase)
+            if phase == "decode" and any(answer.exact is not None for answer in self.answers):
+                continue  # every token is attended densely, and drafts pause where they do not pay
             densities = [answer.stats["phases"][phase]["density"] for answer in self.answers]
             densities += [self.read.density] if phase == "prefill" else []
             ran = [density for density in densities if density is not None]
@@ -64,6 +66,11 @@ class Column(NamedTuple):
             if strict:
                 raise NothingSkipped(message)
             print(f"kvsift: WARNING: {message}", file=sys.stderr)
+
+
+def _counts(exact: dict[str, Any] | None) -> dict[str, int]:
+    """The numbers of tokens that exact decoding proposed and accepted; none without it."""
+    return {name: count for name, count in (exact or {}).items() if type(count) is int}
 
 
 def summary(answers: Sequence[Answer], read: Reading = NO_READING) -> dict[str, Any]:
@@ -91,6 +98,7 @@ def summary(answers: Sequence[Answer], read: Reading = NO_READING) -> dict[str, 
         "kv_bytes_dense": sum(answer.decode("kv_bytes_dense") for answer in answers),
         "recall": _mean(answers, "recall"),
         "recovery": _mean(answers, "recovery"),
+        "exact": dict(sum((Counter(_counts(answer.exact)) for answer in answers), Counter())),
         "estimated_share": _mean(answers, "estimated_share"),
         "select_s": sum(answer.decode("select_s") for answer in answers),
         "kv_bytes": max(answer.kv_bytes for answer in answers),

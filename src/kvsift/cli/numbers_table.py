@@ -41,6 +41,11 @@ def _visible(row: dict[str, Any]) -> str:
     return "" if tokens is None else f"{tokens:,.0f} ({_percent(density)})"
 
 
+def _accepted(exact: dict[str, int]) -> str:
+    pairs = (("drafts_accepted", "drafted"), ("repeats_accepted", "repeated"))
+    return ", ".join(f"{exact.get(right, 0)} of {exact.get(tried, 0)}" for right, tried in pairs) if exact else ""
+
+
 def _density(row: dict[str, Any]) -> str:
     dense = row["num_layers"] - row["num_sparse_layers"]
     of_layers = f", {dense} of {row['num_layers']} layers dense" if dense and row["num_sparse_layers"] else ""
@@ -97,6 +102,7 @@ MAIN: dict[str, Show] = {
     "TTFT (document cached)": lambda r: _seconds(r["ttft_cached_s"] if r["read_s"] else None),
     "prefill density": lambda r: _percent(r["read_density"]) if (r["read_density"] or 1) < 1 else "",
     "TPOT": lambda r: _milliseconds(r["tpot_s"]),
+    "exact: accepted drafts, repeats": lambda r: _accepted(r["exact"]),
     "visible tokens (sparse layers)": _visible,
     "density (all layers)": _density,
     "KV bytes read (with index)": _bytes_read,

@@ -86,9 +86,9 @@ class Document:
         Raises:
             InputError: if it is empty, longer than the document, or makes the prompt too long.
         """
+        require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
-        require_text(question, "question")
         length = len(self._runner.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
         if length > self.num_tokens:
             raise InputError(
@@ -221,7 +221,7 @@ class Document:
         if question_phase not in PHASES:
             raise unknown("question_phase", question_phase, PHASES)
         chosen: Options = {"stop": self._stop, **options}
-        ids = self.check(question, GenerateOptions(**chosen).max_new_tokens, chosen.get("plan"))
+        ids = self.check(question, GenerateOptions.of(chosen).max_new_tokens, chosen.get("plan"))
         offsets = None
         if chosen.get("passages") and isinstance(self._encode, DocumentPrompts):
             offsets = self._encode.offsets(question)
@@ -244,7 +244,7 @@ class Document:
         self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,
         question_phase: Phase, options: Options,
     ) -> Answer:  # fmt: skip
-        [chosen] = GenerateOptions(**options).split(1)
+        [chosen] = GenerateOptions.of(options).split(1)
         runner = self._runner
         check_exact(runner, self._resolved(chosen.plan), chosen.exact)
         if chosen.passages and offsets is None:

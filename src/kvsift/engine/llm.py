@@ -9,7 +9,6 @@ print(answer.text, answer.decode("density"))
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter
@@ -53,7 +52,7 @@ class LLM(ModelRunner):
         plan: how to sift the KV cache; see ``kvsift.parse_plan``.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
-        chunk_size: prompt tokens per forward pass, at most 65,536; 8192 on a GPU and 512 elsewhere by default.
+        chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         dense_below: decode is dense in contexts shorter than this; "auto": where dense decode is measured to be faster,
             on a GPU whose decode steps are captured.
@@ -206,7 +205,7 @@ class LLM(ModelRunner):
         ) -> Generation:  # fmt: skip
             chosen: Options = {"plan": plan, **options}
             found, started = None if offsets is None else [offsets], perf_counter()
-            return self._continuing([ids], GenerateOptions(**chosen), progress, streamed, started, True, found)
+            return self._continuing([ids], GenerateOptions.of(chosen), progress, streamed, started, True, found)
 
         return Chat(start, form, context, stop)
 
@@ -239,7 +238,7 @@ class LLM(ModelRunner):
 
         Args:
             text: the prompt, or a list of prompts of any lengths, which share their decode steps.
-            n: as many answers to one prompt, drawn with the seeds from that of ``sampling`` on.
+            n: as many answers to one prompt, drawn with seeds that come from that of ``sampling``.
             progress: called while prompts are prefilled.
             on_text: called with every new piece of the text; of one prompt only.
             plan: instead of the default one.
@@ -260,8 +259,8 @@ class LLM(ModelRunner):
             return self._samples(text, n, on_text, progress, options)
         if not isinstance(text, str) and on_text is not None:
             raise InputError("on_text follows one text; give one prompt, or leave it out.")
-        texts = [text] if isinstance(text, str) else list(text)
-        generation = self._generation(texts, GenerateOptions(**options), progress, streamed=on_text is not None)
+        texts = list(text) if isinstance(text, list | tuple) else [text]
+        generation = self._generation(texts, GenerateOptions.of(options), progress, streamed=on_text is not None)
         for _, piece in generation:
             if on_text is not None:
                 on_text(piece)
@@ -277,13 +276,13 @@ class LLM(ModelRunner):
             raise InputError("n answers are drawn to one text, and come at once; give one, and leave out on_text.")
         if not isinstance(sampling, Sampling) or sampling.temperature == 0:
             raise InputError(f"n={n} greedy answers are the same one; give sampling=Sampling(temperature=...).")
-        drawn = [replace(sampling, seed=sampling.seed + number) for number in range(n)]
+        drawn = [sampling.nth(number) for number in range(n)]
         chosen: Options = {**options, "sampling": drawn}
         return self.generate([text] * n, progress=progress, **chosen)
 
     def stream(self, text: str, *, progress: ProgressCallback | None = None, **options: Unpack[Options]) -> TextStream:
         """As ``generate``, for one text: an iterator over its pieces, with the ``Answer`` as ``answer`` at the end."""
-        return TextStream(self._generation([text], GenerateOptions(**options), progress, streamed=True))
+        return TextStream(self._generation([text], GenerateOptions.of(options), progress, streamed=True))
 
     def _generation(
         self, texts: Sequence[str], options: GenerateOptions, progress: ProgressCallback | None, streamed: bool
@@ -293,7 +292,8 @@ class LLM(ModelRunner):
             require_text(text, "prompt")
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
-            raise InputError("the prompt is empty." if len(prompts) == 1 else "a prompt is empty.")
+            which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")
+            raise InputError(f"{which}.")
         offsets = [offsets_of(self.tokenizer, text, special=True) for text in texts] if options.passages else None
         return self._continuing(prompts, options, progress, streamed, started, offsets=offsets)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 from kvsift.engine.sampling import Sampling
-from kvsift.errors import InputError
+from kvsift.errors import InputError, unknown
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
 
@@ -56,7 +56,22 @@ class GenerateOptions:
     exact: bool = False
     passages: bool = False
 
+    @classmethod
+    def of(cls, options: Options) -> GenerateOptions:
+        """The options that keywords give.
+
+        Raises:
+            InputError: for keywords that there are not.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise unknown("option", name, known)
+        return cls(**options)
+
     def __post_init__(self) -> None:
+        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int):
+            checks.whole("max_new_tokens", self.max_new_tokens, 1)
         if self.logprobs is not None:
             checks.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)

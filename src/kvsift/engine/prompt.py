@@ -210,8 +210,10 @@ def require_text(text: str, what: str) -> None:
     """Refuse text that no tokenizer accepts.
 
     Raises:
-        InputError: for surrogates, which stand for bytes that are not UTF-8.
+        InputError: for what is no text, and for surrogates, which stand for bytes that are not UTF-8.
     """
+    if not isinstance(text, str):
+        raise InputError(f"the {what} is {type(text).__name__}, not text. Give a str.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 import torch
@@ -34,8 +34,18 @@ class Sampling:
             raise InputError(f"temperature={self.temperature} must be a number, 0 (greedy) or more.")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p} must be greater than 0 and at most 1.")
-        if not 0 <= self.seed < 1 << 63:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
             raise InputError(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
+
+    def nth(self, number: int) -> Sampling:
+        """The sampling of one of several answers: the first one's is this, and no two that begin at seeds side by side
+        share one."""
+        if number == 0:
+            return self
+        mixed = self.seed + number * GOLDEN & (1 << 64) - 1
+        for shift, factor in ((30, MIXERS[0]), (27, MIXERS[1])):  # SplitMix64
+            mixed = (mixed ^ mixed >> shift) * factor & (1 << 64) - 1
+        return replace(self, seed=(mixed ^ mixed >> 31) >> 1)
 
     def noise(self, stop: int, start: int = 0) -> Tensor:
         """Return a random whole number for each of the tokens start to stop, int64; the same on every device."""

@@ -228,7 +228,7 @@ class Worker:
             ids = prompts[index // samples]
             most = self._room(ids, message["max_tokens"])
             self._llm.check_prompts([ids], most, plan)
-            sampling = Sampling(message["temperature"], message["top_p"], message["seed"] + index % samples)
+            sampling = Sampling(message["temperature"], message["top_p"], message["seed"]).nth(index % samples)
             options = GenerateOptions(None, most, sampling, stops, message["logprobs"], exact=message["exact"])
             request = self._llm.request(ids, options, streamed=True, offsets=offsets)
             if message["ignore_eos"]:
