@@ -314,7 +314,7 @@ def test_the_model_works_on_after_its_weights_were_joined(eager: LLM, llama: Pat
 @pytest.mark.parametrize(
     ("texts", "options", "says"),
     [
-        ([], {}, "a prompt is empty"),
+        ([], {}, "there is no prompt"),
         (["a", ""], {}, "a prompt is empty"),
         (["a", "b"], {"on_text": print}, "on_text follows one text"),
         (["a", "b"], {"sampling": [Sampling()]}, "1 samplings for 2 prompts"),

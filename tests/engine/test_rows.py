@@ -463,7 +463,8 @@ def test_a_plan_object_is_a_plan(llama: Path) -> None:
 def test_samples_of_one_prompt_have_seeds_of_their_own(llama: Path) -> None:
     llm, sampling = new_llm(llama), Sampling(temperature=1.0, seed=7)
     samples = llm.generate(text_of(200), n=3, sampling=sampling, max_new_tokens=5)
-    expected = [llm.generate(text_of(200), sampling=Sampling(1.0, seed=seed), max_new_tokens=5) for seed in (7, 8, 9)]
+    expected = [llm.generate(text_of(200), sampling=sampling.nth(number), max_new_tokens=5) for number in range(3)]
+    assert len({tuple(each.token_ids) for each in expected}) == 3
     assert [each.token_ids for each in samples] == [each.token_ids for each in expected]
     assert [each.new_prompt_tokens for each in samples] == [201, 201 - 3 * GRID, 201 - 3 * GRID]
     with pytest.raises(InputError, match=r"n=3 greedy answers are the same one"):

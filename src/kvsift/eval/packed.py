@@ -10,7 +10,7 @@ from pathlib import Path
 from kvsift.engine.atomic_files import settle, write_atomically
 from kvsift.errors import InputError
 
-LARGE = 8_000  # bytes of text; smaller files stay plain, for ``git diff`` and editors
+LARGE = 20_000  # bytes of text; smaller files stay plain, for ``git diff`` and editors
 
 
 def packed_path(path: Path) -> Path:
@@ -23,13 +23,14 @@ def stored(path: Path) -> Path:
     return packed_path(path) if not path.exists() and packed_path(path).exists() else path
 
 
-def pack_large(path: Path) -> bool:
-    """Pack a large file and return whether it was packed. The same text gives the same bytes.
+def pack_large(path: Path, least: int | None = None) -> bool:
+    """Pack a file of at least so many bytes, ``LARGE`` by default, and return whether it was. The same text gives the
+    same bytes.
 
     Raises:
         OSError: if the disk is full; the plain file stays.
     """
-    if not path.exists() or path.stat().st_size < LARGE:
+    if not path.exists() or path.stat().st_size < (LARGE if least is None else least):
         return False
     try:
         import lzma
