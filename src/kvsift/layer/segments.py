@@ -13,7 +13,7 @@ from kvsift.layer.layer_messages import LayerMessages
 from kvsift.methods.base import Phase
 from kvsift.methods.segment_batch import SegmentChoices
 from kvsift.plan.plan import Rule
-from kvsift.stores.base import Segment
+from kvsift.stores.base import Segment, seen_densely
 from kvsift.types import Limit
 
 Bounds = tuple[tuple[int, int], ...]  # positions, start and stop of each
@@ -56,7 +56,7 @@ class SegmentGroup:
     @property
     def context_tokens(self) -> int:
         """Tokens that dense attention shows, summed over the queries."""
-        return self.num_queries * self.start + self.num_queries * (self.num_queries + 1) // 2
+        return seen_densely(self.start, self.stop)
 
     def segments(self, queries: Tensor) -> list[Segment]:
         """Each by itself; queries [num_query_heads, num_queries, head_dim] of all of them."""

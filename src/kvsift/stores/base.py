@@ -17,6 +17,11 @@ from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Moved, Part, Selection
 
 
+def seen_densely(start: int, stop: int) -> int:
+    """Tokens that dense attention shows to the queries at these positions, summed over them."""
+    return (stop - start) * (start + stop + 1) // 2
+
+
 class Segment(NamedTuple):
     """Consecutive new queries of one sequence, and their positions."""
 
@@ -31,7 +36,7 @@ class Segment(NamedTuple):
     @property
     def context_tokens(self) -> int:
         """Tokens that dense attention shows, summed over the queries."""
-        return self.num_queries * self.start + self.num_queries * (self.num_queries + 1) // 2
+        return seen_densely(self.start, self.stop)
 
 
 class View(NamedTuple):
