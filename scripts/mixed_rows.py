@@ -43,7 +43,7 @@ def sample(cache: SparseCache, slots: Slots, rows: list[int], dense: int) -> flo
     """Return the seconds of a step whose first ``dense`` rows are dense."""
     rule, steps = rule_of(parse_plan(RECIPE["plan"])), RECIPE["steps"]
     mode: StepMode = "sparse" if dense == 0 else "dense" if dense == len(rows) else "mixed"
-    kind = StepKind(mode, sampled=False)
+    kind = StepKind(mode)
     slots.prepare(kind)
     rules = [None] * dense + [rule] * (len(rows) - dense)
     assignments = [

@@ -50,7 +50,7 @@ def test_100_000_draws_are_of_their_distribution() -> None:
     """Chi-square with 6 degrees of freedom: beyond 22.5 in one of a thousand runs, and the seed is fixed."""
     count, shares = 100_000, torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01], dtype=torch.float64)
     one = torch.ones(count, dtype=torch.float64)
-    tokens = draw(shares.log().float().expand(count, -1), one, one, Sampling(1.0, seed=5).noise(count))
+    tokens = draw(shares.log().float().expand(count, -1), one, Sampling(1.0, seed=5).noise(count))
     found = tokens.bincount(minlength=len(shares)).double()
     assert float(((found - count * shares) ** 2 / (count * shares)).sum()) < 22.5
 
@@ -90,6 +90,18 @@ def test_top_p_draws_from_the_fewest_tokens_that_reach_it() -> None:
     counts = Counter(draws(Sampling(1.0, top_p=0.65), 4000))  # 0.4 and 0.3 reach it
     assert set(counts) == {1, 3}
     assert counts[1] / 4000 == pytest.approx(4 / 7, abs=0.032)
+
+
+def test_a_row_draws_what_it_draws_alone() -> None:
+    """Sorted beside rows that have a top_p, unsorted without."""
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    temperature, top_p = torch.tensor([[0.8, 1.0, 0.0], [1.0, 0.5, 1.0]], dtype=torch.float64)
+    for seed in range(200):
+        noise = Sampling(1.0, seed=seed).noise(3)
+        together = draw(logits, temperature, noise, top_p)
+        assert torch.equal(draw(logits, temperature, noise)[[0, 2]], together[[0, 2]])
+        one = slice(1, 2)
+        assert torch.equal(draw(logits[one], temperature[one], noise[one], top_p[one]), together[one])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-9), Sampling(1e-3), Sampling(1e-300), Sampling(5e-324)])

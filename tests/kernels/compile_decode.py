@@ -61,7 +61,8 @@ def launch_all() -> None:
         sketch_attention_triton(case.queries, case.kv, rows, spans, *case.new_lists(True, 124), scale=1.0, **how)
     for group, head_dim, page_size, _, dtype in CASES:
         case = draw_case([300] * 8, 2, group, head_dim, page_size, dtype, device="cpu")
-        block_attention_triton(case.queries, case.kv, 8, scale=1.0, softcap=3.0 if group == 3 else None)
+        for size in (1, 8):
+            block_attention_triton(case.queries, case.kv, size, scale=1.0, softcap=3.0 if group == 3 else None)
     launch_over_blocks()
 
 

@@ -64,7 +64,7 @@ def launch_all(pdl: bool) -> None:
         qkv, angles, angles, kv, summaries, num_query_heads=4, q_norm=head_norm, k_norm=head_norm, pdl=pdl
     )
     rms_norm_triton(zeros(2, 512), norm[0], 1e-5, offset=1.0, pdl=pdl)
-    for rows in (1, 2):
+    for rows in (1, 2, 20):
         x, weight = zeros(rows, 512), zeros(1000, 512)
         linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
         gated_linear_triton(x, weight, norm=norm, pdl=pdl)

@@ -83,6 +83,23 @@ def test_a_token_gets_the_bits_that_it_gets_alone(
 
 
 @needs_triton
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_token_gets_the_same_bits_in_a_block_of_any_size(
+    shape: tuple[int, int, int, int], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "_num_splits", lambda kv: 3)
+    case = draw_case([3000, 9, 64, 130], *shape, torch.bfloat16)
+    kv, last = case.kv, slice(size - 1, None, size)
+    blocks = kv._replace(table=kv.table.repeat_interleave(size, 0), lengths=kv.lengths.repeat_interleave(size))
+    queries = torch.randn_like(case.queries).repeat_interleave(size, 0)
+    queries[last] = case.queries
+    alone = block_attention_triton(case.queries, kv, 1, scale=case.scale)
+    assert torch.equal(block_attention_triton(queries, blocks, size, scale=case.scale)[last], alone)
+
+
+@needs_triton
 def test_a_workspace_is_used_again() -> None:
     case = blocks_of(SHAPES[-1], torch.float32)
     parts = new_parts(case.kv, SIZE, case.queries.shape[1]).fill_(torch.nan)

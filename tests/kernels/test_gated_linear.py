@@ -31,10 +31,11 @@ CASES: list[tuple[int, int, int, Tiling | None]] = [  # (rows, inter, in, tiling
     (1, 13, 300, in_registers(8, 1, 1)),  # gates that stick out of the last tile must not become ups
     (3, 20, 96, on_tensor_cores(16, 32, 4, 3)),
     (16, 21, 50, None),
+    (20, 21, 50, None),
     (1, 21, 50, None),
 ]
 if DEVICE == "cuda":
-    CASES += [(rows, 14336, 4096, None) for rows in (1, 2, 8, 16)]
+    CASES += [(rows, 14336, 4096, None) for rows in (1, 2, 8, 16, 32)]
 
 
 def draw(rows: int, inter: int, num_in: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, tuple[Tensor, float]]:

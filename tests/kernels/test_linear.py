@@ -22,11 +22,12 @@ CASES = [  # (rows, out, in, tiling)
     (1, 3, 40, in_registers(4, 1, 2)),  # less than a tile
     (3, 40, 96, on_tensor_cores(16, 32, 4, 3)),
     (16, 21, 50, on_tensor_cores(16, 32, 4, 2)),
+    (32, 40, 96, on_tensor_cores(32, 32, 4, 3)),
 ]
-CHOSEN = [(1, 64, 1100), (2, 40, 300), (16, 33, 256)]
+CHOSEN = [(1, 64, 1100), (2, 40, 300), (16, 33, 256), (19, 33, 256)]
 if DEVICE == "cuda":
     SIZES = [(4096, 4096), (6144, 4096), (1000, 14336), (77, 80), (128256, 4096)]
-    CHOSEN = [(rows, *size) for rows in (1, 2, 3, 8, 16) for size in SIZES]
+    CHOSEN = [(rows, *size) for rows in (1, 2, 3, 8, 16, 32) for size in SIZES]
 
 
 def draw(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -72,6 +73,17 @@ def test_the_twin_is_as_near_to_the_exact_product_as_torch(
 def test_the_chosen_tilings_are_right_for_any_size(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> None:
     x, weight, how = draw(rows, num_out, num_in, dtype)
     check(linear_triton(x, weight, **how), x, weight, how)
+
+
+@needs_triton
+@pytest.mark.parametrize(("num_out", "num_in"), sorted({chosen[1:] for chosen in CHOSEN}))
+def test_a_steady_row_has_the_same_bits_beside_any_others(num_out: int, num_in: int) -> None:
+    x, weight, how = draw(32, num_out, num_in, SHORT[0])
+    residual = how.pop("residual")
+    together = linear_triton(x, weight, residual=residual, steady=True, **how)
+    for rows in (1, 5, 16, 17):
+        some = linear_triton(x[:rows], weight, residual=residual[:rows], steady=True, **how)
+        assert torch.equal(some, together[:rows]), rows
 
 
 @needs_triton

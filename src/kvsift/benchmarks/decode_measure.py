@@ -185,7 +185,7 @@ def _launch(slots: FixedSlots, context: int, steps: int) -> None:
     rule = rule_of(slots.plan)
     dense = rule is None or context + 1 < slots.dense_below(slots.steps, rule)
     for number in range(steps):
-        slots.steps.run(StepKind("dense" if dense else "sparse", sampled=False), number)
+        slots.steps.run(StepKind("dense" if dense else "sparse"), number)
 
 
 def kernel_times(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Captured steps whose tokens have the same bits whatever is computed beside them.
 
 Each row of a step has a block of slots, for tokens that follow one another: one of them for dense decoding, or those of
-a verification (``batching.exact``). All steps multiply the same number of tokens, and attend each as if it were alone
-(``kernels.block_attention``). Drafts are steps under the plan, on whose bits nothing depends.
+a verification (``batching.exact``). Each token is multiplied (``kernels.skinny_product``) and attended
+(``kernels.block_attention``) as if it were alone; a model whose products do not allow it takes steps of the same number
+of tokens always. Drafts are steps under the plan, on whose bits nothing depends.
 
 The device is not kept waiting. A verification is launched behind its drafts, whose tokens it takes on the device.
 Drafts are launched as soon as the verification before them is read, in the hope that as many will be asked for again,
@@ -26,7 +27,7 @@ from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeSteps, add_blocks, add_steps
 from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain
 from kvsift.engine.row_groups import Group, PoolSession
-from kvsift.engine.sampling import Sampling
+from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.session import BLOCK, BLOCK_ROWS
 from kvsift.engine.slots import Assignment, Block, Slots, StepKind, StepMode, drafts_at
 from kvsift.engine.transcript import Request
@@ -81,7 +82,8 @@ class BlockGroup(Group[RowBlocks]):
     def __init__(self, source: PoolSession, rotation: int | None) -> None:
         super().__init__(source, rotation)
         self._setup_s = 0.0
-        self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of slots
+        self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of a part
+        self._dense_rows = BLOCK_ROWS  # of a part
         self._layers: Sequence[DecodeLayer] = ()  # of the last drafts
 
     @property
@@ -96,26 +98,30 @@ class BlockGroup(Group[RowBlocks]):
         place = next(place for place in count() if place not in taken)
         self._rows[row] = RowBlocks(cache, pages, request.sampling, rule_of(row.plan), place, self.setup_s)
         self._source.need(cache.table.longest)
+        self._dense_rows = self._source.dense_rows(self._rules)
 
     def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
         self._source.expect(num_pages)
         started, captured = perf_counter(), 0
-        every = [self._source.blocks(number, [rule]) for number in range(2 * -(-num_rows // BLOCK_ROWS))]
-        steps: list[tuple[Slots, StepMode]] = [(slots, "dense") for slots in every]
+        self._dense_rows = self._source.dense_rows([rule])
+        blocks = [(2 * part, width, 1) for part, width in _widths(num_rows, self._dense_rows)]
+        exact = [(2 * part + 1, width) for part, width in _widths(num_rows, BLOCK_ROWS)]
+        blocks += [(*part, size) for part in exact for size in (1, BLOCK)]
+        steps: list[tuple[Slots, StepMode]] = [(self._source.blocks(*each, [rule]), "dense") for each in blocks]
         if rule is not None:
             drafts = [self._source.slots(number, [rule]) for number in (1, 2, BLOCK_ROWS)]
             steps += [(slots, slots.sparse_mode(rule)) for slots in drafts]
-        for (slots, mode), sampled in product(steps, (False, True)):
-            setup = Setup(sampled)
+        for (slots, mode), choice in product(steps, CHOICES):
+            setup = Setup(choice)
             setup.prepare(slots, mode)
             captured += setup.has_captured
         self._setup_s += perf_counter() - started
         return captured
 
     def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
-        parts: dict[tuple[bool, int], list[Row]] = {}
+        parts: dict[int, list[Row]] = {}
         for row in rows:
-            parts.setdefault((row.exact is None, self._rows[row].place // BLOCK_ROWS), []).append(row)
+            parts.setdefault(self._number(row), []).append(row)
         return list(parts.values())
 
     def step(self, rows: Sequence[Row]) -> list[int]:
@@ -123,10 +129,10 @@ class BlockGroup(Group[RowBlocks]):
 
     def _plain_step(self, rows: Sequence[Row]) -> tuple[list[int], float]:
         """The token that follows the last one of each row, and the seconds of the step."""
-        number, kept = self._number(rows), [self._rows[row] for row in rows]
+        number, kept = self._number(rows[0]), [self._rows[row] for row in rows]
         step = self._ahead.pop(number, None)
         with self._setting_up() as setup:
-            slots = self._blocks(rows)
+            slots = self._blocks(number, 1)
             kind = setup.prepare(slots, "dense")
         places = [RowPlace.of(row) for row in rows]
         is_assigned = isinstance(step, PlainStep) and step.slots is slots and not setup.has_captured
@@ -139,7 +145,7 @@ class BlockGroup(Group[RowBlocks]):
             after = launch_plain(slots, kind, [], step.number + 1)
         step.clock.wait()
         every = step.chosen.tolist()
-        chosen = [every[each.place % BLOCK_ROWS * BLOCK] for each in kept]
+        chosen = [every[self._place(row) * slots.batch.block] for row in rows]
         if after is not None:
             places = [RowPlace(row, row.num_cached + 1, token) for row, token in zip(rows, chosen)]
             self._ahead[number] = after._replace(places=places)
@@ -149,7 +155,7 @@ class BlockGroup(Group[RowBlocks]):
 
     def most_verified(self, row: Row) -> int:
         """Tokens of the next block of a row, at most."""
-        return self._most_verified(self._blocks([row]), row.num_cached)
+        return self._most_verified(self._blocks(self._number(row), BLOCK), row.num_cached)
 
     def _most_verified(self, slots: Slots, num_cached: int) -> int:
         stretch = reach(slots.layers[0].kv)
@@ -161,10 +167,10 @@ class BlockGroup(Group[RowBlocks]):
         if not places and not any(proposal.tokens for proposal in proposals):
             tokens, seconds = self._plain_step(rows)
             return Checked([()] * len(rows), [[token] for token in tokens], 0.0, seconds)
-        number, counts = self._number(rows), [proposal.drafts for proposal in proposals if proposal.drafts]
+        number, counts = self._number(rows[0]), [proposal.drafts for proposal in proposals if proposal.drafts]
         ahead = self._ahead.pop(number, None)
         with self._setting_up() as setup:
-            slots = self._blocks(rows)
+            slots = self._blocks(number, BLOCK)
             kind = setup.prepare(slots, "dense")
             if places:
                 of_drafts = self._source.slots(len(places), self._rules)
@@ -201,7 +207,7 @@ class BlockGroup(Group[RowBlocks]):
         self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], chosen: Sequence[list[int]]
     ) -> list[list[int]]:
         """What follows the last token of each row, and each proposed one, of what each block has chosen."""
-        return [chosen[self._rows[row].place % BLOCK_ROWS][: 1 + len(each)] for row, each in zip(rows, proposed)]
+        return [chosen[self._place(row)][: 1 + len(each)] for row, each in zip(rows, proposed)]
 
     def _after(
         self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], following: Sequence[Sequence[int]]
@@ -249,15 +255,24 @@ class BlockGroup(Group[RowBlocks]):
         for row, fed in zip(rows, tokens):
             kept = self._rows[row]
             drawn = RowPlace.of(row).drawn
-            blocks[kept.place % BLOCK_ROWS] = Block(kept.pages, row.num_cached, fed, kept.sampling, drawn)
+            blocks[self._place(row)] = Block(kept.pages, row.num_cached, fed, kept.sampling, drawn)
         return blocks
 
-    def _blocks(self, rows: Sequence[Row]) -> Slots:
-        return self._source.blocks(self._number(rows), self._rules)
+    def _blocks(self, number: int, size: int) -> Slots:
+        """The slots of a part, with a block of at least so many tokens for each of its rows."""
+        width = 1 + max(self._place(row) for row in self._rows if self._number(row) == number)
+        return self._source.blocks(number, width, size, self._rules)
 
-    def _number(self, rows: Sequence[Row]) -> int:
-        """Of the slots of a part; those of exact rows have odd ones."""
-        return 2 * (self._rows[rows[0]].place // BLOCK_ROWS) + (rows[0].exact is not None)
+    def _place(self, row: Row) -> int:
+        """Of a row's block in the slots of its part."""
+        return self._rows[row].place % self._rows_of_part(row)
+
+    def _number(self, row: Row) -> int:
+        """Of the part that a row belongs to; those of exact rows are odd."""
+        return 2 * (self._rows[row].place // self._rows_of_part(row)) + (row.exact is not None)
+
+    def _rows_of_part(self, row: Row) -> int:
+        return self._dense_rows if row.exact is None else BLOCK_ROWS
 
     def _assignment(self, place: RowPlace) -> Assignment:
         kept = self._rows[place.row]
@@ -271,7 +286,7 @@ class BlockGroup(Group[RowBlocks]):
     @contextmanager
     def _setting_up(self) -> Iterator[Setup]:
         """Let no token count the time of this block if steps are captured in it."""
-        started, setup = perf_counter(), Setup(any(kept.sampling.temperature > 0 for kept in self._rows.values()))
+        started, setup = perf_counter(), Setup(choice_of(kept.sampling for kept in self._rows.values()))
         yield setup
         if setup.has_captured:
             seconds = perf_counter() - started
@@ -290,7 +305,7 @@ class BlockGroup(Group[RowBlocks]):
         super().release(kv)
 
     def leave(self, row: Row) -> None:
-        self._ahead.pop(self._number([row]), None)
+        self._ahead.pop(self._number(row), None)
         kept = self._rows.pop(row)
         row.steps, row.setup_s = None, self.setup_s - kept.setup_s
         self._count(kept)
@@ -311,17 +326,24 @@ class Setup:
     """Steps that are captured unless they are.
 
     Attributes:
-        sampled: whether tokens of some row are drawn.
+        choice: of the tokens of all rows.
         has_captured: whether one was not.
     """
 
-    sampled: bool
+    choice: Choice
     has_captured: bool = False
 
     def prepare(self, slots: Slots, mode: StepMode) -> StepKind:
         """Capture a step of any of the rows."""
-        kind = StepKind(mode, self.sampled)
+        kind = StepKind(mode, self.choice)
         if not slots.captured(kind):
             slots.prepare(kind)
             self.has_captured = True
         return kind
+
+
+def _widths(num_rows: int, rows_of_part: int) -> list[tuple[int, int]]:
+    """Of each part that so many rows may be in, its number and how many of them it may have: one, two, four, ..."""
+    parts = -(-num_rows // rows_of_part)
+    most = (min(num_rows, rows_of_part) - 1).bit_length()
+    return [(part, 1 << power) for part in range(parts) for power in range(most + 1)]

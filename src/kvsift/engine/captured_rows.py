@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvsift.engine.accounting import DecodeRow, add_counts
 from kvsift.engine.probing import Probe, probe_rows
+from kvsift.engine.sampling import CHOICES, choice_of
 from kvsift.engine.slots import Assignment, Slots, StepKind
 from kvsift.layer.paged_decode import ALWAYS, StepMode
 from kvsift.plan.plan import Rule
@@ -85,8 +86,8 @@ class CapturedRows:
                 modes = {"mixed"}
             if rule is not None:
                 self._source.dense_below(slots, rule)
-            for mode, sampled in product(modes, (False, True)):
-                kind = StepKind(mode, sampled)
+            for mode, choice in product(modes, CHOICES):
+                kind = StepKind(mode, choice)
                 count += not slots.captured(kind)
                 slots.prepare(kind)
         self.setup_s += perf_counter() - started
@@ -213,7 +214,7 @@ class CapturedRows:
     def _kind(self, rows: Sequence[DecodeRow], running: Sequence[DecodeRow], ahead: int = 0) -> StepKind:
         """The step that these of the rows need, so many steps from now."""
         modes: set[StepMode] = {"mixed"} if self._source.steady else {row.mode(ahead) for row in running}
-        return StepKind(modes.pop() if len(modes) == 1 else "mixed", any(row.sampling.temperature > 0 for row in rows))
+        return StepKind(modes.pop() if len(modes) == 1 else "mixed", choice_of(row.sampling for row in rows))
 
     def _should_move(self, rows: Sequence[DecodeRow]) -> bool:
         """Return whether the rows that are left move to fewer slots."""

@@ -222,7 +222,7 @@ class FastPath:
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
         slots = Session(self._step_of(model, cache), cache, lambda cache, slots, rule: 0).slots(1)
         try:
-            slots.prepare(StepKind("dense" if rule_of(plan) is None else "sparse", sampled=False))
+            slots.prepare(StepKind("dense" if rule_of(plan) is None else "sparse"))
         except Exception as error:  # anything that the model's code, a compiler or a quantisation raises is reported
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return f"a step of {type(model).__name__} cannot be captured ({line})"

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.captured_rows import CapturedRows
-from kvsift.engine.session import STEADY_SLOTS, Session
+from kvsift.engine.session import BLOCK_ROWS, STEADY_SLOTS, Session
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
 from kvsift.layer.paged_decode import rule_of
@@ -50,10 +50,15 @@ class PoolSession:
         self._ready(next((rule for rule in rules if rule is not None), None))
         return self._open_session.slots(num_slots, rules)
 
-    def blocks(self, number: int, rules: Sequence[Rule | None]) -> Slots:
-        """Return slots of blocks, others for each number, whose steps write the summaries of these rules."""
+    def blocks(self, number: int, rows: int, size: int, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots of blocks (``Session.blocks``), whose steps write the summaries of these rules."""
         self._ready(next((rule for rule in rules if rule is not None), None))
-        return self._open_session.blocks(number)
+        return self._open_session.blocks(number, rows, size)
+
+    def dense_rows(self, rules: Sequence[Rule | None]) -> int:
+        """Return how many dense rows beside rows with these rules may take a step of blocks together."""
+        self._ready(next((rule for rule in rules if rule is not None), None))
+        return STEADY_SLOTS if self._open_session.keeps_bits else BLOCK_ROWS
 
     def _ready(self, rule: Rule | None) -> None:
         if not self.holds or not self._session_takes(rule):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from kvsift.errors import InputError
 BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
 MIXERS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+Choice = Literal["greedy", "drawn", "nucleus"]  # of the tokens of several rows; nucleus: some have a top_p below 1
+CHOICES: tuple[Choice, ...] = get_args(Choice)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,12 @@ class Sampling:
         return Chooser(self, device)
 
 
+def choice_of(samplings: Iterable[Sampling]) -> Choice:
+    """Return how the tokens of rows with these samplings are chosen together."""
+    drawn = [sampling for sampling in samplings if sampling.temperature > 0]
+    return "nucleus" if any(sampling.top_p < 1 for sampling in drawn) else "drawn" if drawn else "greedy"
+
+
 class Chooser:
     """Chooses the tokens of one answer, each with a random number of its own.
 
@@ -69,7 +79,8 @@ class Chooser:
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling, self._device = sampling, device
         numbers = [[sampling.temperature], [sampling.top_p]]
-        self._temperature, self._top_p = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self._temperature, top_p = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self._top_p = top_p if choice_of([sampling]) == "nucleus" else None
         self._token, self._drawn = 0, sampling.noise(0)
 
     def __call__(self, logits: Tensor) -> int:
@@ -86,10 +97,10 @@ class Chooser:
         if token >= len(self._drawn):
             self._drawn = self._sampling.noise(2 * token + 1)
         noise = self._drawn[token : token + 1].to(self._device)
-        return int(draw(logits.float().unsqueeze(0), self._temperature, self._top_p, noise))
+        return int(draw(logits.float().unsqueeze(0), self._temperature, noise, self._top_p))
 
 
-def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -> Tensor:
+def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> Tensor:
     """Draw a token for every row: the largest logarithm of a probability plus Gumbel noise of its own.
 
     The noise of a token is made of the row's random number and the token alone, so that two rows of nearly the same
@@ -97,21 +108,30 @@ def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, noise: Tensor) -> T
 
     Args:
         logits: float32 [rows, vocabulary].
-        temperature, top_p: float64 [rows]; temperature 0 chooses the likeliest.
+        temperature: float64 [rows]; 0 chooses the likeliest.
         noise: int64 [rows], random.
+        top_p: float64 [rows]; sorts the logits, and without it any token may be drawn.
 
     Returns:
         int64 [rows].
     """
-    order = logits.sort(dim=-1, descending=True, stable=True)
-    wide = order.values.double()
     # differences are at most 0, so division by any positive temperature is safe
     divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    probability = ((wide - wide[:, :1]) / divisor).softmax(-1)
-    outside = probability.cumsum(-1) - probability >= top_p.unsqueeze(1)
-    noisy = probability.log() + gumbel(noise.unsqueeze(1), order.indices)
-    rank = torch.where(temperature > 0, noisy.masked_fill(outside, -torch.inf).argmax(-1), 0)
-    return order.indices.gather(1, rank.unsqueeze(1)).squeeze(1)
+    scaled = (logits.double() - logits.amax(-1, keepdim=True)) / divisor
+    noisy = scaled + gumbel(noise.unsqueeze(1), torch.arange(logits.shape[1], device=logits.device))
+    if top_p is not None:
+        noisy.masked_fill_(_outside(scaled, top_p), -torch.inf)
+    return torch.where(temperature > 0, likeliest(noisy), likeliest(logits))
+
+
+def _outside(scaled: Tensor, top_p: Tensor) -> Tensor:
+    """Whether more likely tokens, or earlier ones as likely, reach ``top_p`` [rows]; bool [rows, vocabulary]."""
+    order = scaled.sort(dim=-1, descending=True, stable=True)
+    probability = order.values.softmax(-1)
+    # a single row would be added up in another order than one beside others
+    summed = (torch.cat([probability, probability]) if len(scaled) == 1 else probability).cumsum(-1)[: len(scaled)]
+    outside = summed - probability >= top_p.unsqueeze(1)
+    return torch.empty_like(outside).scatter_(-1, order.indices, outside)
 
 
 def gumbel(noise: Tensor, tokens: Tensor) -> Tensor:

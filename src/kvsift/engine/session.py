@@ -13,7 +13,7 @@ from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
 
 BLOCK = 8  # tokens: as many as one answer is worth drafting
-BLOCK_ROWS = 4  # of a step: its products have 32 rows, empty ones too, and take hardly longer than those of one
+BLOCK_ROWS = 4  # that are verified together: products of 32 rows take hardly longer than those of one
 STEADY_SLOTS = 16  # as many as rows may take steps together
 Crossover = Callable[[SparseCache, Slots, Rule], int]
 
@@ -45,7 +45,7 @@ class Session:
         self._angles = step.angles(self.max_pages * cache.page_size)
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._slots: dict[tuple[object, ...], Slots] = {}
-        self._blocks: dict[int, Slots] = {}
+        self._blocks: dict[tuple[int, int, int], Slots] = {}
         self._held = cache.table.pool
         if max_pages is None:
             self._held.hold(self)
@@ -82,12 +82,21 @@ class Session:
             self._slots[key] = Slots(self._step, self._angles, self.cache, every, number, self.max_pages, self._pool)
         return self._slots[key]
 
-    def blocks(self, number: int) -> Slots:
-        """Return slots of which ``BLOCK_ROWS`` sequences have a block each; others for each number."""
-        if number not in self._blocks:
-            sizes = BLOCK_ROWS * BLOCK, self.max_pages
-            self._blocks[number] = Slots(self._step, self._angles, self.cache, [None], *sizes, self._pool, BLOCK)
-        return self._blocks[number]
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether steps of blocks may be of any number of rows (``models.step``)."""
+        return self._step.keeps_bits
+
+    def blocks(self, number: int, rows: int, size: int) -> Slots:
+        """Return slots of at least so many sequences with a block of ``size`` tokens each; others for each number.
+
+        Where bits depend on the number of rows, there are ``BLOCK_ROWS`` sequences with ``BLOCK`` tokens.
+        """
+        key = (number, _bucket(rows), size) if self.keeps_bits else (number, BLOCK_ROWS, BLOCK)
+        if key not in self._blocks:
+            sizes = key[1] * key[2], self.max_pages
+            self._blocks[key] = Slots(self._step, self._angles, self.cache, [None], *sizes, self._pool, key[2])
+        return self._blocks[key]
 
     def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
         """Return whether a step for so many sequences with these rules is captured."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.engine.sampling import Sampling, draw, likeliest
+from kvsift.engine.sampling import Choice, Sampling, choice_of, draw, likeliest
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_twin
 from kvsift.kernels.sketch import SKETCHES
@@ -33,7 +33,7 @@ class StepKind(NamedTuple):
     """The properties that a graph is captured for."""
 
     mode: StepMode
-    sampled: bool  # tokens are drawn; else the likeliest is taken
+    choice: Choice = "greedy"
 
 
 class CapturedStep(NamedTuple):
@@ -106,8 +106,8 @@ class Slots:
         num_slots: sequences side by side.
         max_pages: of a sequence.
         pool: of memory that graphs share; None runs steps without graphs.
-        block: so many slots are consecutive tokens of one sequence. All are dense then, and write the summaries of the
-            pages that they fill.
+        block: unless 0, so many slots are consecutive tokens of one sequence (``layer.paged_decode.DecodeBatch``). All
+            are dense then, and write the summaries of the pages that they fill.
 
     Attributes:
         tokens: int64 [slots], the next to feed.
@@ -117,7 +117,7 @@ class Slots:
 
     def __init__(
         self, step: Step, angles: Tensor, cache: SparseCache, rules: Sequence[Rule | None], num_slots: int,
-        max_pages: int, pool: Any, block: int = 1,
+        max_pages: int, pool: Any, block: int = 0,
     ) -> None:  # fmt: skip
         device = angles.device
         attentions, page_size = cache.attentions, cache.page_size
@@ -279,7 +279,7 @@ class Slots:
     def run(self, kind: StepKind, number: int) -> CapturedStep:
         """Launch a step, the ``number``-th since rows were assigned; ``tokens`` are then the next ones."""
         captured = self._captured[kind]
-        if kind.sampled and len(self._noise):  # else nobody draws
+        if kind.choice != "greedy" and len(self._noise):  # else nobody draws
             self._drawn.copy_(self._noise[number])
         queries: list[Tensor] = []
         with on_device(self.tokens.device):
@@ -292,23 +292,41 @@ class Slots:
     @torch.inference_mode()
     def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
         self.batch.advance()
-        # summaries are read once contexts are long, and written then (``DecodeRow``), not token by token
-        summaries = [{}] * len(self.layers) if kind.mode == "dense" else self._summaries
-        logits = self._step(self.tokens, self._angles, self.batch, self.layers, summaries, kind.mode, watched=queries)
+        logits = self._step(
+            self.tokens, self._angles, self.batch, self.layers, self._written(kind.mode), kind.mode, watched=queries
+        )
         if self.batch.block > 1:
             self._summarise()
         temperature, top_p = self._knobs
-        self.tokens.copy_(draw(logits, temperature, top_p, self._drawn) if kind.sampled else likeliest(logits))
+        if kind.choice == "greedy":
+            self.tokens.copy_(likeliest(logits))
+        else:
+            self.tokens.copy_(draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None))
+
+    def _written(self, mode: StepMode) -> Sequence[Mapping[str, Tensor]]:
+        """The summaries that a step writes token by token, of each layer."""
+        if mode != "dense":
+            return self._summaries
+        if self.batch.block == 1:
+            return self._summaries_of_drafts
+        return [{}] * len(self.layers)  # they are read once contexts are long, and written then (``DecodeRow``)
+
+    @property
+    def _summaries_of_drafts(self) -> list[dict[str, Tensor]]:
+        """Those that captured steps read, of each layer."""
+        return [
+            {kind: rows for kind, rows in of_layer.items() if kind in SKETCHES or row_twin(kind) is not None}
+            for of_layer in self._summaries
+        ]
 
     def _summarise(self) -> None:
         """Write the summaries of the pages that the tokens of this step have filled."""
         page_size, position = self.batch.page_size, self.batch.lengths.long() - 1
         page = self._table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
         slots, pages = page * page_size + position % page_size, BlockPages(page_size, page_size, 1)
-        for layer, summaries in zip(self.layers, self._summaries):
+        for layer, summaries in zip(self.layers, self._summaries_of_drafts):
             for kind, rows in summaries.items():
-                if kind in SKETCHES or row_twin(kind) is not None:  # drafts go without others
-                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+                summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
 
 
 def drafts_at(place: Any) -> Any:
@@ -321,7 +339,7 @@ def _uploaded(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def _any_drawn(feeds: Sequence[Feed]) -> bool:
-    return any(feed.sampling.temperature > 0 for feed in feeds)
+    return choice_of(feed.sampling for feed in feeds) != "greedy"
 
 
 def _noise(sampling: Sampling, drawn: int, steps: int) -> Tensor:

@@ -12,7 +12,6 @@ from kvsift.kernels.skinny_product import (
     Norm,
     Tiling,
     choose_tiling,
-    fuses_norm,
     is_skinny,
     product_arguments,
     row_products,
@@ -24,8 +23,9 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 def gated_linear(
-    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu", pdl: bool = False
-) -> Tensor:
+    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu", steady: bool = False,
+    pdl: bool = False,
+) -> Tensor:  # fmt: skip
     """Compute ``activation(gate) * up`` from the two halves of ``rms_norm(x) @ gate_up.T``.
 
     Args:
@@ -33,21 +33,21 @@ def gated_linear(
         gate_up: [2 * inter, in], the weights of gate, then those of up.
         norm: weight [in] and eps of an RMS norm of ``x``.
         activation: of the gate.
+        steady: see ``linear``.
         pdl: launched while the kernel before still runs (Hopper and later); weights are then asked for at once.
 
     Returns:
         [rows, inter] in the dtype of ``x``; both projections and the activation are rounded to it on the way.
     """
-    if takes_product(x, gate_up) and activation == "silu":
+    if takes_product(x, gate_up, steady) and activation == "silu":
         return product(x, gate_up, norm=norm, gated=True)
-    skinny = is_skinny(x, gate_up)
-    if norm is not None and not (skinny and fuses_norm(x)):
-        x, norm = rms_norm(x, *norm, pdl=pdl), None
-    if skinny:
-        return gated_linear_triton(x, gate_up, norm=norm, activation=activation, pdl=pdl)
+    if is_skinny(x, gate_up):
+        return gated_linear_triton(x, gate_up, norm=norm, activation=activation, steady=steady, pdl=pdl)
+    if norm is not None:
+        x = rms_norm(x, *norm, pdl=pdl)
     if runs_on_triton(x):
         return gate_triton(torch.nn.functional.linear(x, gate_up), activation)
-    return gated_linear_reference(x, gate_up, norm=norm, activation=activation)
+    return gated_linear_reference(x, gate_up, activation=activation)
 
 
 def gated_linear_reference(
@@ -66,11 +66,12 @@ def gated_linear_triton(
     *,
     norm: Norm | None = None,
     activation: Activation = "silu",
+    steady: bool = False,
     pdl: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:
     inter = gate_up.shape[0] // 2
-    tiling = tiling or choose_tiling(2 * inter, gate_up.shape[1], x.shape[0])
+    tiling = tiling or choose_tiling(2 * inter, gate_up.shape[1], x.shape[0], steady)
     out = x.new_empty(x.shape[0], inter)
     _gated_linear_kernel[(triton.cdiv(2 * inter, tiling.outs),)](
         out, inter, SILU=activation == "silu", **product_arguments(x, gate_up, norm, tiling, pdl)

@@ -10,7 +10,6 @@ from kvsift.kernels.skinny_product import (
     Norm,
     Tiling,
     choose_tiling,
-    fuses_norm,
     is_skinny,
     product_arguments,
     row_products,
@@ -26,6 +25,7 @@ def linear(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    steady: bool = False,
     pdl: bool = False,
 ) -> Tensor:
     """Compute ``residual + rms_norm(x) @ weight.T + bias``.
@@ -36,19 +36,19 @@ def linear(
         bias: [out].
         norm: weight [in] and eps of an RMS norm of ``x``.
         residual: [rows, out].
+        steady: a row has the same bits whatever the number of rows (``Projection.keeps_bits``).
         pdl: launch while the previous kernel still runs (Hopper and later), and prefetch the weights at once.
 
     Returns:
         [rows, out] in the dtype of ``x``.
     """
-    if takes_product(x, weight):
+    if takes_product(x, weight, steady):
         return product(x, weight, bias, norm=norm, residual=residual)
-    skinny = is_skinny(x, weight)
-    if norm is not None and not (skinny and fuses_norm(x)):
-        x, norm = rms_norm(x, *norm, pdl=pdl), None
-    if skinny:
-        return linear_triton(x, weight, bias, norm=norm, residual=residual, pdl=pdl)
-    return linear_reference(x, weight, bias, norm=norm, residual=residual)
+    if is_skinny(x, weight):
+        return linear_triton(x, weight, bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
+    if norm is not None:
+        x = rms_norm(x, *norm, pdl=pdl)
+    return linear_reference(x, weight, bias, residual=residual)
 
 
 def linear_reference(
@@ -65,11 +65,12 @@ def linear_triton(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    steady: bool = False,
     pdl: bool = False,
     tiling: Tiling | None = None,
 ) -> Tensor:
     num_out, num_in = weight.shape
-    tiling = tiling or choose_tiling(num_out, num_in, x.shape[0])
+    tiling = tiling or choose_tiling(num_out, num_in, x.shape[0], steady)
     out = x.new_empty(x.shape[0], num_out)
     residual_row = 0 if residual is None else residual.stride(0)
     _linear_kernel[(triton.cdiv(num_out, tiling.outs),)](

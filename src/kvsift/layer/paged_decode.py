@@ -105,12 +105,13 @@ class DecodeBatch:
         budgets: of each row's decode rule; None where the row is dense.
         capacity: units that a list can hold; by default what ``budgets`` need.
         unit_size: tokens per unit of the lists; a page by default.
-        block: so many rows side by side are consecutive tokens of one sequence (``kernels.block_attention``).
+        block: unless 0, so many rows side by side are consecutive tokens of one sequence, and the bits of a row do not
+            depend on other rows (``kernels.block_attention``).
     """
 
     def __init__(
         self, table: Tensor, lengths: list[int], page_size: int, budgets: Sequence[Budget | None],
-        capacity: int | None = None, unit_size: int | None = None, block: int = 1,
+        capacity: int | None = None, unit_size: int | None = None, block: int = 0,
     ) -> None:  # fmt: skip
         self.table, self.page_size, self.unit_size, self.block = table, page_size, unit_size or page_size, block
         self.capacity = self.need(budgets) if capacity is None else capacity
@@ -224,7 +225,7 @@ class DecodeLayer:
         Every token is visible if ``dense``. With ``early`` the launch may start while the kernel before still runs, see
         ``sifted_attention``.
         """
-        if self.batch.block > 1:
+        if self.batch.block:
             return self._attend_blocks(queries, early)
         if mode == "dense" or self.method is None:
             return self._attend_dense(queries, 1 if mode == "mixed" else self.kv.batch)

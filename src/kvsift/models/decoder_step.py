@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kvsift.kernels.append import append_sketches
 from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
-from kvsift.kernels.skinny_product import MAX_ROWS
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.projection import Norm, Projection
 
@@ -83,6 +82,11 @@ class DecoderStep:
             return f"{type(model).__name__} is none of the architectures whose steps are captured"
         return _structural_reason(model) or _rotary_reason(config, model.model.rotary_emb)
 
+    @property
+    def keeps_bits(self) -> bool:
+        products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return all(product.keeps_bits for product in [*products, self.head])
+
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
         """Return cosines and sines of all positions, [num_positions, 2, head_dim], by the model's own embedding."""
@@ -103,10 +107,11 @@ class DecoderStep:
     ) -> Tensor:  # fmt: skip
         """Return the logits after one more token per sequence; ``angles`` is [positions, 2, head_dim]."""
         cos, sin = angles.index_select(0, batch.lengths - 1).unbind(1)  # [batch, head_dim]
+        steady = batch.block > 0
         x = nn.functional.embedding(tokens, self.embedding)  # [batch, hidden]
         for layer, attend, pools in zip(self.layers, attention, summaries, strict=True):
             queries = qkv_rotary_append(
-                layer.qkv(x, layer.before_attention, pdl=self.pdl), cos, sin, attend.kv,
+                layer.qkv(x, layer.before_attention, steady=steady, pdl=self.pdl), cos, sin, attend.kv,
                 {kind: pool for kind, pool in pools.items() if kind not in SKETCHES},
                 num_query_heads=self.num_query_heads, q_norm=layer.q_norm, k_norm=layer.k_norm,
                 norm_eps=layer.head_eps, pdl=self.pdl,
@@ -114,15 +119,12 @@ class DecoderStep:
             if watched is not None:
                 watched.append(queries)
             heads = attend.attend(queries, mode, early=self.pdl).flatten(1)
-            x = _added(layer.output, x, heads, self.pdl and mode != "mixed")  # behind two kernels then
-            x = _added(layer.down, x, layer.gate_up.gated(x, layer.before_mlp, pdl=self.pdl), self.pdl)
+            behind_one = self.pdl and mode != "mixed"  # kernel, and not two
+            x = layer.output(heads, residual=x, steady=steady, pdl=behind_one)
+            heads = layer.gate_up.gated(x, layer.before_mlp, steady=steady, pdl=self.pdl)
+            x = layer.down(heads, residual=x, steady=steady, pdl=self.pdl)
         append_sketches([(layer.kv, pools) for layer, pools in zip(attention, summaries)], batch.space)
-        return self.head(x, self.norm, pdl=self.pdl).float()
-
-
-def _added(projection: Projection, residual: Tensor, x: Tensor, pdl: bool) -> Tensor:
-    """``residual + projection(x)``; in place, without a launch for the sum, if the product is that of a library."""
-    return projection.add_to(residual, x) if len(x) > MAX_ROWS else projection(x, residual=residual, pdl=pdl)
+        return self.head(x, self.norm, steady=steady, pdl=self.pdl).float()
 
 
 def _norm(module: Any) -> Norm:

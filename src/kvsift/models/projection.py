@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from kvsift.kernels.gated_linear import gated_linear
 from kvsift.kernels.linear import linear
 from kvsift.kernels.rms_norm import rms_norm
+from kvsift.kernels.skinny_product import takes_weight
+from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.native.product import takes_product
 
 Norm = tuple[Tensor, float]  # weight [in], eps
@@ -42,12 +44,21 @@ class Projection:
         bias = None if biases[0] is None else _joined([bias for bias in biases if isinstance(bias, nn.Parameter)])
         return cls(modules, _joined([module.weight for module in modules]), bias)  # type: ignore[misc]
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether a row of a steady product of up to 32 rows has the same bits whatever their number."""
+        weight = self.weight
+        if weight is None or not weight.is_cuda:
+            return weight is not None and takes_product(weight[:1], weight)
+        return runs_on_triton(weight) and takes_weight(weight, weight.dtype)
+
     def __call__(
-        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, pdl: bool = False
-    ) -> Tensor:
+        self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None, steady: bool = False,
+        pdl: bool = False,
+    ) -> Tensor:  # fmt: skip
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
         if self.weight is not None:
-            return linear(x, self.weight, self.bias, norm=norm, residual=residual, pdl=pdl)
+            return linear(x, self.weight, self.bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
         x = x if norm is None else rms_norm(x, *norm)
         outputs = [module(x) for module in self.modules]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -59,11 +70,11 @@ class Projection:
             return self(x, residual=residual)
         return residual.addmm_(x, self.weight.t())
 
-    def gated(self, x: Tensor, norm: Norm, pdl: bool = False) -> Tensor:
+    def gated(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
         """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
         if self.weight is not None and self.bias is None:
-            return gated_linear(x, self.weight, norm=norm, pdl=pdl)
-        gate, up = self(x, norm).chunk(2, -1)
+            return gated_linear(x, self.weight, norm=norm, steady=steady, pdl=pdl)
+        gate, up = self(x, norm, steady=steady).chunk(2, -1)
         return nn.functional.silu(gate) * up
 
 

@@ -13,6 +13,10 @@ from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 class Step(Protocol):
     """One token per sequence, without the host."""
 
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether what a row of blocks gets does not depend, in any bit, on how many rows there are."""
+
     def angles(self, num_positions: int) -> Tensor:
         """Return the rotary angles of all positions, to be passed to every step; empty if the model computes them."""
 

@@ -75,6 +75,11 @@ class TransformersStep:
             return f"{type(model).__name__} has RoPE frequencies of its own for every length ({limits})"
         return None
 
+    @property
+    def keeps_bits(self) -> bool:
+        """No: libraries add up products of one row and of several in other orders."""
+        return False
+
     def angles(self, num_positions: int) -> Tensor:
         """Return an empty tensor: the model computes its own angles."""
         return torch.empty(0, device=self._model.get_input_embeddings().weight.device)

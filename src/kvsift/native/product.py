@@ -11,11 +11,13 @@ from kvsift.native.shapes import ROW_DTYPES
 MAX_ROWS = 8  # of x, which share one read of the weights, each with the sums that it has alone
 
 
-def takes_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the compiled core is available and multiplies x [rows, in] with weight [out, in]."""
+def takes_product(x: Tensor, weight: Tensor, steady: bool = False) -> bool:
+    """Whether the compiled core is available and multiplies x [rows, in] with weight [out, in]; it takes any number of
+    rows if they are to have the bits that few have (``steady``), though a library is faster then."""
     return (
         x.device.type == weight.device.type == "cpu"
-        and 0 < x.shape[0] <= MAX_ROWS
+        and x.shape[0] > 0
+        and (steady or x.shape[0] <= MAX_ROWS)
         and x.dtype == weight.dtype
         and weight.dtype in ROW_DTYPES
         and x.shape[1] % 8 == 0
@@ -39,6 +41,11 @@ def product(
         gated: instead, silu of the first half of the products times the second half, [rows, out / 2].
         threads: torch's by default.
     """
+    if len(x) > MAX_ROWS:
+        residuals = [None] * len(x) if residual is None else residual.split(MAX_ROWS)
+        parts = zip(x.split(MAX_ROWS), residuals)
+        how = {"norm": norm, "gated": gated, "threads": threads}
+        return torch.cat([product(part, weight, bias, residual=each, **how) for part, each in parts])  # type: ignore[arg-type]
     x = x.contiguous()
     bias, residual = (None if each is None else each.contiguous() for each in (bias, residual))
     width = weight.shape[0] // 2 if gated else weight.shape[0]
