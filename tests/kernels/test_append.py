@@ -126,6 +126,22 @@ def test_sketches_of_all_layers_in_one_launch_are_those_of_each(kind: str) -> No
 
 
 @needs_triton
+@pytest.mark.parametrize("kind", SKETCHES)
+def test_of_several_tokens_in_one_page_the_last_writes_its_sketch(kind: str) -> None:
+    """Three tokens of one sequence, of which the second fills its page, and one of another."""
+    kv = paged_kv([17, 17, 17, 20], 2, 16, 64, torch.float16, DEVICE)
+    kv = kv._replace(table=kv.table[[0, 0, 0, 3]])
+    append_triton(kv, *new_tokens(kv), {})
+    alone, together = (pools_of([kind], kv) for _ in range(2))
+    lengths = torch.tensor([15, 16, 17, 20], dtype=torch.int32, device=DEVICE)
+    full, last = kv._replace(table=kv.table[1:2], lengths=lengths[1:2]), kv._replace(lengths=lengths)
+    append_sketches([(full, alone)], lambda make, pools, key: make(pools))
+    append_sketches([(last, together)], lambda make, pools, key: make(pools), filled=True)
+    assert same(alone[kind], together[kind])
+    assert bool((together[kind][:, int(kv.table[1, 0])] != 77).any())
+
+
+@needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_8_bit_bounds_are_rounded_as_the_reference_rounds_them(dtype: torch.dtype) -> None:
     """Every binade the dtype has, both signs, on and beside the steps of 8 bits, and beyond their end."""

@@ -295,7 +295,7 @@ class Slots:
         logits = self._step(
             self.tokens, self._angles, self.batch, self.layers, self._written(kind.mode), kind.mode, watched=queries
         )
-        if self.batch.block > 1:
+        if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
             self._summarise()
         temperature, top_p = self._knobs
         if kind.choice == "greedy":
@@ -304,29 +304,30 @@ class Slots:
             self.tokens.copy_(draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None))
 
     def _written(self, mode: StepMode) -> Sequence[Mapping[str, Tensor]]:
-        """The summaries that a step writes token by token, of each layer."""
+        """The summaries that a step writes, of each layer."""
         if mode != "dense":
             return self._summaries
-        if self.batch.block == 1:
-            return self._summaries_of_drafts
-        return [{}] * len(self.layers)  # they are read once contexts are long, and written then (``DecodeRow``)
-
-    @property
-    def _summaries_of_drafts(self) -> list[dict[str, Tensor]]:
-        """Those that captured steps read, of each layer."""
+        block = (
+            self.batch.block
+        )  # without blocks they are read once contexts are long, and written then (``DecodeRow``)
         return [
-            {kind: rows for kind, rows in of_layer.items() if kind in SKETCHES or row_twin(kind) is not None}
-            for of_layer in self._summaries
+            {
+                kind: rows
+                for kind, rows in pools.items()
+                if block and (kind in SKETCHES or (block == 1 and row_twin(kind)))
+            }
+            for pools in self._summaries
         ]
 
     def _summarise(self) -> None:
-        """Write the summaries of the pages that the tokens of this step have filled."""
+        """Write the summaries of the pages that the tokens of this step have filled, sketches apart."""
         page_size, position = self.batch.page_size, self.batch.lengths.long() - 1
         page = self._table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
         slots, pages = page * page_size + position % page_size, BlockPages(page_size, page_size, 1)
-        for layer, summaries in zip(self.layers, self._summaries_of_drafts):
+        for layer, summaries in zip(self.layers, self._summaries):
             for kind, rows in summaries.items():
-                summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+                if row_twin(kind) is not None:  # drafts go without others
+                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
 
 
 def drafts_at(place: Any) -> Any:

@@ -25,7 +25,9 @@ def pool_addresses(layers: Sequence[tuple[PagedKV, Tensor]]) -> Tensor:
     return torch.tensor(rows, device=layers[0][1].device)
 
 
-def write_newest_triton(kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor | None = None) -> None:
+def write_newest_triton(
+    kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor | None = None, filled: bool = False
+) -> None:
     """Write the rows of the pages that hold each sequence's newest token, from the tokens up to it.
 
     Args:
@@ -34,6 +36,7 @@ def write_newest_triton(kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor 
         rows: uint8 [num_kv_heads, num_pages, width], contiguous.
         addresses: of all layers that are written (``pool_addresses``), whose pools are shaped like these; by default
             this one is.
+        filled: only the rows of pages of which that token is the last.
     """
     layout = SketchLayout(bits, kv.head_dim, kv.page_size)
     slots = max(16, power_of_two(kv.page_size))
@@ -44,7 +47,7 @@ def write_newest_triton(kv: PagedKV, bits: int, rows: Tensor, addresses: Tensor 
         kv.table.stride(0), *rows.stride()[:2], D=kv.head_dim, DP=32 * power_of_two(layout.words), PAGE=kv.page_size,
         SLOTS=slots, BITS=bits, WORDS=layout.words, FACTORS=layout.factors, KEY_MEAN=layout.key_mean,
         VALUE_MEAN=layout.value_mean, SCALES=layout.scales, WIDTH=layout.width, LAYERED=addresses is not None,
-        num_warps=4 if slots <= 32 else 8,
+        FILLED=filled, num_warps=4 if slots <= 32 else 8,
     )  # fmt: skip
 
 
@@ -125,7 +128,7 @@ def _sketch_kernel(
     k_head, k_page, k_slot, v_head, v_page, v_slot, table_row, head_bytes, page_bytes,
     D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
     WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
-    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr,
+    SCALES: tl.constexpr, WIDTH: tl.constexpr, LAYERED: tl.constexpr, FILLED: tl.constexpr,
 ):  # fmt: skip
     if LAYERED:
         addresses_ptr += tl.program_id(2) * 3
@@ -136,9 +139,10 @@ def _sketch_kernel(
         octets_ptr = tl.load(addresses_ptr + 2).to(octets_ptr.dtype)
     row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     position = tl.load(lengths_ptr + row) - 1
-    page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
-    write_sketch(
-        keys_ptr + head * k_head + page * k_page, values_ptr + head * v_head + page * v_page, rotation_ptr, words_ptr,
-        halves_ptr, octets_ptr, head * head_bytes + page * page_bytes, position % PAGE, k_slot, v_slot, D, DP, PAGE,
-        SLOTS, BITS, WORDS, FACTORS, KEY_MEAN, VALUE_MEAN, SCALES, WIDTH,
-    )  # fmt: skip
+    if not FILLED or position % PAGE == PAGE - 1:
+        page = tl.load(table_ptr + row * table_row + position // PAGE).to(tl.int64)
+        write_sketch(
+            keys_ptr + head * k_head + page * k_page, values_ptr + head * v_head + page * v_page, rotation_ptr,
+            words_ptr, halves_ptr, octets_ptr, head * head_bytes + page * page_bytes, position % PAGE, k_slot, v_slot,
+            D, DP, PAGE, SLOTS, BITS, WORDS, FACTORS, KEY_MEAN, VALUE_MEAN, SCALES, WIDTH,
+        )  # fmt: skip

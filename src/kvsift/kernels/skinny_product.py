@@ -47,7 +47,10 @@ def choose_tiling(num_out: int, num_in: int, rows: int, steady: bool = False) ->
     """Return the best tiling of a weight for this many rows, measured on Hopper (results/linear-h200.json.xz for one
     row, results/rows-h100.json for more). With ``steady`` a single row gets the bits that it gets beside others."""
     if rows > 1 or steady:
-        return on_tensor_cores(32, 256, 4, 6)
+        if num_out <= 2048:
+            return on_tensor_cores(16, 512, 2, 4)
+        one_and_a_half = 1 << 12 < num_out <= 1 << 13  # turns of the processors; more outputs each leave fewer idle
+        return on_tensor_cores(64, 256, 4, 4) if one_and_a_half else on_tensor_cores(32, 256, 4, 6)
     return in_registers(4, 2, 4) if num_in < num_out <= 8192 else in_registers(8, 4, 1)
 
 

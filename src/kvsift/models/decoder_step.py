@@ -123,7 +123,8 @@ class DecoderStep:
             x = layer.output(heads, residual=x, steady=steady, pdl=behind_one)
             heads = layer.gate_up.gated(x, layer.before_mlp, steady=steady, pdl=self.pdl)
             x = layer.down(heads, residual=x, steady=steady, pdl=self.pdl)
-        append_sketches([(layer.kv, pools) for layer, pools in zip(attention, summaries)], batch.space)
+        written = [(layer.kv, pools) for layer, pools in zip(attention, summaries)]
+        append_sketches(written, batch.space, filled=batch.block > 1)
         return self.head(x, self.norm, steady=steady, pdl=self.pdl).float()
 
 
