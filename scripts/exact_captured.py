@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -34,9 +34,10 @@ from kvsift.batching.exact.pace import Paces
 from kvsift.batching.row import Row
 from kvsift.benchmarks import machine
 from kvsift.benchmarks.decode_case import with_anchors
-from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.provenance import versions_and_machine
+from kvsift.engine.session import BLOCK
+from kvsift.engine.slots import Slots, StepKind, uploaded
 from kvsift.engine.transcript import Request
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.models.transformers_contents import fill
@@ -52,27 +53,24 @@ class Rate:
     """Probability with which a draft is accepted; verifications follow it while it is not None."""
 
     share: float | None = None
-    random = random.Random(0)
+    random = torch.Generator()
 
 
 @contextmanager
 def imposed_acceptance() -> Iterator[None]:
-    """What follows is what was proposed, up to the first draft that is refused."""
-    read = BlockGroup._following
+    """What a verification chooses is what it was fed, up to the first draft that is refused."""
+    run = Slots.run
 
-    def imposed(group: BlockGroup, rows: Sequence[Row], proposed: Any, chosen: Any) -> list[list[int]]:
-        following = read(group, rows, proposed, chosen)
-        if Rate.share is None:
-            return following
-        for after, tokens in zip(following, proposed):
-            for place, token in enumerate(tokens):
-                accepted = Rate.random.random() < Rate.share
-                after[place] = token if accepted else (token + 1) % 4096
-                if not accepted:
-                    break
-        return following
+    def imposed(slots: Slots, kind: StepKind, number: int) -> Any:
+        fed = slots.tokens.clone()
+        found = run(slots, kind, number)
+        if Rate.share is not None and slots.batch.block == BLOCK:
+            proposed = fed.view(-1, BLOCK)[:, 1:]
+            refused = uploaded(torch.rand(proposed.shape, generator=Rate.random) >= Rate.share, fed.device)
+            slots.tokens.view(-1, BLOCK)[:, :-1] = torch.where(refused, (proposed + 1) % 4096, proposed)
+        return found
 
-    with patch.object(BlockGroup, "_following", imposed):
+    with patch.object(Slots, "run", imposed):
         yield
 
 
@@ -120,7 +118,7 @@ class Bench:
     def measure(self, plan: str, new: int, steady: bool, exact: bool) -> dict[str, Any]:
         """Seconds per token of a row, once all have their first."""
         self._llm.fast_path.deterministic = self._llm.loop._model.steady = steady
-        Rate.random.seed(new)
+        Rate.random.manual_seed(new)
         rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
         self._wait(rows, 2)
         begun, started = [len(row.output.times) for row in rows], perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from time import sleep
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from kvsift import LLM, InputError, Sampling
 from kvsift.batching.exact.pace import Amount, Pace
 from kvsift.batching.row import Row
 from kvsift.engine import block_groups
+from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.result import Answer
-from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.slots import Shift, Slots, StepKind
 from kvsift.engine.transcript import Request
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run
@@ -175,6 +177,34 @@ def test_a_sampled_row_that_joins_another_part_changes_no_token_that_is_launched
         other.loop.submit(row)
     take_steps(other, rows)
     assert tokens(rows[0]) == dense
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "t0.8", "top_p"])
+def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
+    llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
+    draft, shifts = BlockGroup._draft, list[Shift | None]()
+
+    def watched(group: BlockGroup, slots: Slots, kind: StepKind, places: Any, counts: Any, shift: Any = None) -> Any:
+        shifts.append(shift)
+        return draft(group, slots, kind, places, counts, shift)
+
+    monkeypatch.setattr(BlockGroup, "_draft", watched)
+    texts, rows = [text_of(length) for length in (200, 320, 510)], list[Row]()
+    for number, text in enumerate(texts):
+        row = new_row(llm, text, PLANS[0], 60, sampling)
+        row.exact = exact_decoder(llm, Request(row.ids, 60, sampling, exact=True), row.plan)
+        row.exact._pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
+        llm.loop.submit(row)
+        rows.append(row)
+    take_steps(llm, rows)
+    for row, text in zip(rows, texts):
+        assert tokens(row) == llm.generate(text, max_new_tokens=60, sampling=sampling).token_ids
+    behind = [shift for shift in shifts if shift is not None]
+    assert len(behind) > 9
+    assert len(shifts) - len(behind) < 20  # the first ones, the last ones, and where a row ends: the others were right
+    assert {1, 2} < {int(ahead) for shift in behind for ahead in shift.ahead}
 
 
 def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(

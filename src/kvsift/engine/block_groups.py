@@ -5,9 +5,9 @@ a verification (``batching.exact``). Each token is multiplied (``kernels.skinny_
 (``kernels.block_attention``) as if it were alone; a model whose products do not allow it takes steps of the same number
 of tokens always. Drafts are steps under the plan, on whose bits nothing depends.
 
-The device is not kept waiting. A verification is launched behind its drafts, whose tokens it takes on the device.
-Drafts are launched as soon as the verification before them is read, in the hope that as many will be asked for again,
-and while rows propose nothing, a step before the tokens of the one before are read.
+The device is not kept waiting. A verification is launched behind its drafts, whose tokens it takes on the device, and
+drafts behind the verification before them, in the hope that as many will be asked for again: what it accepts, and where
+they go on, is found on the device. While rows propose nothing, a step is launched before the one before is read.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvsift.batching.exact.decoder import Proposal
 from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeSteps, add_blocks, add_steps
-from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain
+from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain, to_host
 from kvsift.engine.row_groups import Group, PoolSession
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.session import BLOCK, BLOCK_ROWS
-from kvsift.engine.slots import Assignment, Block, Slots, StepKind, StepMode, drafts_at
+from kvsift.engine.slots import Assignment, Block, Shift, Slots, StepKind, StepMode, drafts_at, uploaded
 from kvsift.engine.transcript import Request
 from kvsift.kernels.block_attention import reach
 from kvsift.layer.paged_decode import DecodeLayer, rule_of
@@ -189,16 +189,19 @@ class BlockGroup(Group[RowBlocks]):
         slots.assign_blocks(blocks, drafted=None if drafts is None else drafts.tokens)
         clock = Clock(slots.tokens.device)
         slots.run(kind, 0)
+        on_host = [to_host(each) for each in (slots.tokens, *([] if drafts is None else [drafts.tokens]))]
         clock.mark()
-        chosen = slots.tokens.view(-1, BLOCK).tolist()
-        read = [] if drafts is None else drafts.tokens.tolist()
+        after = None
+        if drafts is not None and len(places) == len(rows) and self._go_on(slots, drafts):
+            after = self._draft_behind(slots, draft_kind, drafts)
+        clock.wait()
+        chosen, read = on_host[0].view(-1, BLOCK).tolist(), [] if drafts is None else on_host[1].tolist()
         proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
         following = self._following(rows, proposed, chosen)
+        if after is not None:
+            self._ahead[number] = after._replace(places=self._after(rows, proposed, following))
         if drafts is not None:
             self._note_drafts(drafts)
-            after = self._after(rows, proposed, following)
-            if len(places) == len(rows) and self._is_expected(slots, after, counts):
-                self._ahead[number] = self._draft(of_drafts, draft_kind, after, counts)
         for row, each, proposal in zip(rows, proposed, proposals):
             self._rows[row].note(row.num_cached, len(each), proposal.drafts > 0)
         return Checked(proposed, list(following), 0.0 if drafts is None else drafts.clock.seconds, clock.seconds)
@@ -219,18 +222,37 @@ class BlockGroup(Group[RowBlocks]):
             places.append(RowPlace(row, row.num_cached + accepted + 1, chosen[accepted]))
         return places
 
-    def _is_expected(self, slots: Slots, places: Sequence[RowPlace], counts: Sequence[int]) -> bool:
-        """Whether rows at these places will probably be asked for so many drafts, and may be."""
-        for place, drafts in zip(places, counts):
-            most = min(place.row.length - place.num_cached, self._most_verified(slots, place.num_cached)) - 1
-            if self._rows[place.row].drafting < FEW or drafts > most:
+    def _go_on(self, slots: Slots, drafts: Drafts) -> bool:
+        """Whether rows will probably be asked for as many drafts again, and may be, whatever is accepted of these."""
+        for place, count_of_row in zip(drafts.places, drafts.counts):
+            if self._rows[place.row].drafting < FEW:
                 return False
+            for num_cached in range(place.num_cached + 1, place.num_cached + count_of_row + 2):
+                most = min(place.row.length - num_cached, self._most_verified(slots, num_cached)) - 1
+                if count_of_row > most:
+                    return False
         return True
 
-    def _draft(self, slots: Slots, kind: StepKind, places: list[RowPlace], counts: list[int]) -> Drafts:
+    def _draft_behind(self, slots: Slots, kind: StepKind, drafts: Drafts) -> Drafts:
+        """Draft as many tokens again, from what the verification in ``slots`` accepts."""
+        of_drafts = drafts.slots
+        free = [0] * (of_drafts.num_slots - len(drafts.places))
+        places = [self._place(place.row) for place in drafts.places]
+        number, counts = uploaded(torch.tensor([places + free, drafts.counts + free]), slots.tokens.device)
+        chosen, proposed = slots.tokens.view(-1, BLOCK)[number], drafts.tokens.view(-1, of_drafts.num_slots).T
+        steps = torch.arange(proposed.shape[1], device=chosen.device)
+        right = (chosen[:, : len(steps)] == proposed) & (steps < counts.unsqueeze(1))
+        accepted = right.long().cumprod(1).sum(1)
+        begin = [place._replace(num_cached=place.num_cached + 1) for place in drafts.places]
+        token = chosen.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        return self._draft(of_drafts, kind, begin, drafts.counts, Shift(accepted, token))
+
+    def _draft(
+        self, slots: Slots, kind: StepKind, places: list[RowPlace], counts: list[int], shift: Shift | None = None
+    ) -> Drafts:
         """Choose so many tokens of each row under its rule; what they store is overwritten."""
         clock, steps, tokens, counted = Clock(slots.tokens.device), max(counts), list[Tensor](), dict[int, Tensor]()
-        slots.assign([self._assignment(place) for place in places], steps)
+        slots.assign([self._assignment(place) for place in places], steps, shift)
         for number in range(steps):
             slots.run(kind, number)
             tokens.append(slots.tokens.clone())

@@ -101,7 +101,11 @@ def launch_plain(slots: Slots, kind: StepKind, places: list[RowPlace], number: i
     """Launch a step; ``places`` may be told later."""
     clock = Clock(slots.tokens.device)
     slots.run(kind, number)
-    chosen = torch.empty(slots.num_slots, dtype=torch.int64, pin_memory=slots.tokens.is_cuda)
-    chosen.copy_(slots.tokens, non_blocking=True)
+    chosen = to_host(slots.tokens)
     clock.mark()
     return PlainStep(slots, places, chosen, clock, number)
+
+
+def to_host(tokens: Tensor) -> Tensor:
+    """Return a tensor that will hold these tokens once a mark after this launch has come."""
+    return torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda).copy_(tokens, non_blocking=True)

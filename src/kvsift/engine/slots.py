@@ -69,6 +69,18 @@ class Block(NamedTuple):
     drawn: int  # tokens chosen so far, the first of these included
 
 
+class Shift(NamedTuple):
+    """What the device alone knows of rows that are assigned.
+
+    Attributes:
+        ahead: int64 [slots], places by which each is farther than it was assigned, at most as many as it has steps.
+        tokens: int64 [slots], the next to feed there.
+    """
+
+    ahead: Tensor
+    tokens: Tensor
+
+
 class Feed(NamedTuple):
     """What a slot feeds in the next step."""
 
@@ -176,18 +188,25 @@ class Slots:
         self._captured[kind] = CapturedStep(graph, queries)
 
     @torch.inference_mode()
-    def assign(self, rows: Sequence[Assignment], steps: int) -> None:
+    def assign(self, rows: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
         """Assign slot i to ``rows[i]`` for at most so many steps; the other slots are idle."""
         free = self.num_slots - len(rows)
         self._assign_rules(rows, free)
         for slot in range(self.num_slots):
             self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
         feeds = [Feed(row.length, row.token, row.sampling) for row in rows]
-        noise = torch.zeros(steps, self.num_slots, dtype=torch.int64) if _any_drawn(feeds) else None
-        if noise is not None:
+        noise = None
+        if _any_drawn(feeds):
+            noise = torch.zeros(steps if shift is None else 2 * steps, self.num_slots, dtype=torch.int64)
             for slot, row in enumerate(rows):
-                noise[:, slot] = _noise(row.sampling, row.drawn, steps)
+                noise[:, slot] = _noise(row.sampling, row.drawn, len(noise))
         self._feed([*feeds, *[IDLE] * free], noise)
+        if shift is not None:
+            self.batch.lengths.add_(shift.ahead)
+            self.tokens.copy_(shift.tokens)
+            if len(self._noise):
+                number = torch.arange(steps, device=shift.ahead.device).unsqueeze(1)
+                self._noise = self._noise.gather(0, number + shift.ahead)
 
     @torch.inference_mode()
     def assign_blocks(self, blocks: Mapping[int, Block], steps: int = 1, drafted: Tensor | None = None) -> None:
@@ -241,7 +260,7 @@ class Slots:
             [max(feed.token, 0) for feed in feeds],
             [drafts_at(feed.token) if feed.token < 0 else others + slot for slot, feed in enumerate(feeds)],
         ])  # fmt: skip
-        fed = _uploaded(numbers if noise is None else torch.cat([numbers, noise]), self.tokens.device)
+        fed = uploaded(numbers if noise is None else torch.cat([numbers, noise]), self.tokens.device)
         self.batch.state.copy_(fed[:2])
         self.results.zero_()
         if drafted is None:
@@ -251,7 +270,7 @@ class Slots:
         self._noise = fed[4:]
         knobs = [(feed.sampling.temperature, feed.sampling.top_p) for feed in feeds]
         if knobs != self._known_knobs:
-            self._knobs.copy_(_uploaded(torch.tensor(knobs, dtype=torch.float64), self.tokens.device).T)
+            self._knobs.copy_(uploaded(torch.tensor(knobs, dtype=torch.float64), self.tokens.device).T)
             self._known_knobs = knobs
 
     def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
@@ -335,7 +354,8 @@ def drafts_at(place: Any) -> Any:
     return -1 - place
 
 
-def _uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on a device, without waiting for it."""
     return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
 
 
