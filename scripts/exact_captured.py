@@ -115,10 +115,10 @@ class Bench:
         for row in self._held:
             self._llm.loop.close(row)
 
-    def measure(self, plan: str, new: int, steady: bool, exact: bool) -> dict[str, Any]:
-        """Seconds per token of a row, once all have their first."""
+    def measure(self, plan: str, new: int, seed: int, steady: bool, exact: bool) -> dict[str, Any]:
+        """Seconds per token of a row, once all have their first; the seed is of what is accepted."""
         self._llm.fast_path.deterministic = self._llm.loop._model.steady = steady
-        Rate.random.manual_seed(new)
+        Rate.random.manual_seed(seed)
         rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
         self._wait(rows, 2)
         begun, started = [len(row.output.times) for row in rows], perf_counter()
@@ -183,7 +183,7 @@ def main() -> None:
                     Rate.share = run.get("share")
                     llm.paces = paces[Rate.share]
                     arguments = {key: value for key, value in run.items() if key != "share"}
-                    measured = digits(bench.measure(new=options.new, **arguments))
+                    measured = digits(bench.measure(new=options.new, seed=number, **arguments))
                     if number:
                         found[name].append(measured)
             dense = [sample["seconds"] for sample in found["dense"]]

@@ -17,6 +17,7 @@ from kvsift.batching.exact.pace import Amount, Pace
 from kvsift.batching.row import Row
 from kvsift.engine import block_groups
 from kvsift.engine.block_groups import BlockGroup
+from kvsift.engine.block_launches import Drafts
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.result import Answer
 from kvsift.engine.slots import Shift, Slots, StepKind
@@ -184,13 +185,18 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     llm: LLM, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
-    draft, shifts = BlockGroup._draft, list[Shift | None]()
+    draft, note, shifts, used = BlockGroup._draft, BlockGroup._note_drafts, list[Shift | None](), list[Drafts]()
+
+    def noted(group: BlockGroup, drafts: Drafts) -> None:
+        used.append(drafts)
+        note(group, drafts)
 
     def watched(group: BlockGroup, slots: Slots, kind: StepKind, places: Any, counts: Any, shift: Any = None) -> Any:
         shifts.append(shift)
         return draft(group, slots, kind, places, counts, shift)
 
     monkeypatch.setattr(BlockGroup, "_draft", watched)
+    monkeypatch.setattr(BlockGroup, "_note_drafts", noted)
     texts, rows = [text_of(length) for length in (200, 320, 510)], list[Row]()
     for number, text in enumerate(texts):
         row = new_row(llm, text, PLANS[0], 60, sampling)
@@ -202,9 +208,9 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     for row, text in zip(rows, texts):
         assert tokens(row) == llm.generate(text, max_new_tokens=60, sampling=sampling).token_ids
     behind = [shift for shift in shifts if shift is not None]
-    assert len(behind) > 9
-    assert len(shifts) - len(behind) < 20  # the first ones, the last ones, and where a row ends: the others were right
-    assert {1, 2} < {int(ahead) for shift in behind for ahead in shift.ahead}
+    assert len(behind) > 6
+    assert len(shifts) - len(used) <= len(rows)  # nobody has asked for others, but where a row has ended
+    assert {1, 2} <= {int(ahead) for shift in behind for ahead in shift.ahead}
 
 
 def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
@@ -237,7 +243,7 @@ def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
 def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
     """Budgets decide how lists are cut, and with it the bits."""
     plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]
-    rows = [new_row(llm, text_of(200 + 40 * number), plan, 30) for number, plan in enumerate(plans)]
+    rows = [new_row(llm, text_of(200 + 40 * number), plan, 120) for number, plan in enumerate(plans)]
     for row in rows:
         llm.loop.submit(row)
     while any(row.steps is None for row in rows):

@@ -192,8 +192,8 @@ class BlockGroup(Group[RowBlocks]):
         on_host = [to_host(each) for each in (slots.tokens, *([] if drafts is None else [drafts.tokens]))]
         clock.mark()
         after = None
-        if drafts is not None and len(places) == len(rows) and self._go_on(slots, drafts):
-            after = self._draft_behind(slots, draft_kind, drafts)
+        if drafts is not None and len(places) == len(rows) and self._go_on(slots, drafts, counts):
+            after = self._draft_behind(slots, draft_kind, drafts, counts)
         clock.wait()
         chosen, read = on_host[0].view(-1, BLOCK).tolist(), [] if drafts is None else on_host[1].tolist()
         proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
@@ -222,30 +222,29 @@ class BlockGroup(Group[RowBlocks]):
             places.append(RowPlace(row, row.num_cached + accepted + 1, chosen[accepted]))
         return places
 
-    def _go_on(self, slots: Slots, drafts: Drafts) -> bool:
-        """Whether rows will probably be asked for as many drafts again, and may be, whatever is accepted of these."""
-        for place, count_of_row in zip(drafts.places, drafts.counts):
+    def _go_on(self, slots: Slots, drafts: Drafts, counts: Sequence[int]) -> bool:
+        """Whether rows will probably be asked for so many drafts again, and may be, whatever is accepted of these."""
+        for place, verified, asked in zip(drafts.places, drafts.counts, counts):
             if self._rows[place.row].drafting < FEW:
                 return False
-            for num_cached in range(place.num_cached + 1, place.num_cached + count_of_row + 2):
-                most = min(place.row.length - num_cached, self._most_verified(slots, num_cached)) - 1
-                if count_of_row > most:
+            for num_cached in range(place.num_cached + 1, place.num_cached + verified + 2):
+                if asked >= min(place.row.length - num_cached, self._most_verified(slots, num_cached)):
                     return False
         return True
 
-    def _draft_behind(self, slots: Slots, kind: StepKind, drafts: Drafts) -> Drafts:
-        """Draft as many tokens again, from what the verification in ``slots`` accepts."""
+    def _draft_behind(self, slots: Slots, kind: StepKind, drafts: Drafts, counts: list[int]) -> Drafts:
+        """Draft so many tokens of each row, from what the verification in ``slots`` accepts of these drafts."""
         of_drafts = drafts.slots
         free = [0] * (of_drafts.num_slots - len(drafts.places))
         places = [self._place(place.row) for place in drafts.places]
-        number, counts = uploaded(torch.tensor([places + free, drafts.counts + free]), slots.tokens.device)
+        number, verified = uploaded(torch.tensor([places + free, drafts.counts + free]), slots.tokens.device)
         chosen, proposed = slots.tokens.view(-1, BLOCK)[number], drafts.tokens.view(-1, of_drafts.num_slots).T
         steps = torch.arange(proposed.shape[1], device=chosen.device)
-        right = (chosen[:, : len(steps)] == proposed) & (steps < counts.unsqueeze(1))
+        right = (chosen[:, : len(steps)] == proposed) & (steps < verified.unsqueeze(1))
         accepted = right.long().cumprod(1).sum(1)
         begin = [place._replace(num_cached=place.num_cached + 1) for place in drafts.places]
         token = chosen.gather(1, accepted.unsqueeze(1)).squeeze(1)
-        return self._draft(of_drafts, kind, begin, drafts.counts, Shift(accepted, token))
+        return self._draft(of_drafts, kind, begin, counts, Shift(accepted, token, max(drafts.counts)))
 
     def _draft(
         self, slots: Slots, kind: StepKind, places: list[RowPlace], counts: list[int], shift: Shift | None = None

@@ -73,12 +73,14 @@ class Shift(NamedTuple):
     """What the device alone knows of rows that are assigned.
 
     Attributes:
-        ahead: int64 [slots], places by which each is farther than it was assigned, at most as many as it has steps.
+        ahead: int64 [slots], places by which each is farther than it was assigned.
         tokens: int64 [slots], the next to feed there.
+        most: places, at most.
     """
 
     ahead: Tensor
     tokens: Tensor
+    most: int
 
 
 class Feed(NamedTuple):
@@ -197,7 +199,7 @@ class Slots:
         feeds = [Feed(row.length, row.token, row.sampling) for row in rows]
         noise = None
         if _any_drawn(feeds):
-            noise = torch.zeros(steps if shift is None else 2 * steps, self.num_slots, dtype=torch.int64)
+            noise = torch.zeros(steps + (0 if shift is None else shift.most), self.num_slots, dtype=torch.int64)
             for slot, row in enumerate(rows):
                 noise[:, slot] = _noise(row.sampling, row.drawn, len(noise))
         self._feed([*feeds, *[IDLE] * free], noise)
