@@ -216,21 +216,21 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
 def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers = (7, 2, 5)
-    monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
+    """At the end of an answer a row drafts fewer tokens than those beside it."""
+    lengths = (24, 9, 15)
+    monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(5, most)))
 
     def run(chosen: tuple[int, ...]) -> list[Row]:
         rows = []
         for number in chosen:
-            row = new_row(llm, text_of(200 + number), PLANS[0], 24)
-            row.exact = exact_decoder(llm, Request(row.ids, 24, exact=True), row.plan)
-            row.exact._pace.number = number  # type: ignore[union-attr, attr-defined]
+            row = new_row(llm, text_of(200 + number), PLANS[0], number)
+            row.exact = exact_decoder(llm, Request(row.ids, number, exact=True), row.plan)
             llm.loop.submit(row)
             rows.append(row)
         take_steps(llm, rows)
         return rows
 
-    for together, number in zip(run(numbers), numbers):
+    for together, number in zip(run(lengths), lengths):
         [alone] = run((number,))
         assert together.exact is not None
         assert alone.exact is not None
@@ -238,6 +238,21 @@ def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
         if llm.device.type == "cpu":  # on a GPU drafts have other bits beside others, and others are accepted
             assert together.exact.report.verified == alone.exact.report.verified
             assert_equal(together, alone)
+
+
+def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
+    rows = []
+    for number in (1, 5, 2):
+        row = new_row(llm, text_of(200 + number), PLANS[0], NEW)
+        row.exact = exact_decoder(llm, Request(row.ids, NEW, exact=True), row.plan)
+        row.exact._pace.number = number  # type: ignore[union-attr, attr-defined]
+        llm.loop.submit(row)
+        rows.append(row)
+    take_steps(llm, rows)
+    for row in rows:
+        assert row.exact is not None
+        assert row.exact.report.verified[5] > 0
 
 
 def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:

@@ -163,6 +163,7 @@ class BlockGroup(Group[RowBlocks]):
 
     def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
         """Draft and verify (``ExactModel.check``)."""
+        proposals = self._as_many(rows, proposals)
         places = [RowPlace.of(row) for row, proposal in zip(rows, proposals) if proposal.drafts]
         if not places and not any(proposal.tokens for proposal in proposals):
             tokens, seconds = self._plain_step(rows)
@@ -205,6 +206,12 @@ class BlockGroup(Group[RowBlocks]):
         for row, each, proposal in zip(rows, proposed, proposals):
             self._rows[row].note(row.num_cached, len(each), proposal.drafts > 0)
         return Checked(proposed, list(following), 0.0 if drafts is None else drafts.clock.seconds, clock.seconds)
+
+    def _as_many(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Proposal]:
+        """Let all rows that draft draft as many tokens as the longest, or as they may: it takes no longer."""
+        longest = max(proposal.drafts for proposal in proposals)
+        most = [min(row.length - row.num_cached, self.most_verified(row)) - 1 if longest else 0 for row in rows]
+        return [each._replace(drafts=min(longest, one)) if each.drafts else each for each, one in zip(proposals, most)]
 
     def _following(
         self, rows: Sequence[Row], proposed: Sequence[Sequence[int]], chosen: Sequence[list[int]]
