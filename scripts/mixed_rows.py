@@ -20,9 +20,10 @@ import torch
 from kvsift.benchmarks.decode_case import filled_cache, new_slots
 from kvsift.benchmarks.machine import gpu_facts
 from kvsift.benchmarks.timing import gpu_seconds
+from kvsift.engine.feeds import Assignment
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.slots import Assignment, Slots, StepKind
+from kvsift.engine.slots import Slots, StepKind
 from kvsift.layer.paged_decode import StepMode, rule_of
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers import SparseCache

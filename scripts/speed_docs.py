@@ -296,8 +296,10 @@ def made_in_steps(result: dict[str, Any]) -> str:
     """Return machine and commit of that result."""
     machine = f"{result['machine']}, {result['gpu']['power.limit']}, torch {result['versions']['torch']}"
     rounds = sorted({len(case["samples"]) for case in result["cases"]})
+    commits = sorted({case.get("commit", result["commit"])[:10] for case in result["cases"]})
     return (
-        f"{place(CAPTURED_EXACT)}: {machine}, commit {result['commit'][:10]}; {rounds[0]} to {rounds[-1]} rounds after "
+        f"{place(CAPTURED_EXACT)}: {machine}, commit {' and '.join(commits)}; "
+        f"{' to '.join(map(str, rounds[:: max(len(rounds) - 1, 1)]))} round{'s' * (rounds[-1] > 1)} after "
         "one that captures."
     )
 

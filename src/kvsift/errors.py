@@ -21,6 +21,6 @@ class NothingSkipped(KVSiftError, RuntimeError):
 def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
     """The error for a name that is not known, with the nearest known one."""
     names = sorted(known)
-    near = get_close_matches(str(given), names, n=1, cutoff=0.5)
+    near = get_close_matches(str(given), names, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return InputError(f"unknown {what} {given!r}{hint} Known: {', '.join(names)}")

@@ -19,8 +19,9 @@ from kvsift.engine import block_groups
 from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.block_launches import Drafts
 from kvsift.engine.exactness import exact_decoder
+from kvsift.engine.feeds import Shift
 from kvsift.engine.result import Answer
-from kvsift.engine.slots import Shift, Slots, StepKind
+from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run

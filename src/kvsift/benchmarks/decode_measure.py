@@ -32,8 +32,9 @@ from kvsift.benchmarks.decode_case import (
 from kvsift.benchmarks.decode_report import point_text, summary
 from kvsift.benchmarks.timing import digits, gpu_seconds, rotated
 from kvsift.engine.crossover import measure_crossover
+from kvsift.engine.feeds import Assignment
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.slots import Assignment, Slots, StepKind
+from kvsift.engine.slots import Slots, StepKind
 from kvsift.errors import InputError
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep

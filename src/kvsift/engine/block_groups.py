@@ -26,10 +26,11 @@ from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeSteps, add_blocks, add_steps
 from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain, to_host
+from kvsift.engine.feeds import Assignment, Block, Shift, drafts_at, uploaded
 from kvsift.engine.row_groups import Group, PoolSession
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.session import BLOCK, BLOCK_ROWS
-from kvsift.engine.slots import Assignment, Block, Shift, Slots, StepKind, StepMode, drafts_at, uploaded
+from kvsift.engine.slots import Slots, StepKind, StepMode
 from kvsift.engine.transcript import Request
 from kvsift.kernels.block_attention import reach
 from kvsift.layer.paged_decode import DecodeLayer, rule_of

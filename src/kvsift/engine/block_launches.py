@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsift.batching.row import Row
-from kvsift.engine.slots import Slots, StepKind, drafts_at
+from kvsift.engine.feeds import drafts_at
+from kvsift.engine.slots import Slots, StepKind
 
 
 class Clock:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kvsift.engine.accounting import DecodeRow, add_counts
+from kvsift.engine.feeds import Assignment
 from kvsift.engine.probing import Probe, probe_rows
 from kvsift.engine.sampling import CHOICES, choice_of
-from kvsift.engine.slots import Assignment, Slots, StepKind
+from kvsift.engine.slots import Slots, StepKind
 from kvsift.layer.paged_decode import ALWAYS, StepMode
 from kvsift.plan.plan import Rule
 

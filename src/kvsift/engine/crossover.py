@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from kvsift.engine.feeds import Assignment
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.slots import Assignment, Slots, on_device, warm_up
+from kvsift.engine.slots import Slots, on_device, warm_up
 from kvsift.layer.paged_decode import StepMode
 from kvsift.plan.plan import Rule
 

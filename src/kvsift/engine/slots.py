@@ -13,7 +13,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.engine.sampling import Choice, Sampling, choice_of, draw, likeliest
+from kvsift.engine.feeds import (
+    IDLE,
+    NO_PAGES,
+    Assignment,
+    Block,
+    Feed,
+    Pages,
+    Shift,
+    drafts_at,
+    feeds_of_blocks,
+    feeds_of_rows,
+    uploaded,
+)
+from kvsift.engine.sampling import Choice, draw, likeliest
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_twin
 from kvsift.kernels.sketch import SKETCHES
@@ -24,9 +37,6 @@ from kvsift.methods.anchors import AnchoredMethod
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
-
-Pages = Sequence[int] | Tensor
-NO_PAGES: Pages = ()  # of an idle slot
 
 
 class StepKind(NamedTuple):
@@ -41,57 +51,6 @@ class CapturedStep(NamedTuple):
 
     graph: torch.cuda.CUDAGraph | None  # None: the step runs without a graph, for tests on a CPU
     queries: list[Tensor]  # [slots, num_query_heads, head_dim]
-
-
-class Assignment(NamedTuple):
-    """A row that takes a slot."""
-
-    pages: Pages  # of its tokens so far, and of those to come
-    length: int  # tokens cached
-    token: int  # the next to feed
-    sampling: Sampling
-    drawn: int  # tokens chosen so far, the one to feed included
-    rule: Rule | None  # of decode; None is dense
-    dense_below: int = 0  # context length below which the row is dense in every layer
-
-    def dense_below_in(self, layer: int) -> int:
-        """Return the context length below which the row is dense in a layer."""
-        return ALWAYS if self.rule is None or layer in self.rule.budget.dense_layers else self.dense_below
-
-
-class Block(NamedTuple):
-    """Consecutive tokens of a row, which take neighbouring slots."""
-
-    pages: Pages
-    length: int  # tokens cached before them
-    tokens: Sequence[int]
-    sampling: Sampling
-    drawn: int  # tokens chosen so far, the first of these included
-
-
-class Shift(NamedTuple):
-    """What the device alone knows of rows that are assigned.
-
-    Attributes:
-        ahead: int64 [slots], places by which each is farther than it was assigned.
-        tokens: int64 [slots], the next to feed there.
-        most: places, at most.
-    """
-
-    ahead: Tensor
-    tokens: Tensor
-    most: int
-
-
-class Feed(NamedTuple):
-    """What a slot feeds in the next step."""
-
-    length: int  # tokens cached
-    token: int
-    sampling: Sampling
-
-
-IDLE = Feed(1, 0, Sampling())
 
 
 class SlotBatch(DecodeBatch):
@@ -196,13 +155,7 @@ class Slots:
         self._assign_rules(rows, free)
         for slot in range(self.num_slots):
             self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
-        feeds = [Feed(row.length, row.token, row.sampling) for row in rows]
-        noise = None
-        if _any_drawn(feeds):
-            noise = torch.zeros(steps + (0 if shift is None else shift.most), self.num_slots, dtype=torch.int64)
-            for slot, row in enumerate(rows):
-                noise[:, slot] = _noise(row.sampling, row.drawn, len(noise))
-        self._feed([*feeds, *[IDLE] * free], noise)
+        self._feed(feeds_of_rows(rows, self.num_slots, steps + (0 if shift is None else shift.most)))
         if shift is not None:
             self.batch.lengths.add_(shift.ahead)
             self.tokens.copy_(shift.tokens)
@@ -222,22 +175,11 @@ class Slots:
                 chosen.
             drafted: int64 [number], tokens on the device; ``drafts_at`` of a place there may stand for a token.
         """
-        size, feeds = self.batch.block, [IDLE] * self.num_slots
-        drawn = torch.zeros(steps, self.num_slots, dtype=torch.int64)
-        for number in range(self.num_slots // size):
-            block, first = blocks.get(number), number * size
-            for slot in range(first, first + size):
-                self._place(slot, NO_PAGES if block is None else block.pages)
-            if block is None:
-                continue
-            last, noise = len(block.tokens) - 1, None
-            if block.sampling.temperature > 0:
-                noise = _noise(block.sampling, block.drawn, last + steps)
-            for slot, place in enumerate([*range(last), *[last] * (size - last)], first):
-                feeds[slot] = Feed(block.length + place, block.tokens[place], block.sampling)
-                if noise is not None:
-                    drawn[:, slot] = noise[place : place + steps]
-        self._feed(feeds, drawn if _any_drawn(feeds) else None, drafted)
+        size = self.batch.block
+        for slot in range(self.num_slots):
+            block = blocks.get(slot // size)
+            self._place(slot, NO_PAGES if block is None else block.pages)
+        self._feed(feeds_of_blocks(blocks, self.num_slots, size, steps), drafted)
 
     def _place(self, slot: int, pages: Pages) -> None:
         """Write the pages of a slot into the table, unless they are there."""
@@ -247,14 +189,14 @@ class Slots:
             self._table[slot, : len(held)] = held if isinstance(held, Tensor) else torch.tensor(held, dtype=torch.int32)
             self._placed[slot] = pages
 
-    def _feed(self, feeds: Sequence[Feed], noise: Tensor | None, drafted: Tensor | None = None) -> None:
+    def _feed(self, fed_and_noise: tuple[Sequence[Feed], Tensor | None], drafted: Tensor | None = None) -> None:
         """Set what each slot feeds, without waiting for the device and in few launches, since it waits meanwhile.
 
         Args:
-            feeds: of each slot.
-            noise: int64 [steps, slots]; None where no token is drawn.
+            fed_and_noise: of each slot; and random numbers, int64 [steps, slots], None where no token is drawn.
             drafted: int64, tokens on the device.
         """
+        feeds, noise = fed_and_noise
         others = 0 if drafted is None else len(drafted)
         numbers = torch.tensor([
             [feed.length for feed in feeds],
@@ -349,27 +291,6 @@ class Slots:
             for kind, rows in summaries.items():
                 if row_twin(kind) is not None:  # drafts go without others
                     summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
-
-
-def drafts_at(place: Any) -> Any:
-    """Return the number that stands for a draft that is still on the device, or the place of such a number."""
-    return -1 - place
-
-
-def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the host on a device, without waiting for it."""
-    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
-
-
-def _any_drawn(feeds: Sequence[Feed]) -> bool:
-    return choice_of(feed.sampling for feed in feeds) != "greedy"
-
-
-def _noise(sampling: Sampling, drawn: int, steps: int) -> Tensor:
-    """Random numbers of steps, int64 [steps]; zeros where tokens are not drawn."""
-    if sampling.temperature == 0:
-        return torch.zeros(steps, dtype=torch.int64)
-    return sampling.noise(drawn + steps, drawn)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
