@@ -251,7 +251,10 @@ def test_plans_that_share_nothing_say_why(llama: Path) -> None:
     for plan, reason in [
         (f"both=h2o:{SMALL}:evict=true", "h2o drops tokens for good"),
         (f"snapkv:{SMALL}", "snapkv"),
-        (f"retrieval_attention:{SMALL}", "retrieval_attention learns from the queries of the whole prompt; with block="),
+        (
+            f"retrieval_attention:{SMALL}",
+            "retrieval_attention learns from the queries of the whole prompt; with block=",
+        ),
         (f"quest:{SMALL}:page_size=8", "its pages have 8 tokens, and those that are shared 16"),
     ]:
         assert reason in llm.generate(text_of(100), plan=plan, max_new_tokens=2).no_reuse

@@ -25,7 +25,7 @@ class IndexedBlocks(IndexedKeys):
 
     def crop(self, length: int) -> None:
         super().crop(length)
-        if self.searched_from is not None and self.searched_from > length:
+        if self.searched_from is not None and self.searched_from >= length:
             self.searched_from = None
 
     def missing(self, candidates: Candidates) -> Iterator[tuple[int, int, int]]:
