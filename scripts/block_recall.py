@@ -1,10 +1,10 @@
 """Recall of indexes by block of RetrievalAttention, against one index over the prompt, for questions about documents.
 
-    python scripts/block_recall.py results/block-recall-cpu.json [LENGTH]...
+    python scripts/block_recall.py results/block-recall-cpu.json
 
 Questions about a document of each task are decoded densely by the embedded model, at 640 + 100 visible tokens under the
-plans compared. At every step each layer takes the selections of all plans for the same queries; every fourth step is
-compared with an exact search.
+plans compared. At every fourth step each layer takes the selections of all plans for the same queries and compares them
+with an exact search; audited plans select at every step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
-TASKS, QUESTIONS, SEED, EVERY = ("key_value", "needle", "facts"), 8, 700000, 4
-LENGTHS = 32768, 61440
+CONTEXTS = ("key_value", 32768), ("needle", 32768), ("facts", 32768), ("facts", 61440)
+QUESTIONS, SEED, EVERY = 8, 700000, 4
 BUDGET = Budget(tokens=740, sinks=128, window=512, dense_layers=())
 WANTED = 100
 BLOCKS = 0, 4096, 8192, 16384, 32768  # 0: one index over the prompt
@@ -81,6 +81,7 @@ class CompareIndexes(Method):
     methods: tuple[Method, ...] = ()
     report: Callable[[Step], None] = print
     build_s: dict[int, float] | None = None
+    prompt: int = 0  # tokens after which one index is built
 
     def new_state(self, shape: LayerShape) -> ComparedIndexes:
         return ComparedIndexes([method.new_state(shape) for method in self.methods])
@@ -98,16 +99,10 @@ class CompareIndexes(Method):
     ) -> None:
         assert self.build_s is not None
         for index, (method, own) in enumerate(zip(self.methods, state.states)):
-            if getattr(method, "block", 0) or self.ended(reader.length):
+            if getattr(method, "block", 0) or reader.length >= self.prompt:
                 started = perf_counter()
                 method.prepare(own, shape, candidates, reader, Limit(WANTED))
                 self.build_s[index] += perf_counter() - started
-
-    def ended(self, length: int) -> bool:
-        """Whether the prompt is read: one index is built then."""
-        return length >= self.prompt
-
-    prompt: int = 0
 
     def select(
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
@@ -116,6 +111,8 @@ class CompareIndexes(Method):
         spans, measured = BUDGET.always(start, 1), start % EVERY == 0
         exact = exact_search(queries[:, 0], reader.keys(candidates.first, candidates.stop), WANTED)[0]
         for index, (method, own) in enumerate(zip(self.methods, state.states)):
+            if not measured and not getattr(method, "audit", 0):
+                continue
             counted = CountingReader(reader._reader, LayerMessages(), (0, shape.layer, None))  # type: ignore[attr-defined]
             started = perf_counter()
             selection = method.select(own, shape, queries, start, candidates, Limit(WANTED), counted)
@@ -156,14 +153,13 @@ def rows_of(llm: LLM, task: str, length: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    out, lengths = Path(sys.argv[1]), [int(length) for length in sys.argv[2:]] or LENGTHS
+    out = Path(sys.argv[1])
     llm = LLM(None, "dense", placement="host", probe_every=0)
     rows: list[dict[str, Any]] = []
-    for length in lengths:
-        for task in TASKS:
-            rows += rows_of(llm, task, length)
-            print("\n".join(json.dumps(row) for row in rows[-len(PLANS) :]), file=sys.stderr)
-    recipe = {"lengths": lengths, "tasks": TASKS, "questions": QUESTIONS, "seed": SEED, "every": EVERY}
+    for task, length in CONTEXTS:
+        rows += rows_of(llm, task, length)
+        print("\n".join(json.dumps(row) for row in rows[-len(PLANS) :]), file=sys.stderr)
+    recipe = {"contexts": CONTEXTS, "questions": QUESTIONS, "seed": SEED, "every": EVERY}
     recipe["threads"] = torch.get_num_threads()
     head = {"kind": "block-recall", "recipe": recipe, **versions_and_machine(llm.device)}
     lines = ",\n".join(json.dumps(row) for row in rows)
