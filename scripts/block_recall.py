@@ -41,9 +41,13 @@ CONTEXTS = ("key_value", 32768), ("needle", 32768), ("facts", 32768), ("facts", 
 QUESTIONS, SEED, EVERY = 8, 700000, 4
 BUDGET = Budget(tokens=740, sinks=128, window=512, dense_layers=())
 WANTED = 100
-BLOCKS = 0, 4096, 8192, 16384, 32768  # 0: one index over the prompt
-PLANS = ["index=flat", *(f"index={index}:audit=0" + (f":block={block}" if block else "") for index in ("graph", "auto")
-                         for block in BLOCKS), "index=graph", "index=graph:block=16384"]  # fmt: skip
+BLOCKS = {"graph": (0, 4096, 8192, 16384, 32768), "auto": (0, 16384, 32768)}  # 0: one index over the prompt
+PLANS = ["index=flat", "index=graph", "index=graph:block=16384"]
+PLANS += [
+    f"index={index}:audit=0" + (f":block={block}" if block else "")
+    for index, blocks in BLOCKS.items()
+    for block in blocks
+]
 
 
 class Step(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which queries of a block are kept: they depend on the block alone, whatever the chunks and roll-backs within reach."""
+"""Queries that are kept of a block: they depend on the block alone, whatever the chunks and roll-backs in reach."""
 
 from __future__ import annotations
 

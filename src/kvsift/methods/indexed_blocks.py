@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsift.indexes.base import Index
 from kvsift.indexes.block_recorder import BlockRecorder
 from kvsift.indexes.flat import FlatIndex
-from kvsift.methods.indexed_keys import IndexedKeys
+from kvsift.methods.indexed_keys import IndexedKeys, approximate
 from kvsift.types import Candidates
 
 
@@ -36,11 +36,13 @@ class IndexedBlocks(IndexedKeys):
             yield number, max(number * block, candidates.first), (number + 1) * block
 
     def parts(self, candidates: Candidates) -> Iterator[tuple[Index, int, int]]:
-        """The blocks, each by its index, and a scan of what is behind them. After a roll-back an index may reach into
-        the window: it is not used."""
+        """Blocks with a graph, each by its index, and scans of what is between and behind them. After a roll-back an
+        index may reach into the window: it is not used."""
         at = candidates.first
         for span in self.spans:
-            if span.stop <= candidates.stop:
+            if span.stop <= candidates.stop and approximate(span.index) is not None:
+                if at < span.first:
+                    yield FlatIndex(), at, span.first
                 yield span.index, span.first, span.stop
                 at = span.stop
         if at < candidates.stop:

@@ -75,7 +75,7 @@ class IndexedKeys:
     def widen(self) -> None:
         """Widen the searches of the indexes to what the audits ask for."""
         for span in self.spans:
-            if (index := _approximate(span.index)) is not None:
+            if (index := approximate(span.index)) is not None:
                 index.widen(self.audits.widths)
 
     def parts(self, candidates: Candidates) -> Iterator[tuple[Index, int, int]]:
@@ -86,7 +86,7 @@ class IndexedKeys:
 
     def can_miss(self, candidates: Candidates) -> bool:
         """Whether some of the candidates are found by a graph."""
-        return any(_approximate(index) is not None for index, _, _ in self.parts(candidates))
+        return any(approximate(index) is not None for index, _, _ in self.parts(candidates))
 
     def age(self, candidates: Candidates, length: int) -> int:
         """Tokens since the indexes are in use, as audits count them."""
@@ -105,7 +105,7 @@ class IndexedKeys:
         }
 
 
-def _approximate(index: Index) -> GraphIndex | AutoIndex | None:
+def approximate(index: Index) -> GraphIndex | AutoIndex | None:
     """The index, if it may miss a key and can search wider."""
     if isinstance(index, GraphIndex) or (isinstance(index, AutoIndex) and index.walks):
         return index

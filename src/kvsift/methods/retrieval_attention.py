@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -258,20 +259,28 @@ class RetrievalAttention(Method):
         best: tuple[Tensor, Tensor] | None = None
         for index, first, stop in state.parts(candidates):
             before = index.bytes_read
-            results = index.search(queries, reader.borrow(first, stop), k)
+            scans = isinstance(index, FlatIndex) and index.codes is None
+            keys = reader.borrow_in_place(first, stop) if scans else reader.borrow(first, stop)
+            results = index.search(queries, keys, k)
             reader.count_bytes(index.bytes_read - before)
             best = results if best is None else merged(best, results, first - candidates.first, k)
         assert best is not None
         if bool((best[0][:, -1] < 0).any()):  # keys that the graph cannot reach
             state.completed += 1
-            return exact_search(queries, reader.keys(candidates.first, candidates.stop), k)
+            return _scan(queries, reader, candidates, k)
         due = self.audit and (state.audits.failed or is_due(state.age(candidates, reader.length), self.audit))
         if not due or not state.can_miss(candidates):
             return best
-        exact = exact_search(queries, reader.keys(candidates.first, candidates.stop), k)
+        exact = _scan(queries, reader, candidates, k)
         state.audits.take(reader.length, best[0], exact[0], shape.num_kv_heads)
         state.widen()
         return exact
+
+
+def _scan(queries: Tensor, reader: KVReader, candidates: Candidates, k: int) -> tuple[Tensor, Tensor]:
+    keys = reader.borrow_in_place(candidates.first, candidates.stop)
+    reader.count_bytes(prod(keys.shape) * keys.dtype.itemsize)
+    return exact_search(queries, keys, k)
 
 
 def _on_host(reader: KVReader, first: int, stop: int) -> Tensor:
