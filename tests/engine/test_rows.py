@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -45,6 +46,8 @@ BLOCKS = [
     "index=graph:block=100:beam=9:audit=4",
     "index=graph:block=128:heads=kv:per=query_head:audit=0",
     "index=auto:block=192",
+    "index=flat_int8",
+    *(("index=hnsw", "index=ivf") if find_spec("faiss") else ()),
 ]
 HISTORIES = int(30 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 
