@@ -69,7 +69,8 @@ class RetrievalAttention(Method):
             the usual indexes, through faiss.
         heads: each "query" head has its own selection, or the query heads of a "kv" head share one.
         per: a graph per "kv_head" or per "query_head".
-        block: tokens of a block; 0: one index over the prompt. Rows whose prompts begin alike can share blocks.
+        block: tokens of a block, 64 or more; 0: one index over the prompt. Rows whose prompts begin alike can share
+            blocks; prompts that are kept for later rows then keep their queries and indexes, too.
         samples: queries of the prompt, per query head, that a graph is built from, at most.
         degree: links per key of the graph.
         beam: keys that a search of the graph follows; chosen for 95 % recall by "auto", four times the selection
