@@ -20,6 +20,7 @@ SPLIT = ("split-h200.json", "split-512k-h200.json", "split-1m-h200.json")
 SPLIT_SKETCH = ("split-sketch-h200.json", "split-sketch-1m-h200.json")
 ANSWERS = ("retrieval-32k", "retrieval-host-32k")
 WRITTEN = "generation-recall-cpu.json"
+BY_BLOCK, BY_BLOCK_ANSWERS = "block-recall-cpu.json", "retrieval-blocks-32k"
 BUSY = "busy-machine*.json*"
 INDEX = ("index-st-cpu.json", "index-p-cpu.json")
 
@@ -70,6 +71,23 @@ def written(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def by_block(result: dict[str, Any]) -> str:
+    """Return what indexes by block found, read and took, by context."""
+    heads = ("found", "ten best", "recovery", "KiB read", "ms", "build s")
+    contexts = dict.fromkeys((row["task"], row["length"]) for row in result["rows"])
+    parts = []
+    for context in contexts:
+        lines = [f"| {context[0]}, {context[1]:,} tokens | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+        for row in result["rows"]:
+            if (row["task"], row["length"]) == context:
+                shares = [f"{row[key]:.3f}" for key in ("found", "heaviest", "recovery")]
+                lines.append(
+                    _row(f"`{row['plan']}`", [*shares, f"{row['kib']:,}", f"{row['ms']:.2f}", f"{row['build_s']:.1f}"])
+                )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
 def _row(name: str, cells: list[str]) -> str:
     return f"| {name} | {' | '.join(cells)} |"
 
@@ -95,6 +113,14 @@ BLOCKS = {
             lambda result: f"{place(WRITTEN)}: {result['machine']}, commit {result['commit'][:10]}.",
         ),
         "split": lambda: split_tables(SPLIT_SKETCH),
+    },
+    "results/block-recall-cpu.md": {
+        "by-block": shown(
+            BY_BLOCK,
+            by_block,
+            lambda result: f"{place(BY_BLOCK)}: {result['machine']}, commit {result['commit'][:10]}.",
+        ),
+        "by-block-answers": lambda: quality_table(result_of(BY_BLOCK_ANSWERS)),
     },
     "results/split-h200.md": {"split": lambda: split_tables(SPLIT)},
     "results/host-cpu.md": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -185,6 +185,9 @@ class KVReader(Protocol):
 
     def borrow(self, start: int, stop: int) -> Tensor:
         """Keys, to be read in part: ``count_bytes`` says how much of it was."""
+
+    def borrow_in_place(self, start: int, stop: int) -> Any:
+        """As ``borrow``, for the compiled core: a tensor or rows of a pool, ``native.shapes.HeadRows``."""
 
     def count_bytes(self, num_bytes: int) -> None:
         """So many bytes were read to choose, of what was borrowed."""

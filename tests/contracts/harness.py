@@ -36,12 +36,14 @@ SHAPE = LayerShape(layer=2, num_query_heads=4, num_kv_heads=2, head_dim=8, scale
 # Knobs that say how large a unit or a segment is, where a method has them.
 SMALL = {"page_size": 4, "block": 8, "chunk": 32, "segment": 48, "queries": 5, "channels": 3, "rank": 3, "local": 40}
 SMALL |= {"full_choice": False}  # a single layer is one that chooses, and would see everything
+AS_IT_IS = {("retrieval_attention", "block")}  # 0 is no block, and 64 tokens the least
 
 
 def small(name: str, **knobs: Any) -> MethodFactory:
     """A catalogued method with its defaults, except that units are small so that short contexts hold many."""
     cls = method_class(name)
-    sizes = {field.name: SMALL[field.name] for field in fields(cls) if field.name in SMALL}
+    names = {field.name for field in fields(cls)} & SMALL.keys()
+    sizes = {knob: SMALL[knob] for knob in SMALL if knob in names and (name, knob) not in AS_IT_IS}
     try:
         cls(**{**sizes, **knobs})
     except InputError:  # of a method of tokens that reads pages only with some other knob

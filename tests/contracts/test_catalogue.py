@@ -36,6 +36,7 @@ ALSO: dict[str, list[dict[str, Any]]] = {
     "less_is_more": [{"recent_fraction": 0.9}],
     "magicpig": [{"bits": 2, "tables": 12}, {"bits": 1, "tables": 3}],
     "pqcache": [{"bits": 2, "iterations": 3}, {"parts": 3, "bits": 1}],
+    "retrieval_attention": [{"index": "graph", "block": 64, "beam": 9}, {"block": 64, "audit": 0}],
     "sketch": [{"rest": False}],
     "sparq": [{"second_copy": True}, {"mean_value": False}],
 }

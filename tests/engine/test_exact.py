@@ -19,6 +19,7 @@ PLANS = [
     f"quest:{SMALL}",
     f"verify:{SMALL}",
     f"retrieval_attention:{SMALL}:index=flat",
+    f"retrieval_attention:{SMALL}:index=graph:block=96:beam=9",
     f"infllm:{SMALL}:block=16:chunk=32",
     f"tidal_decode:{SMALL}",
     f"oracle_tokens:{SMALL}",

@@ -5,7 +5,7 @@ import pytest
 from kvsift.engine.prefill_sharing import can_share_prefill, prefill_key
 from kvsift.plan.syntax import parse_plan
 
-SNAPKV = "snapkv:budget=256"
+SNAPKV, BLOCKS = "snapkv:budget=256", "retrieval_attention:block=16384"
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,11 @@ SNAPKV = "snapkv:budget=256"
         ("dense", SNAPKV, False),  # its state comes from the queries of the prompt
         (SNAPKV, SNAPKV, True),
         (SNAPKV, "snapkv:budget=512", False),
+        ("dense", "retrieval_attention", False),
+        ("dense", BLOCKS, False),
+        (BLOCKS, BLOCKS, True),
+        (BLOCKS, "retrieval_attention:block=8192", False),
+        ("dense", "retrieval_attention:index=flat", True),  # the keys are all that it reads
         (SNAPKV, "dense", True),  # the keys and values are those of a dense prefill
     ],
 )

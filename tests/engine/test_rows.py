@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -36,9 +37,18 @@ PLANS = [
     f"snapkv:{SMALL}:evict=true",
     f"both=h2o:{SMALL}:evict=true",
     f"retrieval_attention:{SMALL}:index=flat",
+    f"retrieval_attention:{SMALL}:index=graph:block=96:beam=9",
     f"oracle_tokens:{SMALL}:min_recovery=0.9",
 ]
 KNOBS = {"retrieval_attention": ":index=flat", "infllm": ":block=16:chunk=32", "critiprefill": ":block=16:segment=32"}
+BLOCKS = [
+    "index=graph:block=64:beam=9",  # narrow: what is found depends on the graph
+    "index=graph:block=100:beam=9:audit=4",
+    "index=graph:block=128:heads=kv:per=query_head:audit=0",
+    "index=auto:block=192",
+    "index=flat_int8",
+    *(("index=hnsw", "index=ivf") if find_spec("faiss") else ()),
+]
 HISTORIES = int(30 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 
 
@@ -206,7 +216,7 @@ def _plans_of_the_catalogue() -> list[str]:
             if not method_class(name)().traits.selects and budget:
                 budget = ":budget=40:dense_layers=none"
             plans.append(f"{phase}={name}{knobs}{budget}")
-    return plans
+    return plans + [f"retrieval_attention:{SMALL}:{knobs}" for knobs in BLOCKS]
 
 
 @pytest.mark.parametrize("plan", _plans_of_the_catalogue())
@@ -244,7 +254,10 @@ def test_plans_that_share_nothing_say_why(llama: Path) -> None:
     for plan, reason in [
         (f"both=h2o:{SMALL}:evict=true", "h2o drops tokens for good"),
         (f"snapkv:{SMALL}", "snapkv"),
-        (f"retrieval_attention:{SMALL}:index=flat", "retrieval_attention learns from the queries of the whole prompt"),
+        (
+            f"retrieval_attention:{SMALL}",
+            "retrieval_attention learns from the queries of the whole prompt; with block=",
+        ),
         (f"quest:{SMALL}:page_size=8", "its pages have 8 tokens, and those that are shared 16"),
     ]:
         assert reason in llm.generate(text_of(100), plan=plan, max_new_tokens=2).no_reuse

@@ -86,5 +86,7 @@ class Rows:
     def borrow(self, start: int, stop: int) -> torch.Tensor:
         return self.rows[:, start:stop]
 
+    borrow_in_place = borrow
+
     def count_bytes(self, num_bytes: int) -> None:
         self.num_bytes += num_bytes

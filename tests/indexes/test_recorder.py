@@ -106,5 +106,5 @@ def test_samples_do_not_keep_a_chunk_alive_or_see_it_change() -> None:
     before = taken(recorder).queries.clone()
     chunk.fill_(-1)
     assert torch.equal(taken(recorder).queries, before)
-    held = sum(block.queries.untyped_storage().nbytes() for block in recorder._spread.blocks + recorder._newest.blocks)
+    held = sum(piece.queries.untyped_storage().nbytes() for piece in recorder._spread.pieces + recorder._newest.pieces)
     assert held <= 4 * 64 * HEADS * DIM * 4

@@ -315,7 +315,11 @@ def rules(draw: st.DrawFn, phase: Phase) -> Rule:
     if name == "snapkv":
         chosen |= {"heads": "kv" if chosen.get("evict") else draw(st.sampled_from(["query", "kv"]))}
     if name == "retrieval_attention":
-        chosen |= {"heads": draw(st.sampled_from(["query", "kv"])), "compat": None}
+        chosen |= {
+            "heads": draw(st.sampled_from(["query", "kv"])),
+            "compat": None,
+            "block": draw(st.sampled_from([0, 64])),
+        }
     if chosen.get("compat") and name != "infllm":
         only = {"sample_attention": "paper", "infinigen": "code"}
         chosen = {"compat": only.get(name, chosen["compat"])}

@@ -273,7 +273,7 @@ class Loop:
             if nodes:
                 kinds = frozenset(row.plan.summaries)
                 stale = any(kinds - node.kinds for node in nodes)
-                self._model.adopt(row.cache, length, stale, self.grid)
+                self._model.adopt(row.cache, length, stale, self.grid, nodes[-1].sealed)
                 for node in nodes:
                     node.kinds |= kinds
                 self.tree.kinds |= kinds
@@ -395,7 +395,8 @@ class Loop:
         before = row.nodes[-1] if row.nodes else None
         ids = row.ids[row.num_cached - self.grid : row.num_cached]
         runs, kinds = cache.table.runs_between(0, first, first + pages), frozenset(row.plan.summaries)
-        row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock()))
+        sealed = cache.sealed(row.num_cached)
+        row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock(), sealed))
         self._maintain(cache)
 
     def _maintain(self, cache: SparseCache) -> None:

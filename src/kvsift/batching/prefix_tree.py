@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import Any
 
 from kvsift.stores.page_pool import PagePool, Run
 
@@ -25,6 +26,7 @@ class Node:
         parent: the chunk before it; None for the first one.
         depth: chunks before it.
         kinds: of page summary that its pages have.
+        sealed: what methods remember of the tokens up to its end (``SparseCache.sealed``).
         used: time of its last use.
         users: rows that hold it.
         children: chunks behind it.
@@ -36,6 +38,7 @@ class Node:
     parent: Node | None
     depth: int
     kinds: frozenset[str]
+    sealed: Sequence[Any]
     used: float
     users: int = 0
     children: set[bytes] = field(default_factory=set)
@@ -92,14 +95,14 @@ class PrefixTree:
             node.users -= 1
 
     def seal(self, root: bytes, before: Node | None, ids: Sequence[int], runs: Sequence[Run], kinds: frozenset[str],
-             now: float) -> Node:  # fmt: skip
+             now: float, sealed: Sequence[Any] = ()) -> Node:  # fmt: skip
         """Add the chunk behind ``before``, whose pages are full and are never written again; the caller holds it."""
         [(name, chunk)] = chain(before.name if before is not None else root, ids, self.grid)
         node = self._nodes.get(name)
         if node is None:
             self._pages.share(runs)
             depth = 0 if before is None else before.depth + 1
-            node = self._nodes[name] = Node(name, chunk, list(runs), before, depth, kinds, now)
+            node = self._nodes[name] = Node(name, chunk, list(runs), before, depth, kinds, sealed, now)
             self.kinds |= kinds
             if before is not None:
                 before.children.add(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -33,9 +33,9 @@ class RowModel(ExactModel, Protocol):
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         """An empty cache of one row, over the pages of ``table`` if there is one."""
 
-    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
+    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: Sequence[Any]) -> None:
         """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
-        summaries."""
+        summaries; ``sealed``: by the cache that has read them."""
 
     def restore(self, row: Row) -> None:
         """Let the source of a row fill its cache."""

@@ -19,6 +19,7 @@ def _reason_of_rule(rule: Rule) -> str | None:
     traits, name = rule.method.traits, str(rule).partition(":")[0]
     if not traits.keeps_all or traits.follows:
         return f"what {name} remembers depends on how earlier tokens were answered"
-    if traits.wants_queries:
-        return f"{name} learns from the queries of the whole prompt"
+    if traits.wants_queries and not traits.seals:
+        learns = f"{name} learns from the queries of the whole prompt"
+        return f"{learns}; with {traits.to_share} from those of a block, and rows share" if traits.to_share else learns
     return None

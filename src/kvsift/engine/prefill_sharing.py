@@ -15,6 +15,11 @@ def prefill_key(plan: Plan) -> str:
     return f"{plan.prefill}{_prompt_learner(plan) or ''}"
 
 
+def learns_from_prompt(plan: Plan) -> bool:
+    """Return whether a prefilled context is more than its keys and values: the queries are gone once it is saved."""
+    return _prompt_learner(plan) is not None
+
+
 def _prompt_learner(plan: Plan) -> Rule | None:
     """Return the decode rule if its method learns from the queries of the prompt."""
     return plan.decode if plan.decode is not None and plan.decode.method.traits.wants_queries else None

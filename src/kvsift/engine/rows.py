@@ -72,8 +72,8 @@ class RunnerRows:
             return group.step(rows)
         return self.decode([row.cache for row in rows if row.cache is not None], [row.token for row in rows])
 
-    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int) -> None:
-        cache.adopt(self._shapes, self._like, length, stale, grid)
+    def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: Sequence[Any]) -> None:
+        cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
 
     @torch.inference_mode()
     def restore(self, row: Row) -> None:

@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from kvsift import __version__
 from kvsift.engine import saved_header
 from kvsift.engine.atomic_files import reason, replacement
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.prefill_sharing import can_share_prefill
+from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.engine.prompt import DocumentText
 from kvsift.engine.saved_header import CHECKSUM_BYTES, CHECKSUMS, TensorEntry, damaged
 from kvsift.errors import InputError
@@ -224,7 +223,7 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
             f"the plan {plan} has {_named(str(plan.prefill))}", "Give a plan with the saved rule of prefill",
         )  # fmt: skip
         yield (
-            can_share_prefill(replace(plan, decode=None), plan), "without what this method remembers of it",
+            not learns_from_prompt(plan), "without what this method remembers of it",
             f"{plan} learns from the queries of the prompt, which are not saved", "Give one that does not",
         )  # fmt: skip
 

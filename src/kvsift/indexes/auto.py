@@ -1,7 +1,8 @@
 """A graph or a scan per KV head, whichever was faster in a trial.
 
 Some queries of the prompt are held out of the graph and rotated to the positions of decode queries. With them the trial
-measures the patience that each head needs to find the keys of a scan, and the time of both on this machine.
+measures the patience that each head needs to find the keys of a scan, and the time of both on this machine. An index
+that others share may not depend on the time: there, the keys that both score are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvsift.indexes.flat import FlatIndex
 from kvsift.indexes.from_samples import DECODE_POSITIONS, lists_for, rotated, why_no_graph
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.samples import QuerySamples
-from kvsift.indexes.trial import IndexedHeads, Trial, chosen
+from kvsift.indexes.trial import IndexedHeads, Trial, chosen, chosen_by_count
 from kvsift.types import Rope
 
 LEAST_ROWS = 8192  # a scan of fewer keys is faster than any walk
@@ -44,6 +45,7 @@ class AutoIndex:
         cls, keys: Tensor, samples: QuerySamples | None, *, k: int = 100, first: int = 0, rope: Rope | None = None,
         scale: float | None = None, degree: int = 32, num_samples: int = 8192, window: int = 512,
         per: Literal["kv_head", "query_head"] = "kv_head", target: float = 0.95,
+        decode_positions: int | None = DECODE_POSITIONS, timed: bool = True,
     ) -> AutoIndex:  # fmt: skip
         """Time both over ``keys`` and keep the faster.
 
@@ -54,8 +56,9 @@ class AutoIndex:
             first: position of the first row.
             rope: rotary embedding of the model; without it queries are not rotated.
             scale: of the logits; one over the root of head_dim by default.
-            degree, num_samples, per, window: of the graph (``GraphIndex.build``).
+            degree, num_samples, per, window, decode_positions: of the graph (``GraphIndex.build``).
             target: share of the k nearest keys, and of the attention among them, that a graph must find.
+            timed: False: choose by the number of keys that a graph scores, not by the time.
         """
         started = perf_counter()
         why = why_no_graph(keys, samples)
@@ -64,13 +67,13 @@ class AutoIndex:
         if why or samples is None:
             return cls([IndexedHeads(0, keys.shape[0], FlatIndex.build(keys))], why, {}, perf_counter() - started)
         held_out, rest = _split(samples)
-        queries = rotated(held_out, max(first + keys.shape[1], int(samples.positions[-1]) + 1), rope)
+        queries = rotated(held_out, max(first + keys.shape[1], int(samples.positions[-1]) + 1), rope, decode_positions)
         trial = Trial.of(queries, keys, k, keys.shape[2] ** -0.5 if scale is None else scale)
         graph = GraphIndex.build(
-            keys, rest, rope=rope, decode_positions=DECODE_POSITIONS, first_position=first, window=window,
+            keys, rest, rope=rope, decode_positions=decode_positions, first_position=first, window=window,
             degree=degree, lists=lists_for(k), num_samples=num_samples, per=per,
         )  # fmt: skip
-        choice = chosen(keys, graph, trial, target)
+        choice = (chosen if timed else chosen_by_count)(keys, graph, trial, target)
         return cls(choice.runs, choice.why, choice.measured, perf_counter() - started)
 
     def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:

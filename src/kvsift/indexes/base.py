@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.native.shapes import HeadRows
 
 NOTHING = -1  # id of a result that is missing
 
@@ -61,14 +62,15 @@ class SearchCount:
         return self.keys / self.searches if self.searches else 0.0
 
 
-def check_search(queries: Tensor, keys: Tensor, k: int) -> None:
+def check_search(queries: Tensor, keys: HeadRows, k: int) -> None:
     """Refuse a search that no index can answer.
 
     Raises:
         InputError: for shapes that do not fit, k below 1, tensors that are not in host memory, or a query that is not
             finite.
     """
-    if queries.ndim != 2 or keys.ndim != 3 or queries.shape[1] != keys.shape[2] or queries.shape[0] % keys.shape[0]:
+    fit = queries.ndim == 2 and len(keys.shape) == 3 and queries.shape[1] == keys.shape[2]
+    if not fit or queries.shape[0] % keys.shape[0]:
         raise InputError(
             f"queries {list(queries.shape)} do not fit keys {list(keys.shape)}: give [num_query_heads, head_dim] and "
             "[num_kv_heads, n, head_dim], the query heads a multiple of the KV heads."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 from time import perf_counter
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.errors import InputError
 from kvsift.indexes.base import SearchCount, best, check_keys, check_search, merged
-from kvsift.native.shapes import check_rows
+from kvsift.native.shapes import HeadRows, PooledRows, check_rows
 
 CodeKind = Literal["int8"]
 
@@ -23,7 +23,7 @@ def overfetch(k: int) -> float:
     return 1.5 if k < 1000 else 1.25
 
 
-def core_takes(keys: Tensor) -> bool:
+def core_takes(keys: HeadRows) -> bool:
     """Whether the compiled core is available and supports the layout of keys [num_kv_heads, n, head_dim]."""
     if not native.available():
         return False
@@ -34,9 +34,11 @@ def core_takes(keys: Tensor) -> bool:
     return True
 
 
-def exact_search(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def exact_search(queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor]:
     """Find the k best keys of each query head (``Index.search``), with the compiled core or else with torch."""
-    return native.scan(queries, keys, k) if core_takes(keys) else scan_in_torch(queries, keys, k)
+    if core_takes(keys):
+        return native.scan(queries, keys, k)
+    return scan_in_torch(queries, keys.gather() if isinstance(keys, PooledRows) else keys, k)
 
 
 def scan_in_torch(queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -84,13 +86,16 @@ class FlatIndex:
         index.extend(keys)
         return index
 
-    def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def search(self, queries: Tensor, keys: HeadRows, k: int) -> tuple[Tensor, Tensor]:
+        """As of every index; without codes the keys may be rows of a pool."""
         check_search(queries, keys, k)
         rows = 0 if self._coded is None else self._coded.length
-        coded = keys[:, :rows].numel() + ceil(overfetch(k) * k) * queries.numel() * keys.element_size() if rows else 0
-        self._count.add(keys.shape[1], coded + keys[:, rows:].numel() * keys.element_size())
         if self._coded is None or rows == 0:
+            self._count.add(keys.shape[1], prod(keys.shape) * keys.dtype.itemsize)
             return exact_search(queries, keys, k)
+        assert isinstance(keys, Tensor)
+        coded = keys[:, :rows].numel() + ceil(overfetch(k) * k) * queries.numel() * keys.element_size()
+        self._count.add(keys.shape[1], coded + keys[:, rows:].numel() * keys.element_size())
         nearest = native.scan_codes(queries, self._coded, keys[:, :rows], k, overfetch(k))
         if rows == keys.shape[1]:
             return nearest

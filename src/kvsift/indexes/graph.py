@@ -53,7 +53,7 @@ class GraphIndex:
 
     @classmethod
     def build(
-        cls, keys: Tensor, samples: QuerySamples, *, rope: Rope | None = None, decode_positions: int = 512,
+        cls, keys: Tensor, samples: QuerySamples, *, rope: Rope | None = None, decode_positions: int | None = 512,
         first_position: int = 0, window: int = 512, degree: int = 32, lists: int = 200, num_samples: int = 8192,
         per: Per = "kv_head", compat: Literal["paper"] | None = None,
         beam: int | None = None,

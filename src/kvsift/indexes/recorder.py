@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from kvsift.indexes.query_pieces import QueryPieces
 from kvsift.indexes.samples import QuerySamples
 
 NEWEST = 256  # queries that are kept besides the evenly spread ones
-_SMALL = 64  # blocks of fewer tokens are joined with the next one
 
 
 class QueryRecorder:
@@ -34,8 +32,8 @@ class QueryRecorder:
         self.capacity = capacity
         self.length = self.unseen_stop = 0
         self._stride = 1
-        self._spread = _QueryBlocks()
-        self._newest = _QueryBlocks()
+        self._spread = QueryPieces()
+        self._newest = QueryPieces()
 
     @property
     def num_newest(self) -> int:
@@ -85,51 +83,5 @@ class QueryRecorder:
     @property
     def num_bytes(self) -> int:
         """Bytes of the sample."""
-        blocks = [*self._spread.blocks, *self._newest.blocks]
-        return sum(block.queries.numel() * block.queries.element_size() for block in blocks)
-
-
-class _QueryBlocks:
-    """Queries in blocks, ordered by position; a block is replaced, never written to."""
-
-    def __init__(self, blocks: list[QuerySamples] | None = None) -> None:
-        self.blocks = blocks or []
-
-    def append(self, queries: Tensor, positions: Tensor) -> None:
-        # a copy, as a view would keep the whole chunk in memory; on the host, where indexes are
-        block = QuerySamples(queries.to("cpu", copy=True), positions)
-        if self.blocks and len(self.blocks[-1].positions) < _SMALL:
-            block = _joined([self.blocks.pop(), block])
-        self.blocks.append(block)
-
-    def thin(self, stride: int) -> None:
-        self._filter(lambda positions: positions % stride == 0)
-
-    def crop(self, length: int) -> None:
-        self._filter(lambda positions: positions < length)
-
-    def discard(self, before: int) -> None:
-        """Discard the blocks whose queries all precede a position."""
-        while self.blocks and int(self.blocks[0].positions[-1]) < before:
-            self.blocks.pop(0)
-
-    def joined(self) -> QuerySamples | None:
-        return _joined(self.blocks) if self.blocks else None
-
-    def fork(self) -> _QueryBlocks:
-        return _QueryBlocks(list(self.blocks))
-
-    def _filter(self, keeps: Callable[[Tensor], Tensor]) -> None:
-        blocks = []
-        for block in self.blocks:
-            keep = keeps(block.positions)
-            if bool(keep.all()):
-                blocks.append(block)
-            elif bool(keep.any()):
-                blocks.append(QuerySamples(block.queries[:, keep], block.positions[keep]))
-        self.blocks = blocks
-
-
-def _joined(blocks: list[QuerySamples]) -> QuerySamples:
-    queries, positions = zip(*blocks)
-    return QuerySamples(torch.cat(queries, 1), torch.cat(positions))
+        pieces = [*self._spread.pieces, *self._newest.pieces]
+        return sum(piece.queries.numel() * piece.queries.element_size() for piece in pieces)

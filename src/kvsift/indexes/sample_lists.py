@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.indexes.from_samples import distances
 from kvsift.indexes.knn import knn
 from kvsift.indexes.samples import QuerySamples
 from kvsift.kernels.rerotate import rerotate
@@ -16,7 +17,7 @@ GOLDEN = 0.6180339887498949  # any number of its multiples, modulo 1, is evenly 
 
 def sample_lists(
     keys: Tensor, samples: QuerySamples, per_head: int, k: int, *, rope: Rope | None = None,
-    decode_positions: int = 512, first_position: int = 0, window: int = 512,
+    decode_positions: int | None = 512, first_position: int = 0, window: int = 512,
 ) -> Tensor:  # fmt: skip
     """Find the k keys with the largest inner products for some of the sampled queries.
 
@@ -31,7 +32,7 @@ def sample_lists(
             are fewer.
         k: ids per query.
         rope: rotary embedding of the model, if known.
-        decode_positions: expected number of generated tokens.
+        decode_positions: expected number of generated tokens; None: the distance of later queries is not known.
         first_position: position of the first key.
         window: most recent positions that queries see without the index.
 
@@ -63,7 +64,7 @@ def sample_lists(
         if rope is None:
             causal_stop = (positions + 1 - window - first_position).clamp(min=0)
         else:
-            spread = (steps * GOLDEN + head / num_query_heads).frac() * decode_positions
-            queries = rerotate(queries, positions, stop + spread.long(), rope)
+            shares = (steps * GOLDEN + head / num_query_heads).frac()
+            queries = rerotate(queries, positions, stop + distances(shares, decode_positions), rope)
         lists[head] = knn(queries, head_keys, k, causal_stop)[0]
     return lists

@@ -25,6 +25,7 @@ PATIENCE = (0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 1.0, 1.4, 2.0)
 # stays short. With a beam of 8 k, S of 32K tokens took 1.4 times as long for the same recall
 AHEAD = 4.0
 MARGIN = 0.25  # reserved share of the allowed misses: later queries are less like the sampled ones
+STEP_COST = 6  # keys that are scanned for a query head while a walk scores one: 5 to 8 on two cores (index-p-cpu.md)
 ROUNDS = 7
 EVICTED_BYTES = 64 << 20  # read before a timed search: in a decode step all other layers run between two searches
 SCANS: dict[str, Literal["int8"] | None] = {"flat": None, "flat_int8": "int8"}
@@ -122,6 +123,22 @@ def chosen(keys: Tensor, graph: GraphIndex, trial: Trial, target: float) -> Tria
     why = f"{name} was fastest ({tried}); the graph found {target:.0%} of {k} keys in {good} of {num_heads} heads"
     runs = [run.fork() for run in choices[name]]  # discards the counts of the trial
     return TrialResult(runs, why, {"seconds": seconds, "heads": [walk._asdict() for walk in walks]})
+
+
+def chosen_by_count(keys: Tensor, graph: GraphIndex, trial: Trial, target: float) -> TrialResult:
+    """As ``chosen``, by the number of keys that the graph scores per head: the same on every machine. The query heads
+    of a group share a scan and not a walk."""
+    num_heads, num_keys = keys.shape[:2]
+    cost = STEP_COST * trial.ids.shape[1] // num_heads
+    walks = [_shortest(keys, graph, trial, head, target) for head in range(num_heads)]
+    graph.beam, graph.patience = [walk.beam for walk in walks], [walk.patience for walk in walks]
+    wants = [walk.good and walk.scanned * cost < num_keys for walk in walks]
+    good, num_graphs, k = sum(walk.good for walk in walks), sum(wants), trial.ids.shape[2]
+    why = (
+        f"a graph in {num_graphs} of {num_heads} heads, where it scored less than a key in {cost}; it found "
+        f"{target:.0%} of {k} keys in {good}"
+    )
+    return TrialResult(_mixed(keys, graph, wants, "flat"), why, {"heads": [walk._asdict() for walk in walks]})
 
 
 def timed(

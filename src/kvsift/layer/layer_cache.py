@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from kvsift.layer.preparation import Preparation
 from kvsift.methods.base import Phase
 from kvsift.plan.layer_budgets import layer_plan
 from kvsift.plan.placement import Placement, PlacementSpec
-from kvsift.plan.plan import Plan
+from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.refusals import check_placement, check_rope
 from kvsift.stores.base import Store
 from kvsift.stores.catalogue import evicting, not_evicting, open_store
@@ -97,12 +97,17 @@ class LayerCache:
         """An empty tensor with the device and dtype of the keys."""
         return self._like
 
-    def adopt(self, length: int, stale: bool, chunk_size: int) -> None:
+    def sealed(self, length: int) -> dict[Phase, Any]:
+        """What methods remember of the first ``length`` tokens of the only row, for ``adopt``."""
+        return self._states.sealed(0, length)
+
+    def adopt(self, length: int, stale: bool, chunk_size: int, sealed: Mapping[Phase, Any]) -> None:
         """Begin the only row with ``length`` tokens of pages that the table has adopted, some without summaries if
-        ``stale``. Methods observe them in chunks, as if they were read."""
+        ``stale``. Methods start from what others have ``sealed``, or observe them in chunks, as if they were read."""
         assert isinstance(self.store, PagedStore), "rows that share pages keep them in a pool"
         self.store.adopt(0, length, stale)
-        self._observe_stored(chunk_size)
+        self._observe_stored(chunk_size, [phase for phase in PHASES if phase not in sealed])
+        self._states.adopt(0, sealed)
 
     def summaries(self, row: int) -> dict[str, Tensor]:
         """Summaries of all pages of a row that are maintained: kind -> [num_kv_heads, num_pages, width]."""
@@ -116,13 +121,13 @@ class LayerCache:
         self.store.restore(0, keys, values, summaries)
         self._observe_stored(chunk_size)
 
-    def _observe_stored(self, chunk_size: int) -> None:
-        if not self._states.observes:
+    def _observe_stored(self, chunk_size: int, phases: Collection[Phase] = PHASES) -> None:
+        if not self._states.observes(phases):
             return
         reader = self.store.reader(0)
         for start in range(0, reader.length, chunk_size):
             tokens = start, min(start + chunk_size, reader.length)
-            self._states.observe(0, None, reader.keys(*tokens), reader.values(*tokens), start)
+            self._states.observe(0, None, reader.keys(*tokens), reader.values(*tokens), start, phases)
 
     def take(self, chunk: Chunk) -> None:
         """Store the tokens of a prompt, observed by the methods, without attending them."""
@@ -131,6 +136,7 @@ class LayerCache:
             self.messages.begin(row, self.shape.layer)
             self._append(row, *(tensor[row, :, :length] for tensor in chunk[:3]))
             self._states.follow(row, length, "prefill", self.store.reader(row), self.messages, self.stats)
+            self._states.settle(row, self.store.reader(row), self.messages)
 
     def prepare(self) -> None:
         """Let the method of decode build its structures over what is stored; captured steps may follow."""

@@ -63,10 +63,9 @@ class MethodStates:
             if phase in phases:
                 rule.method.observe(self.of(phase, row), self.shape, queries, keys, values, start)
 
-    @property
-    def observes(self) -> bool:
-        """Whether some method observes tokens."""
-        return any(type(rule.method).observe is not Method.observe for _, rule in self._rules())
+    def observes(self, phases: Collection[Phase]) -> bool:
+        """Whether some method of these phases observes tokens."""
+        return any(phase in phases and type(rule.method).observe is not Method.observe for phase, rule in self._rules())
 
     def follow(
         self, row: int, num_new: int, phase: Phase, reader: RowReader, messages: LayerMessages, stats: RunStats
@@ -91,6 +90,25 @@ class MethodStates:
         limit = Limit(min(rule.budget.units(length, rule.method.unit_size), candidates.count))
         counting = CountingReader(reader, messages, (row, self.shape.layer, ("decode", length, length)))
         rule.method.prepare(self.of("decode", row), self.shape, candidates, counting, limit)
+
+    def settle(self, row: int, reader: RowReader, messages: LayerMessages) -> None:
+        """Let a method that seals build over a chunk of the prompt that was read."""
+        if self.plan.decode is not None and self.plan.decode.method.traits.seals:
+            self.prepare(row, reader, messages)
+
+    def sealed(self, row: int, length: int) -> dict[Phase, Any]:
+        """Copies of the states that other rows can start from, as they are after ``length`` tokens."""
+        found = {}
+        for phase, rule in self._rules():
+            if rule.method.traits.seals:
+                found[phase] = self.of(phase, row).fork()
+                found[phase].crop(length)
+        return found
+
+    def adopt(self, row: int, sealed: Mapping[Phase, Any]) -> None:
+        """Start a row from such copies."""
+        for phase, state in sealed.items():
+            self._states[phase][row] = state.fork()
 
     def describe(self) -> list[dict[str, Any]]:
         """The decode method's report on every row."""
@@ -120,8 +138,11 @@ class MethodStates:
                 rule.method.checkpoint(state)
 
     def _rules(self) -> list[tuple[Phase, Rule]]:
-        """Phases and rules, except for methods that follow every token and never select in this layer."""
+        """Phases and rules, except for methods that follow every token or seal, and never select in this layer."""
         observing: tuple[Phase, ...] = ("decode",) if self.plan.evicts_prompt else PHASES
         rules = [(phase, rule) for phase in observing if (rule := self.plan.rule(phase)) is not None]
-        layer = self.shape.layer
-        return [item for item in rules if not (item[1].method.traits.follows and layer in item[1].budget.dense_layers)]
+        return [(phase, rule) for phase, rule in rules if not self._is_idle(rule)]
+
+    def _is_idle(self, rule: Rule) -> bool:
+        traits = rule.method.traits
+        return (traits.follows or traits.seals) and self.shape.layer in rule.budget.dense_layers

@@ -96,6 +96,8 @@ class SparseAttention(LayerCache):
         else:
             parts = self._by_rule(segment, row, rule, phase, tally)
         self._states.follow(row, segment.num_queries, phase, self.store.reader(row), self.messages, self.stats)
+        if phase == "prefill":
+            self._states.settle(row, self.store.reader(row), self.messages)
         tally.add_transfers(self.store)
         if len(parts) == 1:
             return parts[0]

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, Self
+
+from torch import Tensor
 
 from kvsift import native
 from kvsift.indexes.audits import Audits
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.recorder import QueryRecorder
+from kvsift.indexes.samples import QuerySamples
+from kvsift.types import Candidates
+
+
+class Recorder(Protocol):
+    """Keeps a sample of the queries of a prompt."""
+
+    unseen_stop: int
+
+    def observe(self, queries: Tensor | None, start: int, stop: int) -> None:
+        """Receive the queries [num_query_heads, stop - start, head_dim] of new tokens; None if they are unknown."""
+
+    def take(self) -> QuerySamples | None:
+        """Return the sample; None if it is empty."""
+
+    def crop(self, length: int) -> None:
+        """Remove the queries from position ``length`` on."""
+
+    def fork(self) -> Self:
+        """Return an independent recorder of the same queries."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +42,7 @@ class IndexedSpan:
     index: Index
     first: int
     stop: int
-    length: int  # tokens cached at the build: a cache cropped to fewer may hold other tokens afterwards
+    length: int  # tokens that the index depends on: a cache cropped to fewer may hold other tokens afterwards
     why: str
 
 
@@ -36,14 +57,14 @@ class IndexedKeys:
         audits: comparisons of the graphs with a scan.
     """
 
-    recorder: QueryRecorder
+    recorder: Recorder
     spans: list[IndexedSpan] = field(default_factory=list)
     completed: int = 0
     audits: Audits = field(default_factory=Audits)
 
-    def fork(self) -> IndexedKeys:
+    def fork(self) -> Self:
         spans = [replace(span, index=span.index.fork()) for span in self.spans]
-        return IndexedKeys(self.recorder.fork(), spans, self.completed, self.audits.fork())
+        return replace(self, recorder=self.recorder.fork(), spans=spans, audits=self.audits.fork())
 
     def crop(self, length: int) -> None:
         self.recorder.crop(length)
@@ -51,25 +72,25 @@ class IndexedKeys:
         self.audits.crop(length)
         self.widen()
 
-    @property
-    def approximate(self) -> list[GraphIndex | AutoIndex]:
-        """Indexes that may miss a key and can search wider."""
-        indexes = [span.index for span in self.spans]
-        return [
-            index
-            for index in indexes
-            if isinstance(index, GraphIndex) or (isinstance(index, AutoIndex) and index.walks)
-        ]
-
     def widen(self) -> None:
         """Widen the searches of the indexes to what the audits ask for."""
-        for index in self.approximate:
-            index.widen(self.audits.widths)
+        for span in self.spans:
+            if (index := approximate(span.index)) is not None:
+                index.widen(self.audits.widths)
 
-    def until(self, stop: int) -> Iterator[tuple[IndexedSpan, int]]:
-        """Each span with the end of its search: the start of the next span, for the last one ``stop``."""
+    def parts(self, candidates: Candidates) -> Iterator[tuple[Index, int, int]]:
+        """Indexes that find the candidates together, and the tokens that each searches: those behind a span belong to
+        it, as an index scans later ones."""
         for span, following in zip(self.spans, [*self.spans[1:], None]):
-            yield span, stop if following is None else following.first
+            yield span.index, span.first, candidates.stop if following is None else following.first
+
+    def can_miss(self, candidates: Candidates) -> bool:
+        """Whether some of the candidates are found by a graph."""
+        return any(approximate(index) is not None for index, _, _ in self.parts(candidates))
+
+    def age(self, candidates: Candidates, length: int) -> int:
+        """Tokens since the indexes are in use, as audits count them."""
+        return candidates.stop - self.spans[0].stop
 
     def describe(self) -> dict[str, Any]:
         """What was built and used: "level" (instruction set, or "torch"), "samples" (queries kept per head),
@@ -82,3 +103,10 @@ class IndexedKeys:
             "audits": self.audits.describe(),
             "indexes": [{**span.index.statistics(), "why": span.why} for span in self.spans],
         }
+
+
+def approximate(index: Index) -> GraphIndex | AutoIndex | None:
+    """The index, if it may miss a key and can search wider."""
+    if isinstance(index, GraphIndex) or (isinstance(index, AutoIndex) and index.walks):
+        return index
+    return None

@@ -175,7 +175,16 @@ class SparseCache(DynamicCache):
             layer.attention.store.clear()
         self.reserve_rows(rows)
 
-    def adopt(self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int) -> None:
+    def sealed(self, length: int) -> list[dict[Phase, Any]]:
+        """What methods remember of the first ``length`` tokens of the only row, by layer, for ``adopt``; empty if that
+        is nothing."""
+        layers = [attention.sealed(length) for attention in self.attentions]
+        return layers if any(layers) else []
+
+    def adopt(
+        self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int,
+        sealed: Sequence[Mapping[Phase, Any]] = (),
+    ) -> None:  # fmt: skip
         """Begin an empty cache of one row with ``length`` tokens that others have read; its table has their pages.
 
         Args:
@@ -184,9 +193,10 @@ class SparseCache(DynamicCache):
             length: full pages.
             stale: some of the pages lack summaries that the plan needs.
             chunk_size: tokens that were read in one pass.
+            sealed: of a cache that has read the tokens under the same plan.
         """
-        for layer, shape in zip(self.layers, shapes, strict=True):
-            layer.adopt(shape, like, length, stale, chunk_size)
+        for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
+            layer.adopt(shape, like, length, stale, chunk_size, own)
 
     @property
     def can_undo(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.methods.base import Phase
 from kvsift.models.transformers_attention import NAME, AttendingLayer, UnsupportedModel
 from kvsift.models.transformers_run import SparseRun
 from kvsift.types import Chunk, LayerShape
@@ -113,11 +114,13 @@ class SparseLayer(AttendingLayer):
             return attention.attend(chunk, decode_tokens, sink_logit, self.run.row, self.run.is_exact)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
 
-    def adopt(self, shape: LayerShape, like: Tensor, length: int, stale: bool, chunk_size: int) -> None:
+    def adopt(
+        self, shape: LayerShape, like: Tensor, length: int, stale: bool, chunk_size: int, sealed: Mapping[Phase, Any]
+    ) -> None:
         """As ``SparseCache.adopt``, in a layer of this shape, keys of which are like ``like``."""
         self.lazy_initialization(like, like)
         self.attention = self._new_attention(shape, like.new_empty(1, 0))
-        self.attention.adopt(length, stale, chunk_size)
+        self.attention.adopt(length, stale, chunk_size, sealed)
         self.columns = length
 
     def undo(self, length: int) -> None:

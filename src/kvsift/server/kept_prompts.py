@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvsift.batching.row import Row
 from kvsift.engine.llm import LLM
+from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.engine.prompt import DocumentText
 from kvsift.engine.saved_document import SavedDocument, check_saving, save
 from kvsift.errors import InputError
@@ -37,7 +38,7 @@ def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] |
 def keep(path: Path, llm: LLM, row: Row, text: str) -> None:
     """Save the prompt of a row that was read just now; a failure is a line of the log."""
     assert row.cache is not None
-    if row.no_reuse:
+    if row.no_reuse or learns_from_prompt(row.plan):
         return
     try:
         check_saving(llm, row.plan, len(row.ids), path)

@@ -43,9 +43,10 @@ class RowReader:
         """Whether keys and values can be read where they are stored, on the host."""
         return self._pool.keys.device.type == "cpu"
 
-    def keys_in_place(self, stop: int | None = None) -> HeadRows:
-        """As ``keys(0, stop)``, without a copy, for the compiled core."""
-        return self._in_place(self._pool.keys.flatten(1, 2), 0, self.length if stop is None else stop, self.page_size)
+    def keys_in_place(self, stop: int | None = None, start: int = 0) -> HeadRows:
+        """As ``keys(start, stop)``, without a copy, for the compiled core."""
+        stop = self.length if stop is None else stop
+        return self._in_place(self._pool.keys.flatten(1, 2), start, stop, self.page_size)
 
     def values_in_place(self, stop: int | None = None) -> HeadRows:
         """As ``values(0, stop)``, without a copy, for the compiled core."""
@@ -128,6 +129,10 @@ class RowReader:
     def borrow(self, start: int, stop: int) -> Tensor:
         """As ``keys``."""
         return self.keys(start, stop)
+
+    def borrow_in_place(self, start: int, stop: int) -> HeadRows:
+        """As ``borrow``, without a copy where the compiled core reads them."""
+        return self.keys_in_place(stop, start) if self.in_place else self.keys(start, stop)
 
     def count_bytes(self, num_bytes: int) -> None:
         """No-op; ``layer.counting_reader`` counts."""
