@@ -79,7 +79,8 @@ def imposed_acceptance() -> Iterator[None]:
     def imposed(slots: Slots, kind: StepKind, number: int) -> Any:
         fed = slots.tokens.clone()
         found = run(slots, kind, number)
-        if Rate.share is not None and slots.batch.block == BLOCK:
+        if Rate.share is not None and slots.batch.block == BLOCK:  # plain steps have other blocks
+            assert slots._step.keeps_bits
             proposed = fed.view(-1, BLOCK)[:, 1:]
             refused = uploaded(Rate.refused(len(proposed)), fed.device)
             slots.tokens.view(-1, BLOCK)[:, :-1] = torch.where(refused, (proposed + 1) % 4096, proposed)

@@ -46,6 +46,10 @@ _HOMES = {
 __all__ = [*_HOMES, "__version__"]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvsift' has no attribute {name!r}; it has {', '.join(_HOMES)}")

@@ -43,7 +43,7 @@ def test_each_line_names_its_answer_where_there_are_several(run: Run, model: Pat
     for number, answer in enumerate(document["answers"], 1):
         assert answer["guard"]
         assert all(f"answer {number} under {GUARDED}: {line_of(event)}" in out for event in answer["guard"])
-    assert document["compare"]["guard"] == [[], []]
+    assert document["compare"][0]["guard"] == [[], []]
 
 
 def test_lines_of_json_have_it_too(run: Run, model: Path, text: Path, tmp_path: Path) -> None:

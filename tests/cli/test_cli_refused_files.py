@@ -216,9 +216,14 @@ def test_a_text_longer_than_the_model_has_positions_is_refused(
     prompt_tokens = 6001 + (len("\n\nQuestion: Why?\nAnswer:") if command == "context" else 0)
     assert said == (
         f"the prompt has {prompt_tokens} tokens and up to 10 will be generated, but tiny was made for 4096 positions. "
-        f"Shorten the context by {prompt_tokens + 10 - 4096} tokens, generate fewer, or use a model made for longer "
-        "contexts."
+        f"To go on: shorten the context by {prompt_tokens + 10 - 4096} tokens, or use a model made for longer contexts."
     )
+
+
+def test_no_more_advice_is_given_than_helps(refused: Refused, model: Path, text: Path) -> None:
+    said = refused(*COMMANDS["prompt"], text, "--model", model, "--max-new-tokens", 10**8)
+    assert "shorten" not in said
+    assert " To go on: generate " in said
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -240,3 +245,32 @@ def test_the_text_to_continue_is_given_once(refused: Refused, model: Path, given
 
 def test_an_empty_prompt_is_refused(refused: Refused, model: Path) -> None:
     assert refused("generate", "--model", model, "--prompt", "") == "the prompt is empty."
+
+
+@pytest.mark.parametrize("option", ["--save", "--out"])
+@pytest.mark.parametrize("name", ["--context", "--questions-file", "--prompt-template"])
+def test_what_is_read_is_never_replaced(
+    refused: Refused, model: Path, text: Path, tmp_path: Path, option: str, name: str
+) -> None:
+    questions, template = tmp_path / "questions.jsonl", tmp_path / "template.txt"
+    questions.write_text('"Why?"')
+    template.write_text("{context} {question}")
+    files = {"--context": text, "--questions-file": questions, "--prompt-template": template}
+    (tmp_path / "link").symlink_to(files[name])
+    before = files[name].read_bytes()
+    given = [part for each in files.items() for part in each]
+    said = refused("ask", "--model", model, *given, option, tmp_path / "link")
+    assert said == f"{option} {tmp_path / 'link'} would replace a file that this command reads. Give it another name."
+    assert files[name].read_bytes() == before
+
+
+def test_a_document_is_saved_over_no_other_file(refused: Refused, model: Path, text: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--save", tmp_path / "mine.txt")
+    assert "a file that is no saved document is there" in refused(*command)
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_standard_input_is_read_for_one_thing(refused: Refused, model: Path) -> None:
+    said = refused("ask", "--model", model, "--context", "-", "--questions-file", "-")
+    assert said.startswith("standard input (-) cannot be both the context and the questions.")

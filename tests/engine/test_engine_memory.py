@@ -59,7 +59,9 @@ def test_a_run_that_cannot_fit_is_refused_before_the_weights_are_loaded(
 def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> None:
     llm = LLM(llama)
     says = f"4001 tokens and up to 100 will be generated, but {llama.name} was made for {POSITIONS} positions. "
-    with pytest.raises(InputError, match=re.escape(says + "Shorten the context by 5 tokens")):
+    with pytest.raises(
+        InputError, match=re.escape(says + "To go on: generate 95 at most, or shorten the context by 5")
+    ):
         llm.generate(text_of(4000), max_new_tokens=100)
 
 

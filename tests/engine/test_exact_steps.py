@@ -19,10 +19,12 @@ from kvsift.engine import block_groups
 from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.block_launches import Drafts
 from kvsift.engine.exactness import exact_decoder
+from kvsift.engine.fast_path import FastPath
 from kvsift.engine.feeds import Shift
 from kvsift.engine.result import Answer
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
+from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
@@ -194,7 +196,17 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
 
     def watched(group: BlockGroup, slots: Slots, kind: StepKind, places: Any, counts: Any, shift: Any = None) -> Any:
         shifts.append(shift)
-        return draft(group, slots, kind, places, counts, shift)
+        found = draft(group, slots, kind, places, counts, shift)
+        if shift is not None and llm.device.type == "cpu":  # where the host knows what was accepted
+            moved = [
+                place._replace(num_cached=place.num_cached + int(ahead), token=int(token))
+                for place, ahead, token in zip(places, shift.ahead, shift.tokens)
+            ]
+            again = draft(group, slots, kind, moved, counts)
+            steps = [[drafts.tokens.view(-1, slots.num_slots)[:number, slot] for slot, number in enumerate(counts)]
+                     for drafts in (found, again)]  # fmt: skip
+            assert all(map(torch.equal, *steps))
+        return found
 
     monkeypatch.setattr(BlockGroup, "_draft", watched)
     monkeypatch.setattr(BlockGroup, "_note_drafts", noted)
@@ -259,7 +271,7 @@ def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: py
 def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
     """Budgets decide how lists are cut, and with it the bits."""
     plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]
-    rows = [new_row(llm, text_of(200 + 40 * number), plan, 120) for number, plan in enumerate(plans)]
+    rows = [new_row(llm, text_of(200 + 40 * number), plan, 60) for number, plan in enumerate(plans)]
     for row in rows:
         llm.loop.submit(row)
     while any(row.steps is None for row in rows):
@@ -373,3 +385,52 @@ def test_a_context_is_cut_at_the_same_places_whatever_is_verified(llm: LLM, monk
     assert same(exact, llm.generate(prompt, max_new_tokens=NEW))
     assert exact.exact is not None
     assert max(exact.exact["verified"]) <= 5
+
+
+def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in ("__call__", "gated"):
+        product = getattr(Projection, name)
+
+        def watched(*arguments: Any, product: Any = product, **options: Any) -> Any:
+            seen.append(options.get("steady"))
+            return product(*arguments, **options)
+
+        monkeypatch.setattr(Projection, name, watched)
+    ids = llm.generate(text_of(100), max_new_tokens=1).token_ids  # captured steps are kept
+    seen.clear()
+    fresh = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    run = Slots._run
+    inside = []
+
+    def within(slots: Slots, kind: StepKind, queries: Any) -> None:
+        seen.clear()
+        run(slots, kind, queries)
+        inside.extend(seen)
+
+    monkeypatch.setattr(Slots, "_run", within)
+    assert fresh.generate(text_of(100), max_new_tokens=4).token_ids[:1] == ids
+    assert inside
+    assert all(inside)
+
+
+def test_a_row_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = open_llm(Path(llm.directory.path), llm.fast_path._path)
+    open_session, failures = FastPath.over_pool, [1]
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if failures and failures.pop():
+            raise torch.OutOfMemoryError("no memory for angles")
+        return open_session(*arguments, **options)
+
+    monkeypatch.setattr(FastPath, "over_pool", failing)
+    rows = [new_row(other, text_of(100 + number), "dense", 10) for number in range(2)]
+    for row in rows:
+        other.loop.submit(row)
+    take_steps(other, rows)
+    assert sorted(row.error is None for row in rows) == [False, True]
+    for row in rows:
+        assert (
+            row.error is not None or tokens(row) == llm.generate(text_of(len(row.ids) - 1), max_new_tokens=10).token_ids
+        )
+    assert not any(group.rows for group in other.loop._model._groups)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from kvsift.kernels.append import append, append_reference, append_sketches, app
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sketch import SKETCHES, SketchLayout, unpack
+from kvsift.kernels.sketch_append import write_newest_triton
 from kvsift.stores.paged import PagedStore
 from kvsift.types import LayerShape
 
@@ -139,6 +140,10 @@ def test_of_several_tokens_in_one_page_the_last_writes_its_sketch(kind: str) -> 
     append_sketches([(last, together)], lambda make, pools, key: make(pools), filled=True)
     assert same(alone[kind], together[kind])
     assert bool((together[kind][:, int(kv.table[1, 0])] != 77).any())
+    [by_twin, all_of_them] = (pools_of([kind], kv)[kind] for _ in range(2))
+    write_newest_triton(last, SKETCHES[kind], by_twin, filled=True)
+    write_newest_triton(full, SKETCHES[kind], all_of_them)
+    assert same(by_twin, all_of_them)
 
 
 @needs_triton

@@ -238,5 +238,4 @@ def as_json(llm: LLM, document: Document, items: Sequence[Item], columns: Sequen
         "dtype": str(llm.dtype).removeprefix("torch."),
         "document_tokens": document.num_tokens,
     }
-    others = {1: {}, 2: {"compare": rows[-1]}}.get(len(rows), {"compare": rows[1:]})
-    return {**rows[0], **run, **others}
+    return {**rows[0], **run, "compare": rows[1:]}

@@ -73,13 +73,17 @@ def ask(
     The document is read once. Every question is answered from the same cache, under the plan and under each plan to
     compare with.
     """
+    if questions_file == "-" and "-" in context:
+        raise InputError("standard input (-) cannot be both the context and the questions. Give one of them as a file.")
     items = read_questions(question or [], questions_file)
     specs = [o.read_plan(spec) for spec in (plan, *(compare or ()))]
     if question_phase not in ("prefill", "decode"):
         raise unknown("phase", question_phase, ("prefill", "decode"))
     template = o.read_template(prompt_template, raw)
-    o.require_writable(out, "--out")
-    o.require_writable(save, "--save")
+    read = [*context, questions_file, prompt_template]
+    o.require_writable(out, "--out", read)
+    o.require_writable(save, "--save", read)
+    o.require_replaceable(save, "--save")
     saved = o.saved_document(context)
     if saved is not None and (template is not None or system is not None):
         raise InputError(

@@ -11,6 +11,7 @@ from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
 from kvsift.cli.option_groups import PrintOptions
 from kvsift.cli.progress import ProgressBar
+from kvsift.errors import InputError
 
 # (fact, depth in the document, question)
 FACTS = (
@@ -42,6 +43,8 @@ def demo(
     with ProgressBar(quiet, "making a document"):
         text = make_document(tokens)
     if document is not None:
+        if document.exists() and document.read_bytes() != text.encode():
+            raise InputError(f"--document {document}: another file is there. Give another name, or remove it.")
         o.write_whole(document, text)
     if not quiet:
         print(

@@ -46,7 +46,7 @@ def dump(
     chunk_size: o.ChunkOption = None,
 ) -> None:
     """Write queries, keys and values of a model over one document: the data of kvsift bench index --data P."""
-    o.require_writable(output, "--out")
+    o.require_writable(output, "--out", [context])
     tokens, numbers, text = _length(length), _layer_numbers(layers), _text(context, question)
     from kvsift.benchmarks.qk_dump import check_layers
     from kvsift.engine.llm import LLM

@@ -60,7 +60,7 @@ def explain(
 ) -> None:
     """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
     have read, next to exact attention."""
-    o.require_writable(html, "--html")
+    o.require_writable(html, "--html", [context])
     if context is not None and question is None:
         raise InputError("--context needs a --question: it is the answer that is explained.")
     names = [] if methods == "none" else [name.strip() for name in methods.split(",")]

@@ -42,7 +42,7 @@ def generate(
     if (prompt is None) == (prompt_file is None):
         raise InputError("give the text to continue with either --prompt or --prompt-file.")
     spec = o.read_plan(plan)
-    o.require_writable(out, "--out")
+    o.require_writable(out, "--out", [prompt_file])
     text = o.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
     o.use_threads(threads)
     with ProgressBar(printed.quiet) as progress:

@@ -170,18 +170,42 @@ def _shortened(path: Path) -> str:
     return name if len(name := str(path)) <= 80 else name[:80] + "..."
 
 
-def require_writable(path: Path | None, option: str) -> None:
+def require_writable(path: Path | None, option: str, read: Sequence[str | Path | None] = ()) -> None:
     """Refuse a path that cannot be written, before the work whose result it is for.
 
+    Args:
+        path: to write to.
+        option: that names it.
+        read: what the command reads: files, standard input, or text that is no name of a file.
+
     Raises:
-        InputError: if its directory is missing, it is a directory, or writing is not allowed.
+        InputError: if its directory is missing, it is a directory, writing is not allowed, or it is read.
     """
     if path is None:
         return
+    if any(_is_same(path, name) for name in read if name is not None):
+        raise InputError(f"{option} {path} would replace a file that this command reads. Give it another name.")
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: the directory {path.parent} does not exist.")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise InputError(f"{option} {path}: no file can be written there.")
+
+
+def _is_same(path: Path, name: str | Path) -> bool:
+    try:
+        return path.samefile(name)
+    except (OSError, ValueError):  # one of them is no file
+        return False
+
+
+def require_replaceable(path: Path | None, option: str) -> None:
+    """Refuse to replace a file that is no saved document by one (``InputError``)."""
+    from kvsift.engine.saved_header import is_saved_document
+
+    if path is not None and path.exists() and not is_saved_document(path):
+        raise InputError(
+            f"{option} {path}: a file that is no saved document is there. Give another name, or remove it."
+        )
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -29,7 +29,7 @@ from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, lau
 from kvsift.engine.feeds import Assignment, Block, Shift, drafts_at, uploaded
 from kvsift.engine.row_groups import Group, PoolSession
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
-from kvsift.engine.session import BLOCK, BLOCK_ROWS
+from kvsift.engine.session import BLOCK, BLOCK_ROWS, STEADY_SLOTS
 from kvsift.engine.slots import Slots, StepKind, StepMode
 from kvsift.engine.transcript import Request
 from kvsift.kernels.block_attention import reach
@@ -84,7 +84,7 @@ class BlockGroup(Group[RowBlocks]):
         super().__init__(source, rotation)
         self._setup_s = 0.0
         self._ahead: dict[int, PlainStep | Drafts] = {}  # what is launched and not asked for, by the number of a part
-        self._dense_rows = BLOCK_ROWS  # of a part
+        self._dense_rows = STEADY_SLOTS if source.keeps_bits else BLOCK_ROWS  # of a part
         self._layers: Sequence[DecodeLayer] = ()  # of the last drafts
 
     @property
@@ -99,12 +99,10 @@ class BlockGroup(Group[RowBlocks]):
         place = next(place for place in count() if place not in taken)
         self._rows[row] = RowBlocks(cache, pages, request.sampling, rule_of(row.plan), place, self.setup_s)
         self._source.need(cache.table.longest)
-        self._dense_rows = self._source.dense_rows(self._rules)
 
     def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
         self._source.expect(num_pages)
         started, captured = perf_counter(), 0
-        self._dense_rows = self._source.dense_rows([rule])
         blocks = [(2 * part, width, 1) for part, width in _widths(num_rows, self._dense_rows)]
         exact = [(2 * part + 1, width) for part, width in _widths(num_rows, BLOCK_ROWS)]
         blocks += [(*part, size) for part in exact for size in (1, BLOCK)]
@@ -209,9 +207,12 @@ class BlockGroup(Group[RowBlocks]):
         return Checked(proposed, list(following), 0.0 if drafts is None else drafts.clock.seconds, clock.seconds)
 
     def _as_many(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Let all rows that draft draft as many tokens as the longest, or as they may: it takes no longer."""
+        """Let all rows that draft draft as many tokens as the longest, or as they may: its steps run anyway."""
         longest = max(proposal.drafts for proposal in proposals)
-        most = [min(row.length - row.num_cached, self.most_verified(row)) - 1 if longest else 0 for row in rows]
+        if not longest:
+            return list(proposals)
+        slots = self._blocks(self._number(rows[0]), BLOCK)
+        most = [min(row.length - row.num_cached, self._most_verified(slots, row.num_cached)) - 1 for row in rows]
         return [each._replace(drafts=min(longest, one)) if each.drafts else each for each, one in zip(proposals, most)]
 
     def _following(

@@ -197,6 +197,10 @@ class FastPath:
             return TransformersStep(model, cache.rotation)
         return self._fused_step(model)
 
+    def keeps_bits(self, model: Any) -> bool:
+        """Whether steps of blocks may be of any number of rows (``models.step``)."""
+        return self._fused_step(model).keeps_bits
+
     def _fused_step(self, model: Any) -> DecoderStep:
         with self._making:
             if self._step is None:

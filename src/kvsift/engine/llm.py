@@ -19,7 +19,7 @@ from kvsift.engine.document import Document
 from kvsift.engine.exactness import check_exact
 from kvsift.engine.generation import Generation, TextStream
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, require_stops
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, PromptFormat, require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.rows import new_loop
@@ -66,7 +66,7 @@ class LLM(ModelRunner):
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
             "offload:device_cache=4096" or "split:host_values=int8" (``plan.placement``).
         deterministic: an answer has the same bits whatever is computed beside it, and ``exact=True`` can be asked for.
-            On a CPU that is always so; on a GPU steps of few rows take longer, and prompts are read in smaller chunks.
+            On a CPU that is always so; on a GPU a single row decodes slower, and prompts are read in small chunks.
 
     Raises:
         InputError: for a bad directory, plan, device or dtype, before anything is loaded.
@@ -154,9 +154,10 @@ class LLM(ModelRunner):
         Raises:
             InputError: if it is empty, or too long for the model or the machine.
         """
+        require_text(context, "context")
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
-        require_text(context, "context")
+        require_stops(stop)
         return self._document(DocumentText(context, template, system, stop), plan, progress)
 
     def open(
@@ -260,7 +261,9 @@ class LLM(ModelRunner):
         if not isinstance(text, str) and on_text is not None:
             raise InputError("on_text follows one text; give one prompt, or leave it out.")
         texts = list(text) if isinstance(text, list | tuple) else [text]
-        generation = self._generation(texts, GenerateOptions.of(options), progress, streamed=on_text is not None)
+        generation = self._generation(
+            texts, GenerateOptions.of(options, ("n", "on_text")), progress, streamed=on_text is not None
+        )
         for _, piece in generation:
             if on_text is not None:
                 on_text(piece)

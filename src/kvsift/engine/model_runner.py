@@ -96,10 +96,14 @@ class ModelRunner:
         longest = max(len(ids) for ids in prompts)
         positions, total = self.directory.max_positions, longest + max_new_tokens
         if positions is not None and total > positions:
+            ways = ["use a model made for longer contexts"]
+            if total - positions < longest:
+                ways.insert(0, f"shorten the context by {total - positions} tokens")
+            if longest < positions:
+                ways.insert(0, f"generate {positions - longest} at most")
             raise InputError(
                 f"the prompt has {longest} tokens and up to {max_new_tokens} will be generated, but {name} was made "
-                f"for {positions} positions. Shorten the context by {total - positions} tokens, generate fewer, or use "
-                "a model made for longer contexts."
+                f"for {positions} positions. To go on: {', or '.join(ways)}."
             )
         check_probes(plan, self.probe_every)
         plan.check_layers(range(self.directory.config.num_hidden_layers))

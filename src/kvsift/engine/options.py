@@ -57,8 +57,8 @@ class GenerateOptions:
     passages: bool = False
 
     @classmethod
-    def of(cls, options: Options) -> GenerateOptions:
-        """The options that keywords give.
+    def of(cls, options: Options, others: Sequence[str] = ()) -> GenerateOptions:
+        """The options that keywords give; ``others`` are known beside them.
 
         Raises:
             InputError: for keywords that there are not.
@@ -66,7 +66,7 @@ class GenerateOptions:
         known = [field.name for field in fields(cls)]
         for name in options:
             if name not in known:
-                raise unknown("option", name, known)
+                raise unknown("option", name, [*known, *others])
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -77,6 +77,15 @@ class GenerateOptions:
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
         if self.timeout_s is not None and not (is_number and self.timeout_s > 0):
             raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, or None.")
+        for each in self.sampling if isinstance(self.sampling, list | tuple) else [self.sampling]:
+            if each is not None and not isinstance(each, Sampling):
+                raise InputError(
+                    f"sampling is {type(each).__name__}. Give a kvsift.Sampling, as Sampling(temperature=0.8)."
+                )
+        require_stops(self.stop)
+        for name in ("exact", "passages"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.exact and self.passages:
             raise InputError(
                 "exact=True answers by dense attention, which reads everything; passages are what a plan has selected. "
@@ -102,3 +111,10 @@ class GenerateOptions:
                 "all."
             )
         return [replace(self, sampling=sampling) for sampling in self.sampling]
+
+
+def require_stops(stop: object) -> None:
+    """Refuse what is no text, or several texts, that end an answer (``InputError``)."""
+    several = stop if isinstance(stop, list | tuple | set | frozenset) else [stop]
+    if stop is not None and not all(isinstance(each, str) for each in several):
+        raise InputError(f"stop={stop!r} must be a text, or several texts, that end the answer.")

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 from kvsift.batching.row import Row
 from kvsift.engine.accounting import DecodeRow
 from kvsift.engine.captured_rows import CapturedRows
-from kvsift.engine.session import BLOCK_ROWS, STEADY_SLOTS, Session
+from kvsift.engine.session import STEADY_SLOTS, Session
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
 from kvsift.layer.paged_decode import rule_of
@@ -27,10 +27,13 @@ class PoolSession:
     Args:
         kv: the pool.
         open_session: returns captured steps for a rule, over the pool of a table and for rows of so many pages.
+        keeps_bits: steps of blocks may be of any number of rows (``models.step``).
     """
 
-    def __init__(self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session]) -> None:
-        self.kv, self._open = kv, open_session
+    def __init__(
+        self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session], keeps_bits: bool = False
+    ) -> None:
+        self.kv, self._open, self.keeps_bits = kv, open_session, keeps_bits
         self.table = PageTable(1, kv)  # of the scratch page
         self._session: Session | None = None
         self._moves = 0
@@ -54,11 +57,6 @@ class PoolSession:
         """Return slots of blocks (``Session.blocks``), whose steps write the summaries of these rules."""
         self._ready(next((rule for rule in rules if rule is not None), None))
         return self._open_session.blocks(number, rows, size)
-
-    def dense_rows(self, rules: Sequence[Rule | None]) -> int:
-        """Return how many dense rows beside rows with these rules may take a step of blocks together."""
-        self._ready(next((rule for rule in rules if rule is not None), None))
-        return STEADY_SLOTS if self._open_session.keeps_bits else BLOCK_ROWS
 
     def _ready(self, rule: Rule | None) -> None:
         if not self.holds or not self._session_takes(rule):
@@ -107,7 +105,7 @@ class CacheSession(PoolSession):
     """Slots over a cache that has all its pages, beside a loop."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__(session.cache.table.kv, lambda *_: session)
+        super().__init__(session.cache.table.kv, lambda *_: session, session.keeps_bits)
         self._session = session
 
     def need(self, num_pages: int) -> None:

@@ -172,7 +172,8 @@ class RunnerRows:
 
     def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
         steady = self.steady and kind is RowGroup
-        source = PoolSession(kv, partial(self._open_session, rotation, steady))
+        keeps_bits = kind is BlockGroup and self._runner.fast_path.keeps_bits(self._runner.model)
+        source = PoolSession(kv, partial(self._open_session, rotation, steady), keeps_bits)
         if steady:
             source.expect(self.longest or 1)
         self._groups.append(kind(source, rotation))

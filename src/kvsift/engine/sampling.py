@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import isfinite
+from numbers import Real
 from typing import Literal, get_args
 
 import torch
@@ -34,10 +35,10 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not isfinite(self.temperature) or self.temperature < 0:
-            raise InputError(f"temperature={self.temperature} must be a number, 0 (greedy) or more.")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} must be greater than 0 and at most 1.")
+        if not _is_number(self.temperature) or not isfinite(self.temperature) or self.temperature < 0:
+            raise InputError(f"temperature={self.temperature!r} must be a number, 0 (greedy) or more.")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise InputError(f"top_p={self.top_p!r} must be a number greater than 0 and at most 1.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
             raise InputError(f"seed={self.seed} must be a whole number, 0 or more and below 2**63.")
 
@@ -60,6 +61,10 @@ class Sampling:
     def chooser(self, device: torch.device) -> Chooser:
         """Return what chooses the tokens of one answer."""
         return Chooser(self, device)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def choice_of(samplings: Iterable[Sampling]) -> Choice:
@@ -120,14 +125,14 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | Non
     scaled = (logits.double() - logits.amax(-1, keepdim=True)) / divisor
     noisy = scaled + gumbel(noise.unsqueeze(1), torch.arange(logits.shape[1], device=logits.device))
     if top_p is not None:
-        noisy.masked_fill_(_outside(scaled, top_p), -torch.inf)
+        noisy.masked_fill_(_outside(logits, scaled, top_p), -torch.inf)
     return torch.where(temperature > 0, likeliest(noisy), likeliest(logits))
 
 
-def _outside(scaled: Tensor, top_p: Tensor) -> Tensor:
+def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor) -> Tensor:
     """Whether more likely tokens, or earlier ones as likely, reach ``top_p`` [rows]; bool [rows, vocabulary]."""
-    order = scaled.sort(dim=-1, descending=True, stable=True)
-    probability = order.values.softmax(-1)
+    order = logits.sort(dim=-1, descending=True, stable=True)
+    probability = scaled.gather(1, order.indices).softmax(-1)
     # a single row would be added up in another order than one beside others
     summed = (torch.cat([probability, probability]) if len(scaled) == 1 else probability).cumsum(-1)[: len(scaled)]
     outside = summed - probability >= top_p.unsqueeze(1)

@@ -195,8 +195,7 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
         for is_same, was, now, remedy in self._conditions(runner, plan):
             if not is_same:
                 raise InputError(
-                    f"the document {self.path} was read {was}, and {now}. {remedy}, or read the document again with "
-                    "llm.read."
+                    f"the document {self.path} was read {was}, and {now}. {remedy}, or read its text again."
                 )
         _check_place(runner, "opened")
 

@@ -95,7 +95,7 @@ def document_of(path: Path, header: bytes) -> dict[str, Any]:
     if written > FORMAT:
         raise InputError(
             f"{path} was saved by kvsift {by} in format {written}, and this kvsift reads format {FORMAT}. Update "
-            "kvsift, or read the document again with llm.read."
+            "kvsift, or read its text again."
         )
     return document
 
@@ -104,5 +104,5 @@ def damaged(path: Path, reason: str) -> InputError:
     """Return the error for a file that is not as it was written."""
     return InputError(
         f"the saved document {path} is damaged: {reason}. Copy it again from where it was saved, or read the document "
-        "again with llm.read and save it."
+        "again and save it."
     )

@@ -270,17 +270,11 @@ class Slots:
         """The summaries that a step writes, of each layer."""
         if mode != "dense":
             return self._summaries
-        block = (
-            self.batch.block
-        )  # without blocks they are read once contexts are long, and written then (``DecodeRow``)
-        return [
-            {
-                kind: rows
-                for kind, rows in pools.items()
-                if block and (kind in SKETCHES or (block == 1 and row_twin(kind)))
-            }
-            for pools in self._summaries
-        ]
+        # without blocks they are read once contexts are long, and written then (``DecodeRow``)
+        kinds = {kind for kind in self._summaries[0] if kind in SKETCHES} if self.batch.block else set()
+        if self.batch.block == 1:
+            kinds |= {kind for kind in self._summaries[0] if row_twin(kind) is not None}
+        return [{kind: rows for kind, rows in pools.items() if kind in kinds} for pools in self._summaries]
 
     def _summarise(self) -> None:
         """Write the summaries of the pages that the tokens of this step have filled, sketches apart."""

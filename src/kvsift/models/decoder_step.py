@@ -72,6 +72,8 @@ class DecoderStep:
         self._rotary = model.model.rotary_emb
         self.num_query_heads: int = model.config.num_attention_heads
         self.num_kv_heads: int = model.config.num_key_value_heads
+        products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        self.keeps_bits: bool = all(product.keeps_bits for product in [*products, self.head])
         self.pdl = self.embedding.is_cuda and torch.cuda.get_device_capability(self.embedding.device) >= (9, 0)
 
     @staticmethod
@@ -81,11 +83,6 @@ class DecoderStep:
         if config.model_type not in MODEL_TYPES:
             return f"{type(model).__name__} is none of the architectures whose steps are captured"
         return _structural_reason(model) or _rotary_reason(config, model.model.rotary_emb)
-
-    @property
-    def keeps_bits(self) -> bool:
-        products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-        return all(product.keeps_bits for product in [*products, self.head])
 
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:

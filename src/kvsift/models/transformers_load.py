@@ -173,6 +173,7 @@ def choose_dtype(name: str, device: torch.device, config: Any) -> torch.dtype:
     Raises:
         InputError: for an unknown name.
     """
+    name = str(name).removeprefix("torch.")
     if name != "auto":
         if name not in DTYPES:
             raise unknown("dtype", name, ["auto", *DTYPES])

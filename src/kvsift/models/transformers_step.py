@@ -61,6 +61,8 @@ class TransformersStep:
         rotation: of the cache (``transformers_pinning``).
     """
 
+    keeps_bits = False  # libraries add up products of one row and of several in other orders
+
     def __init__(self, model: Any, rotation: int | None = None) -> None:
         self._model, self._rotation = model, rotation
 
@@ -74,11 +76,6 @@ class TransformersStep:
         if limits is not None and limits.dynamic:  # a graph would hold those of one length
             return f"{type(model).__name__} has RoPE frequencies of its own for every length ({limits})"
         return None
-
-    @property
-    def keeps_bits(self) -> bool:
-        """No: libraries add up products of one row and of several in other orders."""
-        return False
 
     def angles(self, num_positions: int) -> Tensor:
         """Return an empty tensor: the model computes its own angles."""

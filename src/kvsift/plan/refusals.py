@@ -60,8 +60,8 @@ def check_drafts(plan: Plan) -> None:
     """Refuse a plan that only drafts (``InputError``)."""
     if plan.decode is not None and plan.decode.method.traits.drafts_only:
         raise InputError(
-            f"{plan.decode} selects what a verification has found, and only exact decoding verifies. Give exact=True, "
-            "or name a method such as sketch."
+            f"{plan.decode} selects what a verification has found, and only exact decoding verifies. Give exact=True "
+            "(--exact), or name a method such as sketch."
         )
 
 

@@ -59,7 +59,7 @@ class ExplainOptions:
             if not 0 <= token < self.max_new_tokens:
                 raise InputError(
                     f"token={token} is not among the tokens that may be generated: 0 to {self.max_new_tokens - 1}. "
-                    "Raise max_new_tokens for a later one."
+                    "Raise max_new_tokens (--max-new-tokens) for a later one."
                 )
 
     @property

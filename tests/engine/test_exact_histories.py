@@ -1,0 +1,100 @@
+"""Histories of exact and dense rows in captured steps, with drafts behind verifications: each answer is its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from engine.loop_rows import GRID, new_row, take_steps, tokens
+from engine.tiny_directory import text_of, write_model
+
+from kvsift import LLM, Sampling
+from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.batching.row import Row
+from kvsift.engine import block_groups
+from kvsift.engine.block_groups import BlockGroup
+from kvsift.engine.exactness import exact_decoder
+from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.transcript import Request
+
+PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
+SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
+ROWS, NEW = 10, 36
+
+pytestmark = pytest.mark.usefixtures("eager_pace")
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    sizes = {"hidden_size": 128, "head_dim": 64, "num_hidden_layers": 2}
+    directory = write_model(tmp_path_factory.mktemp("histories"), "Qwen3", **sizes)
+    return LLM(directory, "dense", path="eager", device="cpu", dtype="float32", deterministic=True, chunk_size=GRID)
+
+
+def row_of(llm: LLM, number: int, has_own_mind: bool) -> Row:
+    """Every fourth is dense; with ``has_own_mind`` clients take other tokens now and then."""
+    is_exact, sampling = number % 4 != 3, SAMPLINGS[number % 3]
+    row = new_row(llm, text_of(60 + 37 * number), PLAN if is_exact else "dense", NEW, sampling)
+    row.exact = exact_decoder(llm, Request(row.ids, NEW, sampling, exact=is_exact), row.plan)
+    take, others = row.output.take, set(random.Random(number).sample(range(2, NEW), 3)) if has_own_mind else set()
+
+    def chosen(*arguments: Any) -> Any:
+        token, reason = take(*arguments)
+        return (token + 1) % 200 if len(tokens(row)) in others else token, reason
+
+    row.output.take = chosen  # type: ignore[method-assign]
+    return row
+
+
+@pytest.mark.parametrize("has_own_mind", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_come_and_go_whatever_is_drafted(
+    llm: LLM, seed: int, has_own_mind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, amounts, behind = random.Random(seed), dict[int, int](), []
+
+    def amount(pace: Pace, repeat: int, repeated: int, most: int) -> Amount:
+        if repeated and rng.random() < 0.2:
+            return Amount(0.0, repeated, True)
+        if rng.random() < 0.1 or id(pace) not in amounts:
+            amounts[id(pace)] = rng.randint(1, 7)
+        return Amount(0.0, 0 if rng.random() < 0.05 else min(amounts[id(pace)], most))
+
+    run, draft_behind = Slots._run, BlockGroup._draft_behind
+
+    def checked(slots: Slots, kind: StepKind, queries: Any) -> None:
+        for slot, (length, idle) in enumerate(zip(*slots.batch.state.tolist())):
+            assert idle or slots._table[slot, length // slots.batch.page_size] != slots._scratch, "past its pages"
+        run(slots, kind, queries)
+
+    def watched(*arguments: Any) -> Any:
+        behind.append(arguments)
+        return draft_behind(*arguments)
+
+    monkeypatch.setattr(Pace, "choose", lambda *_: Amount(0.0))
+    expected = []
+    for number in range(ROWS):
+        llm.loop.submit(row := row_of(llm, number, has_own_mind))
+        take_steps(llm, [row])
+        expected.append(tokens(row))
+    monkeypatch.setattr(block_groups, "FEW", 2)
+    monkeypatch.setattr(Pace, "choose", amount)
+    monkeypatch.setattr(Slots, "_run", checked)
+    monkeypatch.setattr(BlockGroup, "_draft_behind", watched)
+    rows, waiting = dict[int, Row](), rng.sample(range(ROWS), ROWS)
+    while waiting or not all(row.is_ended for row in rows.values()):
+        if waiting and rng.random() < 0.15:
+            rows[waiting[-1]] = row_of(llm, waiting[-1], has_own_mind)
+            llm.loop.submit(rows[waiting.pop()])
+        llm.loop.step(unless=lambda: False)
+        llm.loop.check()
+        if rng.random() < 0.01 and rows:
+            llm.loop.cancel(rng.choice(list(rows.values())))
+        if rng.random() < 0.02:
+            llm.loop._model.release(llm.loop.kv)
+    for number, row in rows.items():
+        assert row.error is None
+        assert tokens(row) == expected[number][: len(tokens(row))], number
+        assert row.finish_reason == "cancelled" or len(tokens(row)) == len(expected[number])
+    assert behind
