@@ -180,7 +180,7 @@ class SplitBench(Bench):
             index = GraphIndex.random(keys, degree=DEGREE, beam=beam)
         for layer in cache.attentions:
             state = layer.state("decode", 0)
-            state.parts = [IndexedSpan(index.fork(), candidates.first, candidates.stop, length, "shared by all layers")]
+            state.spans = [IndexedSpan(index.fork(), candidates.first, candidates.stop, length, "shared by all layers")]
 
 
 def _fill(cache: SparseCache, model: Any, step: DecoderPrefill, context: int) -> None:
