@@ -13,21 +13,22 @@ from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from kvsift import LLM, InputError
+from kvsift import LLM, InputError, Sampling
 from kvsift.engine.llm import MOST_CHUNK
 from kvsift.engine.result import Answer
 
 PROMPT = text_of(400)
 
 
-class Dictated:
+class Dictated(Sampling):
     """Stands in for a Sampling: tokens that say a text, whatever the model would say."""
 
     def __init__(self, llm: LLM, text: str) -> None:
-        self.ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        super().__init__()
+        object.__setattr__(self, "ids", llm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def chooser(self, device: torch.device) -> Callable[[Tensor], int]:
-        ids = chain(self.ids, repeat(5))
+        ids = chain(self.ids, repeat(5))  # type: ignore[attr-defined]
         return lambda logits: next(ids)
 
 

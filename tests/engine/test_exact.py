@@ -180,16 +180,15 @@ def test_a_plan_for_drafts_alone_is_refused_elsewhere(llm: LLM) -> None:
         kvsift.make_cache(llm.model, "verify:budget=128")
 
 
-class Dictated:
+class Dictated(Sampling):
     """Stands in for a Sampling: tokens that say a text, whatever the model would say."""
 
-    temperature = 0.0
-
     def __init__(self, llm: LLM, text: str) -> None:
-        self._ids = llm.tokenizer(text, add_special_tokens=False)["input_ids"]
+        super().__init__()
+        object.__setattr__(self, "_ids", llm.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def chooser(self, device: torch.device) -> Callable[[torch.Tensor], int]:
-        ids = iter(self._ids)
+        ids = iter(self._ids)  # type: ignore[attr-defined]
         return lambda logits: next(ids)
 
 
