@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,9 @@ PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
 PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
 SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
-CHATS = ("chats-h200.json", "chats-shared-h200.json", "chats-cpu.json")  # scripts/chats.py
+CHATS = (  # scripts/chats.py
+    "chats-h200.json", "chats-shared-h200.json", "chats-h100.json", "chats-shared-h100.json", "chats-cpu.json",
+)  # fmt: skip
 CHAT_TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
 EXACT, CAPTURED_EXACT = "exact-cpu.json", "exact-h200.json"
@@ -151,11 +154,11 @@ def chatted() -> str:
     if not results:
         return f"Not measured yet: `python scripts/chats.py gpu results/{CHATS[0]}`, then `make docs`."
     rows = [row for result in results.values() for row in _chats(result)]
-    head = "| chats | documents | plan | tokens/s in all | over dense | second question alone | beside the others |"
+    head = "| | chats | documents | plan | tokens/s | over dense | second question alone | beside the others |"
     sources = [
         f"{place(name)}: {result['machine']}, commit {result['commit'][:10]}" for name, result in results.items()
     ]
-    return "\n".join([head, "|---" * 7 + "|", *rows, "", "; ".join(sources) + "."])
+    return "\n".join([head, "|---" * 8 + "|", *rows, "", "; ".join(sources) + "."])
 
 
 def _chats(result: dict[str, Any]) -> Iterator[str]:
@@ -164,6 +167,7 @@ def _chats(result: dict[str, Any]) -> Iterator[str]:
     for round_ in result["rounds"]:
         found.setdefault(round_["plan"], []).append(round_)
     documents = f"{recipe['documents']} of {tokens(recipe['tokens'])}"
+    [machine] = re.findall(r"H\d+|\d+ cores", result["machine"])
     middle = {
         plan: {key: median(round_[key] for round_ in rounds) for key in CHAT_TIMES} for plan, rounds in found.items()
     }
@@ -171,7 +175,7 @@ def _chats(result: dict[str, Any]) -> Iterator[str]:
         speed, *questions = middle[plan].values()
         ratio = "" if plan == "dense" else f"{speed / middle['dense'][CHAT_TIMES[0]]:.2f}x"
         times = " | ".join(f"{seconds:.2f} s" for seconds in questions)
-        yield f"| {recipe['chats']} | {documents} | `{plan}` | {speed:,.0f} | {ratio} | {times} |"
+        yield f"| {machine} | {recipe['chats']} | {documents} | `{plan}` | {speed:,.0f} | {ratio} | {times} |"
 
 
 def conditions_of(name: str, result: dict[str, Any]) -> str:

@@ -116,7 +116,7 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
     assert "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x |" in text["vllm"]
-    assert "| 8 | 2 of 128K | `quest` | 900 | 3.00x | 0.10 s | 0.20 s |" in text["chats"]
+    assert "| H200 | 8 | 2 of 128K | `quest` | 900 | 3.00x | 0.10 s | 0.20 s |" in text["chats"]
     assert "| prose | `sketch` | 0.950 | 1.50x | 1.25x | 3.0 |\n| prose | none |  | 1.50x |" in text["exact"]
     assert "10.0 to 11.0 ms a token" in text["exact"]
     assert "| 4,096 | RULER, 13 tasks | 30 | 0.750 of 20 | 0.50 of 8 |" in text["exact-acceptance"]

@@ -18,6 +18,7 @@ from kvsift import LLM, InputError, Sampling
 from kvsift.batching.row import Row
 from kvsift.engine import captured_rows
 from kvsift.engine.result import Answer
+from kvsift.engine.sampling import CHOICES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -336,7 +337,7 @@ def test_threads_that_share_a_model_get_their_own_answers(directory: Path) -> No
 
 def test_after_a_warm_up_no_prompt_waits_for_a_capture(directory: Path) -> None:
     warm, cold = llm(directory), llm(directory)
-    assert warm.warm_up(["dense"]).num_steps == 4 * 3 * 2
+    assert warm.warm_up(["dense"]).num_steps == 4 * 3 * len(CHOICES)
     moves = warm.loop.kv.moves
     for options in ({"plan": QUEST}, {"plan": "dense"}, {"plan": QUEST, "sampling": SAMPLED}):
         for text in TEXTS:

@@ -223,7 +223,7 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     behind = [shift for shift in shifts if shift is not None]
     assert len(behind) > 6
     assert len(shifts) - len(used) <= len(rows)  # nobody has asked for others, but where a row has ended
-    assert {1, 2} <= {int(ahead) for shift in behind for ahead in shift.ahead}
+    assert len({int(ahead) for shift in behind for ahead in shift.ahead} - {0}) > 1
 
 
 def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
@@ -254,11 +254,12 @@ def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
 
 
 def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.loop, "clock", lambda: 0.0)  # no row is owed steps while others are read
     monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
     rows = []
     for number in (1, 5, 2):
-        row = new_row(llm, text_of(200 + number), PLANS[0], NEW)
-        row.exact = exact_decoder(llm, Request(row.ids, NEW, exact=True), row.plan)
+        row = new_row(llm, text_of(200 + number), PLANS[0], 60)
+        row.exact = exact_decoder(llm, Request(row.ids, 60, exact=True), row.plan)
         row.exact._pace.number = number  # type: ignore[union-attr, attr-defined]
         llm.loop.submit(row)
         rows.append(row)
@@ -268,8 +269,9 @@ def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: py
         assert row.exact.report.verified[5] > 0
 
 
-def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM) -> None:
+def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets decide how lists are cut, and with it the bits."""
+    monkeypatch.setattr(llm.loop, "clock", lambda: 0.0)  # no row is owed steps while others are read
     plans = [f"quest:{SMALL}:dense_layers={layers}" for layers in ("none", "0", "none")] + ["dense", PLANS[0]]
     rows = [new_row(llm, text_of(200 + 40 * number), plan, 60) for number, plan in enumerate(plans)]
     for row in rows:
@@ -406,7 +408,7 @@ def test_all_products_of_blocks_are_steady(llm: LLM, monkeypatch: pytest.MonkeyP
     def within(slots: Slots, kind: StepKind, queries: Any) -> None:
         seen.clear()
         run(slots, kind, queries)
-        inside.extend(seen)
+        inside.extend(seen if slots.batch.block else [])  # whether steps can be captured is tried without blocks
 
     monkeypatch.setattr(Slots, "_run", within)
     assert fresh.generate(text_of(100), max_new_tokens=4).token_ids[:1] == ids

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
+from kvsift.engine.control_tokens import ControlTokens, parts, unbroken
 from kvsift.engine.text_offsets import TextOffsets, offsets_of
 from kvsift.errors import InputError
 
@@ -25,7 +27,7 @@ RAW = "{context}\n\n{question}"  # a template that adds nothing
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """The prompt format of a model.
+    """The prompt format of a model. What a document, question or message spells is text, and no control token.
 
     Args:
         tokenizer: of the model.
@@ -62,7 +64,13 @@ class PromptFormat:
 
     def text(self, context: str, question: str, turns: Sequence[Turn] = ()) -> str:
         """Return the prompt, after earlier turns; unless a template has a bos token, the tokenizer adds it."""
-        context, question = context.rstrip(), question.strip()
+        return unbroken(self._text(context, question, turns))
+
+    def _text(self, context: str, question: str, turns: Sequence[Turn] = ()) -> str:
+        """The prompt with breaks (``engine.control_tokens``)."""
+        broken = self._control.broken
+        context, question = broken(context).rstrip(), broken(question).strip()
+        turns = [(broken(asked), broken(answered)) for asked, answered in turns]
         if self.template is not None:
             assert not turns, "a prompt template has no place for earlier turns"
             before, _, rest = self.template.partition("{context}")
@@ -71,7 +79,7 @@ class PromptFormat:
         if not self.tokenizer.chat_template:
             said = "".join(f"{question_text(asked)} {answered.strip()}" for asked, answered in turns)
             return context + said + question_text(question)
-        messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+        messages = [] if self.system is None else [{"role": "system", "content": broken(self.system)}]
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
@@ -81,7 +89,7 @@ class PromptFormat:
 
     def encode(self, context: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
         """Return the prompt as tokens, with one bos token if the model has one."""
-        return self._tokens(self.text(context, question, turns))
+        return self._tokens(self._text(context, question, turns))
 
     def offsets(self, context: str, question: str, turns: Sequence[Turn] = ()) -> TextOffsets:
         """Return where the tokens of ``encode`` stand in the document.
@@ -89,16 +97,16 @@ class PromptFormat:
         Raises:
             InputError: if there is no document, the chat template changes it, or the tokenizer does not say.
         """
-        return self._offsets(context, lambda document: self.text(document, question, turns))
+        return self._offsets(context, lambda document: self._text(document, question, turns))
 
     def _offsets(self, context: str, text_of: Callable[[str], str]) -> TextOffsets:
         if not context.strip():
             raise InputError("passages are parts of a document, and there is none. Give one, or leave out passages.")
         marker = "kvsift" + "x" * 32  # a document of its own, to find where documents begin
-        text, start = text_of(context), text_of(marker).find(marker)
+        text, start = text_of(context), unbroken(text_of(marker)).find(marker)
         lead = len(context) - len(context.lstrip())
-        body = context.strip()
-        begin = next((at for at in (start, start + lead) if start >= 0 and text.startswith(body, at)), None)
+        body, plain = context.strip(), unbroken(text)
+        begin = next((at for at in (start, start + lead) if start >= 0 and plain.startswith(body, at)), None)
         if begin is None:
             raise InputError("the model's chat template changes the document, so its passages cannot be found. Leave "
                              "out passages.")  # fmt: skip
@@ -121,6 +129,8 @@ class PromptFormat:
     def _text_of_messages(self, messages: Sequence[Mapping[str, str]], context: str) -> str:
         for message in messages:
             require_text(message["content"], "message")
+        messages = [{**message, "content": self._control.broken(message["content"])} for message in messages]
+        context = self._control.broken(context)
         if self.tokenizer.chat_template:
             return self._templated(_with_document(messages, context) if context else messages)
         contexts = [message["content"].strip() for message in messages if message["role"] == "system"]
@@ -134,7 +144,7 @@ class PromptFormat:
         if not texts[-1].strip():
             raise InputError("the last message is empty.")
         turns = list(zip(texts[:-1:2], texts[1::2]))
-        return self.text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns)
+        return self._text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns)
 
     def _templated(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
@@ -144,8 +154,14 @@ class PromptFormat:
         return text
 
     def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=self._special(text), verbose=False)["input_ids"]
+        special, ids = self._special(text), list[int]()
+        for part, begin in parts(text):
+            ids += self.tokenizer(part, add_special_tokens=special and not begin, verbose=False)["input_ids"]
         return ids
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
 
     def _special(self, text: str) -> bool:
         """Whether the tokenizer adds its special tokens."""

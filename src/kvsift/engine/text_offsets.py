@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsift.engine.control_tokens import parts, unbroken
 from kvsift.errors import InputError
 
 Span = tuple[int, int, float]  # first character, the one after the last, share
@@ -68,7 +69,8 @@ class TextOffsets:
 
 
 def offsets_of(tokenizer: Any, text: str, special: bool, start: int = 0, characters: int | None = None) -> TextOffsets:
-    """Return where the tokens of a prompt are in it, or in a part that begins at ``start``.
+    """Return where the tokens of a prompt are in it, or in a part that begins at ``start``; the prompt may have breaks
+    (``engine.control_tokens``), which count no character.
 
     Raises:
         InputError: if the tokenizer does not say.
@@ -78,6 +80,8 @@ def offsets_of(tokenizer: Any, text: str, special: bool, start: int = 0, charact
             f"passages need a tokenizer that says where its tokens stand in a text, and {type(tokenizer).__name__} "
             "does not. Leave them out."
         )
-    encoded = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
-    shifted = [(first - start, last - start) for first, last in encoded["offset_mapping"]]
-    return TextOffsets(shifted, len(text) - start if characters is None else characters)
+    shifted = []
+    for part, begin in parts(text):
+        encoded = tokenizer(part, add_special_tokens=special and not begin, return_offsets_mapping=True, verbose=False)
+        shifted += [(begin + first - start, begin + last - start) for first, last in encoded["offset_mapping"]]
+    return TextOffsets(shifted, len(unbroken(text)) - start if characters is None else characters)

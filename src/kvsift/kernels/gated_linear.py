@@ -16,7 +16,7 @@ from kvsift.kernels.skinny_product import (
     product_arguments,
     row_products,
 )
-from kvsift.kernels.triton_shim import jit, runs_on_triton, tl, triton
+from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl, triton
 from kvsift.native.product import product, takes_product
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -79,7 +79,7 @@ def gated_linear_triton(
     return out
 
 
-@jit
+@jit_for_any("rows")
 def _gated_linear_kernel(
     out_ptr, inter, SILU: tl.constexpr, x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,

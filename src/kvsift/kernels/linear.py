@@ -14,7 +14,7 @@ from kvsift.kernels.skinny_product import (
     product_arguments,
     row_products,
 )
-from kvsift.kernels.triton_shim import jit, tl, triton
+from kvsift.kernels.triton_shim import jit_for_any, tl, triton
 from kvsift.native.product import product, takes_product
 
 
@@ -79,7 +79,7 @@ def linear_triton(
     return out
 
 
-@jit
+@jit_for_any("rows")
 def _linear_kernel(
     out_ptr, bias_ptr, residual_ptr, residual_row, num_out, x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows,
     num_in, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,

@@ -45,12 +45,13 @@ def on_tensor_cores(outs: int, ins: int, num_warps: int, depth: int) -> Tiling:
 
 def choose_tiling(num_out: int, num_in: int, rows: int, steady: bool = False) -> Tiling:
     """Return the best tiling of a weight for this many rows, measured on Hopper (results/linear-h200.json.xz for one
-    row, results/rows-h100.json.xz for more). With ``steady`` a single row gets the bits that it gets beside others."""
+    row, results/rows-h200.json.xz for more). With ``steady`` a single row gets the bits that it gets beside others."""
     if rows > 1 or steady:
         if num_out <= 2048:
             return on_tensor_cores(16, 512, 2, 4)
-        one_and_a_half = 1 << 12 < num_out <= 1 << 13  # turns of the processors; more outputs each leave fewer idle
-        return on_tensor_cores(64, 256, 4, 4) if one_and_a_half else on_tensor_cores(32, 256, 4, 6)
+        # every program reads all rows: of up to 16, it pays that fewer programs do
+        wide = num_out > 1 << 12 and (num_out <= 1 << 13 or rows <= 16)
+        return on_tensor_cores(64, 256, 4, 4) if wide else on_tensor_cores(32, 256, 4, 6)
     return in_registers(4, 2, 4) if num_in < num_out <= 8192 else in_registers(8, 4, 1)
 
 
