@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsift.cli.escaping import cell
-from kvsift.cli.numbers_table import header, numbers_table
+from kvsift.cli.numbers_table import header, numbers_table, print_fitted, side_by_side
 from kvsift.errors import NothingSkipped
 
 if TYPE_CHECKING:
@@ -127,16 +127,21 @@ def print_answers(questions: Sequence[str], columns: Sequence[Column]) -> None:
     """Print questions and answers side by side, a column per plan."""
     from rich.table import Table
 
-    table = Table("question", *(header(column.answers[0].plan) for column in columns), show_lines=True)
-    for index, question in enumerate(questions):
-        texts = [column.answers[index] for column in columns]
-        table.add_row(cell(question), *(cell((text.text or "(nothing)") + cut_mark(text)) for text in texts))
-    _console().print(table)
+    console = _console()
+    for group in side_by_side(columns, console.width):
+        headers = [header(column.answers[0].plan) for column in group]
+        table = Table("question", *headers, show_lines=True)
+        for index, question in enumerate(questions):
+            texts = [column.answers[index] for column in group]
+            table.add_row(cell(question), *(cell((text.text or "(nothing)") + cut_mark(text)) for text in texts))
+        print_fitted(console, table)
 
 
 def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool) -> None:
     """Print the table of numbers."""
-    _console(to_stderr).print(numbers_table(rows, verbose))
+    console = _console(to_stderr)
+    for group in side_by_side(rows, console.width):
+        print_fitted(console, numbers_table(group, verbose))
 
 
 def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from kvsift.cli.escaping import cell
 
 MAIN_ROWS = 8
+LABEL, NARROWEST = 12, 8  # characters of the column of labels, and of each plan's, at least
+ENOUGH = 20  # of each plan's, before labels get more
+T = TypeVar("T")
 
 
 def numbers_table(rows: Sequence[dict[str, Any]], verbose: bool = False) -> Any:
@@ -31,7 +34,26 @@ def header(plan: str) -> Any:
     """Return a column header that shows all of a plan, on a terminal of any width."""
     from rich.table import Column as TableColumn
 
-    return TableColumn(cell(plan), overflow="fold", min_width=8)
+    return TableColumn(cell(plan), overflow="fold", min_width=NARROWEST)
+
+
+def side_by_side(plans: Sequence[T], width: int) -> Iterator[Sequence[T]]:
+    """Yield as many plans as a table of this width has room for, then the next ones."""
+    most = max((width - LABEL - 4) // (NARROWEST + 3), 1)  # with lines and spaces between columns
+    for start in range(0, len(plans), most):
+        yield plans[start : start + most]
+
+
+def print_fitted(console: Any, table: Any) -> None:
+    """Print a table of plans; one that is too wide gets columns of equal width, and no edge is cut off."""
+    labels, *plans = table.columns
+    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
+        longest = max(len(str(label)) for label in [labels.header, *labels.cells])
+        labels.width = max(LABEL, min(longest, console.width - 4 - (ENOUGH + 3) * len(plans)))
+        table.expand, labels.overflow = True, "fold"
+        for column in plans:
+            column.ratio, column.min_width = 1, None
+    console.print(table)
 
 
 def _visible(row: dict[str, Any]) -> str:
