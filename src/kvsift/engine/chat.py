@@ -55,9 +55,9 @@ class Chat:
         Raises:
             InputError: if the question is empty, the conversation too long, or another turn is being answered.
         """
+        require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
-        require_text(question, "question")
         if not self._lock.acquire(blocking=False):
             raise InputError("this chat is answering a turn; ask the next one after it.")
         try:

@@ -1,4 +1,5 @@
-"""Control tokens of a tokenizer, such as ``<|im_end|>``, which a template writes and a document only spells.
+"""Control tokens, such as ``<|im_end|>``, which a template writes and a document only spells: those that the tokenizer
+calls special.
 
 A tokenizer finds them anywhere in a text. A document, question or message that spells one would end its turn and begin
 another in somebody else's name. Such a spelling is broken before the template is applied, and both sides are tokenized
@@ -22,13 +23,14 @@ class ControlTokens:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {*(str(token) for token in added if token.special), *tokenizer.all_special_tokens}
         self._tokens = sorted(token for token in special if len(token) > 1)  # some models pad with "!"
-        self._spelling = re.compile(f"(?=({'|'.join(map(re.escape, self._tokens))})).", re.DOTALL)
 
     def broken(self, content: str) -> str:
         """Return a text with a ``BREAK`` in everything that spells a control token."""
-        if not any(token in content for token in self._tokens):
+        spelled = [re.escape(token) for token in self._tokens if token in content]
+        if not spelled:
             return content
-        return self._spelling.sub(lambda first: first[0] + BREAK, content)  # where spellings overlap, in each
+        spelling = re.compile(f"(?=({'|'.join(spelled)})).", re.DOTALL)
+        return spelling.sub(lambda first: first[0] + BREAK, content)  # where spellings overlap, in each
 
 
 def parts(text: str) -> Iterator[tuple[str, int]]:

@@ -155,8 +155,12 @@ class PromptFormat:
 
     def _tokens(self, text: str) -> list[int]:
         special, ids = self._special(text), list[int]()
+        known: dict[tuple[str, bool], list[int]] = {}  # a text may spell a token many times
         for part, begin in parts(text):
-            ids += self.tokenizer(part, add_special_tokens=special and not begin, verbose=False)["input_ids"]
+            key = part, special and not begin
+            if key not in known:
+                known[key] = self.tokenizer(part, add_special_tokens=key[1], verbose=False)["input_ids"]
+            ids += known[key]
         return ids
 
     @cached_property
