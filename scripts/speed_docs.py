@@ -69,7 +69,7 @@ def made(name: str) -> Callable[[dict[str, Any]], str]:
     def render(result: dict[str, Any]) -> str:
         gpu, recipe, speed = result["gpu"], result["recipe"], result["bandwidth"]
         power = f", {gpu['power.limit']}" if "power.limit" in gpu else ""
-        commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
+        commit = commit_of(result)
         return (
             f"{place(name)}: {gpu['name']}{power}, torch {result['versions']['torch']}, commit {commit}; medians of "
             f"{recipe['repeats']} samples; floors at {speed['used'] / 1e12:.2f} TB/s ({speed['source']}), a large read "
@@ -117,7 +117,7 @@ def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
     """Return a part: machine, versions and commit of a result without floors."""
 
     def render(result: dict[str, Any]) -> str:
-        commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
+        commit = commit_of(result)
         power = f", {result['gpu']['power.limit']}" if "power.limit" in result.get("gpu", {}) else ""
         samples = result["recipe"].get("repeats") or result["recipe"]["tokens"]
         return (
@@ -148,6 +148,11 @@ def served() -> str:
     return "\n\n".join([table, *(conditions_of(name, result) for name, result in results.items())])
 
 
+def commit_of(result: dict[str, Any]) -> str:
+    """Return the commit of a result, and whether its tree had changes."""
+    return result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
+
+
 def chatted() -> str:
     """Return what chats beside each other get, all results in one table."""
     results = {name: result for name in CHATS if (result := load(name)) is not None}
@@ -155,9 +160,7 @@ def chatted() -> str:
         return f"Not measured yet: `python scripts/chats.py gpu results/{CHATS[0]}`, then `make docs`."
     rows = [row for result in results.values() for row in _chats(result)]
     head = "| | chats | documents | plan | tokens/s | over dense | second question alone | beside the others |"
-    sources = [
-        f"{place(name)}: {result['machine']}, commit {result['commit'][:10]}" for name, result in results.items()
-    ]
+    sources = [f"{place(name)}: {result['machine']}, commit {commit_of(result)}" for name, result in results.items()]
     return "\n".join([head, "|---" * 8 + "|", *rows, "", "; ".join(sources) + "."])
 
 

@@ -34,7 +34,7 @@ class ControlTokens:
 
 
 def parts(text: str) -> Iterator[tuple[str, int]]:
-    """Yield what is tokenized apart, none of it empty, and where each part begins in the text without its breaks."""
+    """Yield what is tokenized apart, and where each part begins in the text without its breaks."""
     start = 0
     for part in text.split(BREAK):
         yield part, start

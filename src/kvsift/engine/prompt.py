@@ -27,7 +27,7 @@ RAW = "{context}\n\n{question}"  # a template that adds nothing
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """The prompt format of a model. What a document, question or message spells is text, and no control token.
+    """The prompt format of a model. Special tokens that a document, question or message spells are text.
 
     Args:
         tokenizer: of the model.
