@@ -9,7 +9,7 @@ import pytest
 from engine.apart import SIZES
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
-from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.batching.exact.pace import Amount, Measured, Pace
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,3 +60,4 @@ def eager_pace(monkeypatch: pytest.MonkeyPatch) -> None:
         return Amount(0.0, min(wanted, most))
 
     monkeypatch.setattr(Pace, "choose", choose)
+    monkeypatch.setattr(Measured, "decide", lambda *_: None)

@@ -10,7 +10,7 @@ from engine.loop_rows import GRID, new_row, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.batching.exact.pace import Amount, Measured, Pace
 from kvsift.batching.row import Row
 from kvsift.engine import block_groups
 from kvsift.engine.block_groups import BlockGroup
@@ -61,6 +61,9 @@ def test_rows_come_and_go_whatever_is_drafted(
             amounts[id(pace)] = rng.randint(1, 7)
         return Amount(0.0, 0 if rng.random() < 0.05 else min(amounts[id(pace)], most))
 
+    def decide(measured: Measured, shares: object, most: int) -> None:
+        measured.left = rng.randint(0, 1)  # some steps without proposals are launched ahead
+
     run, draft_behind = Slots._run, BlockGroup._draft_behind
 
     def checked(slots: Slots, kind: StepKind, queries: Any) -> None:
@@ -80,6 +83,7 @@ def test_rows_come_and_go_whatever_is_drafted(
         expected.append(tokens(row))
     monkeypatch.setattr(block_groups, "FEW", 2)
     monkeypatch.setattr(Pace, "choose", amount)
+    monkeypatch.setattr(Measured, "decide", decide)
     monkeypatch.setattr(Slots, "_run", checked)
     monkeypatch.setattr(BlockGroup, "_draft_behind", watched)
     rows, waiting = dict[int, Row](), rng.sample(range(ROWS), ROWS)

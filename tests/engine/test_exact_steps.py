@@ -142,6 +142,7 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
         row.plan, row.exact = parse_plan(PLANS[1] if exact else "dense"), None
         if exact:
             row.exact = exact_decoder(llm, Request(row.ids, num_tokens, SAMPLINGS[2], exact=True), row.plan)
+            row.exact.pace.measured.left = 1000  # type: ignore[union-attr]  # drafts pause
         take = row.output.take
 
         def chosen(logits: object, probe_s: float) -> tuple[int, str]:
@@ -214,7 +215,7 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     for number, text in enumerate(texts):
         row = new_row(llm, text, PLANS[0], 60, sampling)
         row.exact = exact_decoder(llm, Request(row.ids, 60, sampling, exact=True), row.plan)
-        row.exact._pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
+        row.exact.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
         llm.loop.submit(row)
         rows.append(row)
     take_steps(llm, rows)
@@ -260,7 +261,7 @@ def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: py
     for number in (1, 5, 2):
         row = new_row(llm, text_of(200 + number), PLANS[0], 60)
         row.exact = exact_decoder(llm, Request(row.ids, 60, exact=True), row.plan)
-        row.exact._pace.number = number  # type: ignore[union-attr, attr-defined]
+        row.exact.pace.number = number  # type: ignore[union-attr, attr-defined]
         llm.loop.submit(row)
         rows.append(row)
     take_steps(llm, rows)

@@ -39,7 +39,7 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 
 PLAIN_STEPS = 64  # that slots are made ready for at once
-FEW = 8  # steps in turn with drafts, or without proposals, after which a row is expected to go on so
+FEW = 8  # steps in turn with drafts, after which a row is expected to go on so
 
 
 @dataclass
@@ -56,7 +56,7 @@ class RowBlocks:
         blocks: tokens cached before each block, and its own.
         drafts: lengths of the context in the drafts.
         counted: int64 [2 * layers], what drafts have counted (``Slots.results``).
-        plain, drafting: steps in turn for which it has proposed nothing, or drafts.
+        drafting: steps in turn with drafts.
     """
 
     cache: SparseCache
@@ -68,13 +68,12 @@ class RowBlocks:
     blocks: list[tuple[int, int]] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     counted: Tensor | int = 0
-    plain: int = 0
     drafting: int = 0
 
     def note(self, length: int, proposed: int, drafted: bool) -> None:
         """It has taken a step with so many tokens behind those cached and the last one."""
         self.blocks.append((length, 1 + proposed))
-        self.plain, self.drafting = 0 if proposed else self.plain + 1, self.drafting + 1 if drafted else 0
+        self.drafting = self.drafting + 1 if drafted else 0
 
 
 class BlockGroup(Group[RowBlocks]):
@@ -138,7 +137,7 @@ class BlockGroup(Group[RowBlocks]):
         if not isinstance(step, PlainStep) or not is_assigned or step.places != places:
             slots.assign_blocks(self._blocks_of(rows, [[row.token] for row in rows]), PLAIN_STEPS)
             step = launch_plain(slots, kind, places, 0)
-        rests = all(row.exact is None or each.plain >= FEW for row, each in zip(rows, kept))
+        rests = all(row.exact is None or row.exact.rests for row in rows)
         after = None
         if rests and step.number + 1 < PLAIN_STEPS and all(row.length - row.num_cached > 2 for row in rows):
             after = launch_plain(slots, kind, [], step.number + 1)
@@ -155,6 +154,10 @@ class BlockGroup(Group[RowBlocks]):
     def most_verified(self, row: Row) -> int:
         """Tokens of the next block of a row, at most."""
         return self._most_verified(self._blocks(self._number(row), BLOCK), row.num_cached)
+
+    def is_ahead(self, row: Row) -> bool:
+        step = self._ahead.get(self._number(row))
+        return isinstance(step, PlainStep) and RowPlace.of(row) in step.places
 
     def _most_verified(self, slots: Slots, num_cached: int) -> int:
         stretch = reach(slots.layers[0].kv)

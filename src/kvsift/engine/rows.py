@@ -108,6 +108,9 @@ class RunnerRows:
     def most_verified(self, row: Row) -> int:
         return MAX_SEQUENCES if row.steps is None else row.steps.most_verified(row)
 
+    def is_ahead(self, row: Row) -> bool:
+        return row.steps is not None and row.steps.is_ahead(row)
+
     def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
         if rows[0].steps is not None:
             checked: Checked = rows[0].steps.check(rows, proposals)

@@ -57,29 +57,36 @@ class ExactDecoder:
         repeats: propose what followed the same text before.
 
     Attributes:
+        pace: as given.
+        drafts: as given.
+        rests: nothing is proposed now, and nothing will be drafted after the next token.
         report: what was done so far.
     """
 
     def __init__(self, ids: Sequence[int], pace: Pace, drafts: bool = True, repeats: bool = True) -> None:
-        self._pace, self._drafts = pace, drafts
+        self.pace, self.drafts, self.rests = pace, drafts, False
         self._repeats = Repeats(ids) if repeats else None
         self._is_known = False  # the last token is among ``_repeats``
         self.report = ExactReport()
 
-    def propose(self, token: int, most: int) -> Proposal:
-        """Decide what is verified with the last token that was chosen: ``most`` tokens after it."""
+    def propose(self, token: int, most: int, is_ahead: bool) -> Proposal:
+        """Decide what is verified with the last token that was chosen: ``most`` tokens after it, none if the step that
+        feeds it alone is on its way."""
         length, repeated = 0, list[int]()
         if self._repeats is not None:
             if not self._is_known:  # else the step after its proposal has failed, and is taken again
                 self._repeats.extend([token])
             self._is_known = True
             length, repeated = self._repeats.find(most)
-        choice = self._pace.choose(length, len(repeated), max(most, 0) if self._drafts else 0)
+        choice = self.pace.choose(length, len(repeated), max(most, 0) if self.drafts and not is_ahead else 0)
+        self.rests = not choice.tokens and (not self.drafts or self.pace.measured.left > 0)
+        if is_ahead:
+            return Proposal()
         return Proposal(repeated[: choice.tokens], length) if choice.is_repeat else Proposal(drafts=choice.tokens)
 
     def learn(self, proposal: Proposal, accepted: int, draft_s: float, verify_s: float, is_wrong: bool) -> None:
         """Note how many of the proposed tokens were accepted, the seconds spent, and whether one was refused."""
-        pace, report, proposed = self._pace, self.report, len(proposal.tokens)
+        pace, report, proposed = self.pace, self.report, len(proposal.tokens)
         if proposal.repeat:
             pace.note_repeats(proposal.repeat, proposed, accepted)
             report.repeated, report.repeats_accepted = report.repeated + proposed, report.repeats_accepted + accepted
@@ -87,7 +94,7 @@ class ExactDecoder:
             pace.note_drafts(proposed, accepted, draft_s)
             report.drafted, report.drafts_accepted = report.drafted + proposed, report.drafts_accepted + accepted
             report.drafts_wrong, report.draft_s = report.drafts_wrong + is_wrong, report.draft_s + draft_s
-        pace.note_verified(proposed + 1, accepted + 1, verify_s)
+        pace.note_verified(proposed + 1, verify_s)
         report.verified[proposed] += 1
         report.verify_s += verify_s
         report.is_paused = pace.measured.is_paused

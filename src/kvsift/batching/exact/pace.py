@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log2
+from math import inf, log2
 from typing import NamedTuple
 
 GAIN = 1.05  # over dense decoding, below which nothing is drafted
 FIRST_DRAFTS = 3  # of the cycle that measures
-FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # tokens without drafts until they are tried again
+FIRST_PAUSE, LONGEST_PAUSE = 64, 2048  # steps without drafts until they are tried again
 WEIGHT = 0.2  # of a new time in the mean of a time
 MEMORY = 0.985  # of earlier drafts, with each one: about 60 count, which tell shares of 0.90 and 0.95 apart
 REPEAT_MEMORY = 0.97  # of earlier repeats, whose share changes from passage to passage
@@ -23,6 +24,9 @@ class Amount(NamedTuple):
     rate: float
     tokens: int = 0
     is_repeat: bool = False
+
+
+NOTHING = Amount(0.0)
 
 
 @dataclass
@@ -61,17 +65,59 @@ class Measured:
         drafted: drafts that were accepted.
         draft: seconds of one token that is drafted.
         verify: number of tokens -> seconds of their verification.
+        drafts: of each row in the next step.
         is_paused: drafts did not pay when they were last tried.
-        pause: tokens until the next try, once they have not paid.
-        left: of these, tokens to come.
+        pause: steps until the next try, once they have not paid.
+        left: of these, steps to come.
     """
 
     drafted: Rate = field(default_factory=lambda: Rate(0.9 * FIRST_TRIALS, FIRST_TRIALS))
     draft: MeanTime = field(default_factory=MeanTime)
     verify: dict[int, MeanTime] = field(default_factory=dict)
+    drafts: Amount = NOTHING
     is_paused: bool = False
     pause: int = FIRST_PAUSE
     left: int = 0
+
+    def decide(self, shares: Sequence[float], most: int) -> None:
+        """Decide how many tokens rows draft in the next step.
+
+        Args:
+            shares: of the drafts of each row, as far as they are known.
+            most: tokens that may be drafted; 0: none can be.
+        """
+        is_waiting, self.left = self.left > 0, max(self.left - 1, 0)
+        self.drafts = NOTHING
+        if is_waiting or not most or 1 not in self.verify:
+            return
+        if not self.draft.seconds:
+            self.drafts = Amount(inf, min(FIRST_DRAFTS, most))
+            return
+        drafts = self.best(shares, most, self.draft.seconds, False)
+        if drafts.rate > GAIN / self.verify[1].seconds:
+            self.drafts, self.is_paused, self.pause = drafts, False, FIRST_PAUSE
+            return
+        if self.is_paused:  # a cycle at the end of a pause tells whether it was right
+            self.drafts = Amount(inf, min(2, most))
+        self.is_paused, self.left, self.pause = True, self.pause, min(2 * self.pause, LONGEST_PAUSE)
+
+    def best(self, shares: Sequence[float], most: int, draft_s: float, is_repeat: bool) -> Amount:
+        """The number of proposals with the most tokens per second, each accepted with the probability of its row."""
+        choices = []
+        for count in range(1, most + 1):
+            expected = sum((1 - share ** (count + 1)) / (1 - share) for share in shares) / len(shares)
+            choices.append(Amount(expected / (count * draft_s + self._verify_s(count + 1)), count, is_repeat))
+        return max(choices)
+
+    def _verify_s(self, tokens: int) -> float:
+        """Seconds of a verification, from the nearest that was measured and what more tokens cost."""
+        known = {number: time.seconds for number, time in self.verify.items()}
+        if tokens in known:
+            return known[tokens]
+        slopes = [(seconds - known[1]) / (number - 1) for number, seconds in known.items() if number > 1]
+        slope = max(sum(slopes) / len(slopes), 0.0) if slopes else 0.1 * known[1]
+        nearest = min(known, key=lambda number: abs(number - tokens))
+        return max(known[nearest] + slope * (tokens - nearest), known[1])
 
 
 class Paces:
@@ -103,7 +149,7 @@ class Pace:
     _repeated: dict[int, Rate] = field(default_factory=dict)  # by the size of the repeat's length
 
     def choose(self, repeat: int, repeated: int, most: int) -> Amount:
-        """What to propose.
+        """What to propose, once ``decide_together`` has decided.
 
         Args:
             repeat: tokens of the longest repeat.
@@ -112,24 +158,12 @@ class Pace:
         """
         known = self.measured
         if 1 not in known.verify:
-            return Amount(0.0)
-        plain = Amount(1 / known.verify[1].seconds)
-        found = self._best(repeated, self._rate(repeat).share, 0.0, True) if repeated else plain
-        best = max(plain, found)
-        if not most:
-            return best
-        if not known.draft.seconds:
-            return Amount(0.0, min(FIRST_DRAFTS, most))
-        drafts = self._best(most, self._drafted.share, known.draft.seconds, False)
-        pays = drafts.rate > GAIN * plain.rate
-        if pays and not known.left:
-            known.is_paused, known.pause = False, FIRST_PAUSE
-            return max(drafts, best)
-        if not known.left:  # a cycle at the end of a pause tells whether it was right
-            tries, known.is_paused = known.is_paused, True
-            known.left, known.pause = known.pause, min(2 * known.pause, LONGEST_PAUSE)
-            return Amount(0.0, min(2, most)) if tries else best
-        return best
+            return NOTHING
+        best = Amount(1 / known.verify[1].seconds)
+        if repeated:
+            best = max(best, known.best([self._rate(repeat).share], repeated, 0.0, True))
+        drafts = known.drafts._replace(tokens=min(known.drafts.tokens, most))
+        return max(drafts, best) if drafts.tokens else best
 
     def note_drafts(self, drafts: int, accepted: int, seconds: float) -> None:
         """So many were accepted, and drafting took so long."""
@@ -141,28 +175,26 @@ class Pace:
         """So many of the tokens after a repeat of this length were accepted."""
         self._rate(repeat).note(accepted, tokens)
 
-    def note_verified(self, tokens: int, new: int, seconds: float) -> None:
-        """A verification of so many tokens took so long and brought ``new`` ones."""
+    def note_verified(self, tokens: int, seconds: float) -> None:
+        """A verification of so many tokens took so long."""
         self.measured.verify.setdefault(tokens, MeanTime()).note(seconds)
-        self.measured.left = max(self.measured.left - new, 0)
+
+    @property
+    def drafted_share(self) -> float:
+        """Of the drafts of this answer, those that were accepted."""
+        return self._drafted.share
 
     def _rate(self, repeat: int) -> Rate:
         return self._repeated.setdefault(min(repeat.bit_length(), 6), Rate(1.0, 2.0, REPEAT_MEMORY))
 
-    def _best(self, most: int, share: float, draft_s: float, is_repeat: bool) -> Amount:
-        """The number of proposals with the most tokens per second, each accepted with probability ``share``."""
-        choices = []
-        for count in range(1, most + 1):
-            expected = (1 - share ** (count + 1)) / (1 - share)
-            choices.append(Amount(expected / (count * draft_s + self._verify_s(count + 1)), count, is_repeat))
-        return max(choices)
 
-    def _verify_s(self, tokens: int) -> float:
-        """Seconds of a verification, from the nearest that was measured and what more tokens cost."""
-        known = {number: time.seconds for number, time in self.measured.verify.items()}
-        if tokens in known:
-            return known[tokens]
-        slopes = [(seconds - known[1]) / (number - 1) for number, seconds in known.items() if number > 1]
-        slope = max(sum(slopes) / len(slopes), 0.0) if slopes else 0.1 * known[1]
-        nearest = min(known, key=lambda number: abs(number - tokens))
-        return max(known[nearest] + slope * (tokens - nearest), known[1])
+def decide_together(paces: Sequence[Pace], most: Sequence[int]) -> None:
+    """Decide how much the rows of the next step draft; ``most``: tokens that each of them may draft.
+
+    Those that measure together draft together: the step takes as long for all as for one.
+    """
+    kinds: dict[int, list[int]] = {}
+    for row, pace in enumerate(paces):
+        kinds.setdefault(id(pace.measured), []).append(row)
+    for rows in kinds.values():
+        paces[rows[0]].measured.decide([paces[row].drafted_share for row in rows], max(most[row] for row in rows))

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from kvsift.batching.exact.decoder import Proposal
+from kvsift.batching.exact.pace import decide_together
 from kvsift.batching.row import Row
 
 Logits = Tensor | int  # [vocabulary], or the token that the model has chosen from them
@@ -40,6 +41,9 @@ class ExactModel(Protocol):
     def most_verified(self, row: Row) -> int:
         """Tokens of the next verification of a row, at most."""
 
+    def is_ahead(self, row: Row) -> bool:
+        """Whether the step that feeds the last token of a row alone is on its way."""
+
     def check(self, rows: Sequence[Row], proposals: Sequence[Proposal]) -> Checked:
         """Draft where drafts are proposed; then store the last token of each row and the proposed ones, and attend
         them densely."""
@@ -57,15 +61,18 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
         tell: called with what follows each token that is fed, in their order, once ``num_cached`` counts it; returns
             the token that was chosen, None if the answer has ended.
     """
-    proposals = []
-    for row in rows:
-        assert row.exact is not None
-        most = min(row.length - row.num_cached, model.most_verified(row)) - 1
-        proposals.append(row.exact.propose(row.token, most))
+    decoders = [row.exact for row in rows if row.exact is not None]
+    most = [min(row.length - row.num_cached, model.most_verified(row)) - 1 for row in rows]
+    ahead = [model.is_ahead(row) for row in rows]
+    may = [number if each.drafts and not launched else 0 for each, number, launched in zip(decoders, most, ahead)]
+    decide_together([each.pace for each in decoders], may)
+    together = zip(rows, decoders, most, ahead, strict=True)
+    proposals = [each.propose(row.token, number, launched) for row, each, number, launched in together]
     checked = model.check(rows, proposals)
     drafted = (len(tokens) for tokens, proposal in zip(checked.proposed, proposals) if proposal.drafts)
     draft_s = checked.draft_s / max(drafted, default=1)  # all rows draft at once
-    for row, proposal, proposed, following in zip(rows, proposals, checked.proposed, checked.following):
+    each_checked = zip(rows, decoders, proposals, checked.proposed, checked.following, strict=True)
+    for row, decoder, proposal, proposed, following in each_checked:
         accepted, token = 0, None
         for logits, expected in zip(following, [*proposed, None]):
             row.num_cached += 1
@@ -73,9 +80,8 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
             if token is None or token != expected:
                 break
             accepted += 1
-        assert row.exact is not None
         is_wrong = token is not None and accepted < len(proposed)
         learned = proposal._replace(tokens=proposed)
-        row.exact.learn(learned, accepted, draft_s * len(proposed), checked.verify_s, is_wrong)
+        decoder.learn(learned, accepted, draft_s * len(proposed), checked.verify_s, is_wrong)
         if token is not None:
             model.undo(row)
