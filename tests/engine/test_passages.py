@@ -65,7 +65,7 @@ def test_the_passages_of_a_needle_contain_it(embedded: LLM, method: str) -> None
 def test_spans_are_exact_with_characters_of_several_bytes(llama: Path) -> None:
     tokenizer = new_llm(llama).tokenizer
     text = "Grüße 🙂 an e\u0301 人\n" * 20
-    ids, offsets = tokenizer(text)["input_ids"], offsets_of(tokenizer, text, special=True)
+    ids, offsets = tokenizer(text)["input_ids"], offsets_of(tokenizer, text)
     assert offsets.num_tokens == len(ids)
     for place, number in enumerate(range(1, len(ids))):  # a token per byte
         shares = torch.zeros(len(ids))
@@ -78,7 +78,7 @@ def test_spans_are_exact_with_characters_of_several_bytes(llama: Path) -> None:
 
 def test_words_with_spaces_leave_no_gaps(embedded: LLM) -> None:
     text = "  An old mill\n\n  by the Größe 🙂🙂 of a river."
-    offsets = offsets_of(embedded.tokenizer, text, special=True)
+    offsets = offsets_of(embedded.tokenizer, text)
     [(start, stop, _)] = offsets.spans(torch.ones(offsets.num_tokens))
     assert text[start:stop].strip() == text.strip()
 
@@ -192,7 +192,7 @@ def test_what_has_no_passages_is_refused(llama: Path) -> None:
         new_llm(llama).chat().ask("Who?", passages=True)
     slow = type("SlowTokenizer", (), {"is_fast": False})()
     with pytest.raises(InputError, match="SlowTokenizer does not"):
-        offsets_of(slow, "text", special=True)
+        offsets_of(slow, "text")
 
 
 def test_long_lists_are_cut_to_the_largest_shares() -> None:

@@ -381,12 +381,18 @@ def test_what_is_no_saved_document_is_refused(llama: Path, path: Path, tmp_path:
     assert llm._model is None
 
 
-def test_a_newer_format_is_refused(llama: Path, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("written", "remedy"),
+    [(3, r"this kvsift reads format 2\. Update kvsift"), (1, r"can end turns\. Read its text again and save it")],
+)
+def test_another_format_is_refused(
+    llama: Path, path: Path, monkeypatch: pytest.MonkeyPatch, written: int, remedy: str
+) -> None:
     llm = LLM(llama, QUEST)
     with monkeypatch.context() as patch:
-        patch.setattr(saved_header, "FORMAT", 2)
+        patch.setattr(saved_header, "FORMAT", written)
         llm.read(TEXT).save(path)
-    with pytest.raises(InputError, match=r"in format 2, and this kvsift reads format 1\. Update kvsift"):
+    with pytest.raises(InputError, match=rf"in format {written}, .*{remedy}"):
         llm.open(path)
 
 

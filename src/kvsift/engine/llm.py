@@ -297,7 +297,7 @@ class LLM(ModelRunner):
         if not prompts or not all(prompts):
             which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")
             raise InputError(f"{which}.")
-        offsets = [offsets_of(self.tokenizer, text, special=True) for text in texts] if options.passages else None
+        offsets = [offsets_of(self.tokenizer, text) for text in texts] if options.passages else None
         return self._continuing(prompts, options, progress, streamed, started, offsets=offsets)
 
     def _continuing(

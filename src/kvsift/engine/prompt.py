@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from kvsift.engine.control_tokens import ControlTokens, parts, unbroken
-from kvsift.engine.text_offsets import TextOffsets, offsets_of
+from kvsift.engine.control_tokens import ControlTokens, Mask, Rendering
+from kvsift.engine.text_offsets import TextOffsets, require_spans
 from kvsift.errors import InputError
 
 STOP = "\n"
@@ -27,7 +27,7 @@ RAW = "{context}\n\n{question}"  # a template that adds nothing
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """The prompt format of a model. Special tokens that a document, question or message spells are text.
+    """The prompt format of a model. Control tokens that a document, question or message spells are text.
 
     Args:
         tokenizer: of the model.
@@ -64,13 +64,12 @@ class PromptFormat:
 
     def text(self, context: str, question: str, turns: Sequence[Turn] = ()) -> str:
         """Return the prompt, after earlier turns; unless a template has a bos token, the tokenizer adds it."""
-        return unbroken(self._text(context, question, turns))
+        return self._control.render(lambda mask: self._text(context, question, turns, mask)).text
 
-    def _text(self, context: str, question: str, turns: Sequence[Turn] = ()) -> str:
-        """The prompt with breaks (``engine.control_tokens``)."""
-        broken = self._control.broken
-        context, question = broken(context).rstrip(), broken(question).strip()
-        turns = [(broken(asked), broken(answered)) for asked, answered in turns]
+    def _text(self, context: str, question: str, turns: Sequence[Turn], mask: Mask) -> str:
+        """The prompt of masked contents (``engine.control_tokens``)."""
+        context, question = mask(context).rstrip(), mask(question).strip()
+        turns = [(mask(asked), mask(answered)) for asked, answered in turns]
         if self.template is not None:
             assert not turns, "a prompt template has no place for earlier turns"
             before, _, rest = self.template.partition("{context}")
@@ -79,7 +78,7 @@ class PromptFormat:
         if not self.tokenizer.chat_template:
             said = "".join(f"{question_text(asked)} {answered.strip()}" for asked, answered in turns)
             return context + said + question_text(question)
-        messages = [] if self.system is None else [{"role": "system", "content": broken(self.system)}]
+        messages = [] if self.system is None else [{"role": "system", "content": mask(self.system)}]
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         messages.append({"role": "user", "content": question})
@@ -89,7 +88,7 @@ class PromptFormat:
 
     def encode(self, context: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
         """Return the prompt as tokens, with one bos token if the model has one."""
-        return self._tokens(self._text(context, question, turns))
+        return self._tokens(lambda mask: self._text(context, question, turns, mask))
 
     def offsets(self, context: str, question: str, turns: Sequence[Turn] = ()) -> TextOffsets:
         """Return where the tokens of ``encode`` stand in the document.
@@ -97,20 +96,21 @@ class PromptFormat:
         Raises:
             InputError: if there is no document, the chat template changes it, or the tokenizer does not say.
         """
-        return self._offsets(context, lambda document: self._text(document, question, turns))
+        return self._offsets(context, lambda document, mask: self._text(document, question, turns, mask))
 
-    def _offsets(self, context: str, text_of: Callable[[str], str]) -> TextOffsets:
+    def _offsets(self, context: str, text_of: Callable[[str, Mask], str]) -> TextOffsets:
         if not context.strip():
             raise InputError("passages are parts of a document, and there is none. Give one, or leave out passages.")
         marker = "kvsift" + "x" * 32  # a document of its own, to find where documents begin
-        text, start = text_of(context), unbroken(text_of(marker)).find(marker)
-        lead = len(context) - len(context.lstrip())
-        body, plain = context.strip(), unbroken(text)
-        begin = next((at for at in (start, start + lead) if start >= 0 and plain.startswith(body, at)), None)
+        rendering, start = self._control.render(partial(text_of, context)), text_of(marker, str).find(marker)
+        lead, body = len(context) - len(context.lstrip()), context.strip()
+        begin = next((at for at in (start, start + lead) if start >= 0 and rendering.text.startswith(body, at)), None)
         if begin is None:
             raise InputError("the model's chat template changes the document, so its passages cannot be found. Leave "
                              "out passages.")  # fmt: skip
-        return offsets_of(self.tokenizer, text, self._special(text), begin - lead, len(context))
+        require_spans(self.tokenizer)
+        _, spans = self._control.encode(rendering, self._special(rendering), with_spans=True)
+        return TextOffsets([(first - begin + lead, last - begin + lead) for first, last in spans], len(context))
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]], document: str = "") -> list[int]:
         """Return the prompt of chat messages as tokens, after a document as in ``text``: by the chat template, or in
@@ -120,17 +120,17 @@ class PromptFormat:
         Raises:
             InputError: if the template refuses them, or they do not alternate, the user's first and last.
         """
-        return self._tokens(self._text_of_messages(messages, document))
+        for message in messages:
+            require_text(message["content"], "message")
+        return self._tokens(lambda mask: self._text_of_messages(messages, document, mask))
 
     def message_offsets(self, messages: Sequence[Mapping[str, str]], document: str) -> TextOffsets:
         """Return where the tokens of ``encode_messages`` stand in the document; errors as of ``offsets``."""
-        return self._offsets(document, lambda text: self._text_of_messages(messages, text))
+        return self._offsets(document, lambda text, mask: self._text_of_messages(messages, text, mask))
 
-    def _text_of_messages(self, messages: Sequence[Mapping[str, str]], context: str) -> str:
-        for message in messages:
-            require_text(message["content"], "message")
-        messages = [{**message, "content": self._control.broken(message["content"])} for message in messages]
-        context = self._control.broken(context)
+    def _text_of_messages(self, messages: Sequence[Mapping[str, str]], context: str, mask: Mask) -> str:
+        messages = [{**message, "content": mask(message["content"])} for message in messages]
+        context = mask(context)
         if self.tokenizer.chat_template:
             return self._templated(_with_document(messages, context) if context else messages)
         contexts = [message["content"].strip() for message in messages if message["role"] == "system"]
@@ -144,7 +144,7 @@ class PromptFormat:
         if not texts[-1].strip():
             raise InputError("the last message is empty.")
         turns = list(zip(texts[:-1:2], texts[1::2]))
-        return self._text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns)
+        return self._text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns, str)
 
     def _templated(self, messages: Sequence[Mapping[str, str]]) -> str:
         try:
@@ -153,25 +153,20 @@ class PromptFormat:
             raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
         return text
 
-    def _tokens(self, text: str) -> list[int]:
-        special, ids = self._special(text), list[int]()
-        known: dict[tuple[str, bool], list[int]] = {}  # a text may spell a token many times
-        for part, begin in parts(text):
-            key = part, special and not begin
-            if key not in known:
-                known[key] = self.tokenizer(part, add_special_tokens=key[1], verbose=False)["input_ids"]
-            ids += known[key]
+    def _tokens(self, build: Callable[[Mask], str]) -> list[int]:
+        rendering = self._control.render(build)
+        ids, _ = self._control.encode(rendering, self._special(rendering))
         return ids
 
     @cached_property
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer)
 
-    def _special(self, text: str) -> bool:
+    def _special(self, rendering: Rendering) -> bool:
         """Whether the tokenizer adds its special tokens."""
         bos = self.tokenizer.bos_token
         chat = self.template is None and self.tokenizer.chat_template
-        return not (chat or (bos and text.startswith(bos)))
+        return not (chat or (bos and rendering.masked.startswith(bos)))
 
 
 def _with_document(messages: Sequence[Mapping[str, str]], document: str) -> list[Mapping[str, str]]:

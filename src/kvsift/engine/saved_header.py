@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvsift.errors import InputError
 
-FORMAT = 1
+FORMAT = 2  # 1: control tokens that a document spelled could be among its tokens
 KEY = "kvsift document"
 START = b'{"__metadata__": {"' + KEY.encode()
 CHECKSUMS = "checksums"
@@ -96,6 +96,11 @@ def document_of(path: Path, header: bytes) -> dict[str, Any]:
         raise InputError(
             f"{path} was saved by kvsift {by} in format {written}, and this kvsift reads format {FORMAT}. Update "
             "kvsift, or read its text again."
+        )
+    if written < FORMAT:
+        raise InputError(
+            f"{path} was saved by kvsift {by} in format {written}, in which control tokens that a text spells can end "
+            "turns. Read its text again and save it."
         )
     return document
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.engine.control_tokens import parts, unbroken
 from kvsift.errors import InputError
 
 Span = tuple[int, int, float]  # first character, the one after the last, share
@@ -68,20 +67,20 @@ class TextOffsets:
         return spans
 
 
-def offsets_of(tokenizer: Any, text: str, special: bool, start: int = 0, characters: int | None = None) -> TextOffsets:
-    """Return where the tokens of a prompt are in it, or in a part that begins at ``start``; the prompt may have breaks
-    (``engine.control_tokens``), which count no character.
+def offsets_of(tokenizer: Any, text: str) -> TextOffsets:
+    """Return where the tokens of a text are in it.
 
     Raises:
         InputError: if the tokenizer does not say.
     """
+    require_spans(tokenizer)
+    return TextOffsets(tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"], len(text))
+
+
+def require_spans(tokenizer: Any) -> None:
+    """Refuse a tokenizer that does not say where its tokens stand in a text."""
     if not getattr(tokenizer, "is_fast", False):
         raise InputError(
             f"passages need a tokenizer that says where its tokens stand in a text, and {type(tokenizer).__name__} "
             "does not. Leave them out."
         )
-    shifted = []
-    for part, begin in parts(text):
-        encoded = tokenizer(part, add_special_tokens=special and not begin, return_offsets_mapping=True, verbose=False)
-        shifted += [(begin + first - start, begin + last - start) for first, last in encoded["offset_mapping"]]
-    return TextOffsets(shifted, len(unbroken(text)) - start if characters is None else characters)
