@@ -40,7 +40,7 @@ from kvsift.threads import report
 
 PLANS = ["dense", "sketch:budget=1024:dense_layers=none", "quest:budget=1024:dense_layers=none"]
 GPU_PLANS = ["dense", "sketch:budget=1024", "quest:budget=2048", PLANS[1], "quest:budget=2048:dense_layers=none"]
-QUOKA = "prefill=quoka:budget=4096,decode=quest:budget=2048"
+QUOKA = "prefill=quoka:budget=1024:chunk=512,decode=quest:budget=2048"
 RECIPES: dict[str, dict[str, Any]] = {
     "cpu": {"tokens": 32768, "documents": 4, "chats": 4, "plans": PLANS, "steps": 32, "rounds": 5, "new_tokens": 8192},
     "gpu": {
