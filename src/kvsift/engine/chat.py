@@ -10,6 +10,7 @@ from kvsift.engine.options import Options, ProgressCallback
 from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
 from kvsift.errors import InputError
+from kvsift.locks import take
 
 if TYPE_CHECKING:
     from kvsift.engine.generation import Generation
@@ -58,9 +59,10 @@ class Chat:
         require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
-        if not self._lock.acquire(blocking=False):
-            raise InputError("this chat is answering a turn; ask the next one after it.")
+        taken: list[bool] = []
         try:
+            if not take(self._lock, taken):
+                raise InputError("this chat is answering a turn; ask the next one after it.")
             ids = self._form.encode(self._context, question, self.turns)
             chosen: Options = {"stop": self._stop, **options}
             offsets = self._form.offsets(self._context, question, self.turns) if chosen.get("passages") else None
@@ -76,4 +78,5 @@ class Chat:
                 self.turns.append((question.strip(), answer.text))
             return answer
         finally:
-            self._lock.release()
+            if taken:
+                self._lock.release()
