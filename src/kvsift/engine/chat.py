@@ -37,7 +37,8 @@ class Chat:
         self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: str | None = None
     ) -> None:
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
-        self._held: object = None  # the generation of the last turn, which holds what it has read
+        self._answered: Generation | None = None  # of the last turn, which holds what it has read
+        self._tried: Generation | None = None  # of an interrupted one after it, likewise
         self._lock = Lock()
         self.turns: list[Turn] = []
 
@@ -60,6 +61,7 @@ class Chat:
         if not question.strip():
             raise InputError("the question is empty.")
         taken: list[bool] = []
+        earlier = self._tried
         try:
             if not take(self._lock, taken):
                 raise InputError("this chat is answering a turn; ask the next one after it.")
@@ -67,16 +69,17 @@ class Chat:
             chosen: Options = {"stop": self._stop, **options}
             offsets = self._form.offsets(self._context, question, self.turns) if chosen.get("passages") else None
             generation = self._start(ids, chosen, progress, on_text is not None, offsets)
-            self._held = self._held, generation  # of a turn that is interrupted, what it has read stays
+            self._tried = generation  # it begins with what the earlier one holds until then
             for _, piece in generation:
                 if on_text is not None:
                     on_text(piece)
             answer = generation.answers[0]
             answer.text = answer.text.strip()
-            self._held = generation  # the last one lets go only now
+            self._answered, self._tried = generation, None
             if answer.token_ids or answer.finish_reason == "stop":
                 self.turns.append((question.strip(), answer.text))
             return answer
         finally:
+            earlier = None  # it lets go now, whoever keeps a traceback
             if taken:
                 self._lock.release()
