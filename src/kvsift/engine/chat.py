@@ -6,7 +6,7 @@ from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Unpack
 
-from kvsift.engine.options import Options, ProgressCallback
+from kvsift.engine.options import Options, ProgressCallback, Stop
 from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
 from kvsift.errors import InputError
@@ -27,15 +27,14 @@ class Chat:
         start: begins to generate after the tokens of a prompt.
         form: of the prompts.
         context: the document; may be empty.
-        stop: text that ends an answer; by default the end of a line in kvsift's own format, else none.
+        stop: text, or several texts, that end an answer; by default the end of a line in kvsift's own format, else
+            none.
 
     Attributes:
         turns: questions and their answers so far; may be changed between turns.
     """
 
-    def __init__(
-        self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: str | None = None
-    ) -> None:
+    def __init__(self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: Stop = None) -> None:
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
         self._answered: Generation | None = None  # of the last turn, which holds what it has read
         self._tried: Generation | None = None  # of an interrupted one after it, likewise
@@ -80,6 +79,6 @@ class Chat:
                 self.turns.append((question.strip(), answer.text))
             return answer
         finally:
-            earlier = None  # it lets go now, whoever keeps a traceback
+            del earlier  # it lets go now, whoever keeps a traceback
             if taken:
                 self._lock.release()

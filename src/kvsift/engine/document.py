@@ -17,7 +17,7 @@ from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of, check_captured, log_of
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
 from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, require_text
 from kvsift.engine.result import Answer
@@ -44,7 +44,7 @@ class Document:
         encode: returns the whole prompt of a question, which begins with ``ids``.
         plan: of questions without a plan of their own.
         progress: called while the document is prefilled, with the first question.
-        stop: text that ends an answer to ``ask``.
+        stop: text, or several texts, that end an answer to ``ask``.
         text: from which ``ids`` and ``encode`` were made, for ``save``.
 
     Attributes:
@@ -61,7 +61,7 @@ class Document:
         encode: Callable[[str], list[int]],
         plan: Plan,
         progress: ProgressCallback | None = None,
-        stop: str | None = None,
+        stop: Stop = None,
         text: DocumentText | None = None,
     ) -> None:
         self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
@@ -211,6 +211,8 @@ class Document:
             max_new_tokens: maximum number of tokens to generate, 64 by default.
             sampling: how to choose tokens; greedy by default.
             stop: text, or several texts, that end the answer, instead of the document's.
+            timeout_s: end the answer after so many seconds, as it is then, with its first token at the earliest. They
+                count from the cached document, as ``ttft_s`` does: what is read for the first question is read whole.
             exact: the answer of dense attention, token by token; see ``LLM.generate``.
             passages: keep which characters of the document were selected (composed steps).
 
@@ -249,10 +251,11 @@ class Document:
         check_exact(runner, self._resolved(chosen.plan), chosen.exact)
         if chosen.passages and offsets is None:
             raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
-        request = runner.request(ids, chosen, streamed=on_text is not None, offsets=offsets)
         with runner.fast_path.turn, self._exclusive():
-            cache = self.prefill(self._resolved(chosen.plan), request.length - self.num_tokens)
-            return self._answer(cache, Transcript(request, runner.tokenizer), question_phase, on_text)
+            more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
+            cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
+            request = runner.request(ids, chosen, on_text is not None, offsets, started)
+            return self._answer(cache, Transcript(request, runner.tokenizer), started, question_phase, on_text)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -271,9 +274,10 @@ class Document:
                 self._thread = 0
 
     def _answer(
-        self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
-    ) -> Answer:
-        runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
+        self, cache: SparseCache, transcript: Transcript, started: float, phase: Phase,
+        on_text: Callable[[str], None] | None,
+    ) -> Answer:  # fmt: skip
+        runner, num_cached = self._runner, cache.get_seq_length()
         plan, request = cache.run.plan, transcript.request
         reason, exact = runner.composed_reason(plan), exact_decoder(runner, request, plan)
         if reason is None:

@@ -19,7 +19,7 @@ from kvsift.engine.document import Document
 from kvsift.engine.exactness import check_exact
 from kvsift.engine.generation import Generation, TextStream
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, require_stops
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop, stops_of
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, PromptFormat, require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.rows import new_loop
@@ -139,7 +139,7 @@ class LLM(ModelRunner):
 
     def read(
         self, context: str, *, plan: PlanSpec = None, progress: ProgressCallback | None = None,
-        template: str | None = None, system: str | None = None, stop: str | None = None,
+        template: str | None = None, system: str | None = None, stop: Stop = None,
     ) -> Document:  # fmt: skip
         """A document to ask about. It is prefilled once: with its first question, under that question's plan.
 
@@ -149,7 +149,8 @@ class LLM(ModelRunner):
             progress: called while the document is prefilled.
             template: text with {context} and {question}, instead of the chat template or kvsift's own format.
             system: a system message for the chat template.
-            stop: text that ends an answer; by default the end of a line in kvsift's own format, else none.
+            stop: text, or several texts, that end an answer; by default the end of a line in kvsift's own format, else
+                none.
 
         Raises:
             InputError: if it is empty, or too long for the model or the machine.
@@ -157,8 +158,7 @@ class LLM(ModelRunner):
         require_text(context, "context")
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
-        require_stops(stop)
-        return self._document(DocumentText(context, template, system, stop), plan, progress)
+        return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
     def open(
         self, path: str | Path, *, plan: PlanSpec = None, progress: ProgressCallback | None = None
@@ -188,9 +188,7 @@ class LLM(ModelRunner):
         prompts = DocumentPrompts(form, text.context, ids)
         return Document(self, prompts.ids, prompts, plan, progress, text.stop or form.stop, text)
 
-    def chat(
-        self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: str | None = None
-    ) -> Chat:
+    def chat(self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: Stop = None) -> Chat:
         """A conversation, about a document or about nothing. Its turns read what they have in common once;
         arguments as for ``read``.
 
@@ -208,7 +206,7 @@ class LLM(ModelRunner):
             found, started = None if offsets is None else [offsets], perf_counter()
             return self._continuing([ids], GenerateOptions.of(chosen), progress, streamed, started, True, found)
 
-        return Chat(start, form, context, stop)
+        return Chat(start, form, context, stops_of(stop))
 
     @overload
     def generate(
@@ -248,7 +246,8 @@ class LLM(ModelRunner):
                 from its own seed, so its answer does not depend on its neighbours.
             stop: text, or several texts, that end the answer and are not part of it.
             logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
-            timeout_s: end each answer after so many seconds, as it is then; several captured prompts are read whole.
+            timeout_s: end each answer after so many seconds, as it is then; they count from where ``Answer.ttft_s``
+                does. Several captured prompts are read whole.
             exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
                 attention verifies several tokens in one pass. ``Answer.exact`` tells what was drafted.
             passages: keep which characters of the prompt were selected (composed steps).
@@ -313,7 +312,7 @@ class LLM(ModelRunner):
         started += perf_counter() - before
         check_exact(self, plan, options.exact)
         requests = [
-            self.request(ids, choice, streamed, where)
+            self.request(ids, choice, streamed, where, started)
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))
         ]
         return Generation(self, self.loop, plan, requests, started, progress, holds)

@@ -113,13 +113,16 @@ class ModelRunner:
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
     def request(
-        self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None
-    ) -> Request:
-        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages."""
+        self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None,
+        started: float | None = None,
+    ) -> Request:  # fmt: skip
+        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages. Its
+        time begins at ``started``, or now."""
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
-        deadline = None if options.timeout_s is None else perf_counter() + options.timeout_s
+        started = perf_counter() if started is None else started
+        deadline = None if options.timeout_s is None else started + options.timeout_s
         ends, logprobs = self._end_ids(), options.logprobs
         stops, most, exact = options.stops, options.max_new_tokens, options.exact
         return Request(ids, most, sampling, ends, stops, streamed, logprobs, deadline, exact, offsets)

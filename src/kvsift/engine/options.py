@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
@@ -13,6 +13,7 @@ from kvsift.models.transformers import PlanSpec
 
 MOST_LOGPROBS = 20  # as OpenAI's API has them
 
+Stop = str | Sequence[str] | Set[str] | None
 ProgressCallback = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 
 
@@ -22,7 +23,7 @@ class Options(TypedDict, total=False):
     plan: PlanSpec
     max_new_tokens: int
     sampling: Sampling | Sequence[Sampling] | None
-    stop: str | Sequence[str] | None
+    stop: Stop
     logprobs: int | None
     timeout_s: float | None
     exact: bool
@@ -50,7 +51,7 @@ class GenerateOptions:
     plan: PlanSpec = None
     max_new_tokens: int = 64
     sampling: Sampling | Sequence[Sampling] | None = None
-    stop: str | Sequence[str] | None = None
+    stop: Stop = None
     logprobs: int | None = None
     timeout_s: float | None = None
     exact: bool = False
@@ -82,7 +83,7 @@ class GenerateOptions:
                 raise InputError(
                     f"sampling is {type(each).__name__}. Give a kvsift.Sampling, as Sampling(temperature=0.8)."
                 )
-        require_stops(self.stop)
+        stops_of(self.stop)
         for name in ("exact", "passages"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -113,8 +114,14 @@ class GenerateOptions:
         return [replace(self, sampling=sampling) for sampling in self.sampling]
 
 
-def require_stops(stop: object) -> None:
-    """Refuse what is no text, or several texts, that end an answer (``InputError``)."""
-    several = stop if isinstance(stop, list | tuple | set | frozenset) else [stop]
-    if stop is not None and not all(isinstance(each, str) for each in several):
+def stops_of(stop: Stop) -> str | list[str] | None:
+    """A text, or several in order, that end an answer.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if stop is None or isinstance(stop, str):
+        return stop
+    if not isinstance(stop, list | tuple | set | frozenset) or not all(isinstance(each, str) for each in stop):
         raise InputError(f"stop={stop!r} must be a text, or several texts, that end the answer.")
+    return sorted(stop) if isinstance(stop, Set) else list(stop)
