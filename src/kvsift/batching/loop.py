@@ -28,6 +28,7 @@ from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.locks import take
+from kvsift.models.inference import inference
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan
 from kvsift.stores.kv_pool import KVPool, LayerPool
@@ -167,7 +168,7 @@ class Loop:
         There may be room for fewer.
         """
         longest = self._model.longest
-        with self._turn, self._lock, torch.inference_mode():
+        with self._turn, self._lock, inference():
             self.tree.kinds |= frozenset(kinds)
             for pool in self.kv.layers.values():
                 pool.maintain(self.tree, self.tree.kinds)
@@ -195,7 +196,7 @@ class Loop:
         self._leave()
         assert not wrong, wrong[:5]
 
-    @torch.inference_mode()
+    @inference()
     def _step(self, news: Callable[[], None] | None) -> None:
         now = self.clock()
         for row in self.rows:

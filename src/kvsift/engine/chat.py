@@ -11,6 +11,7 @@ from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
 from kvsift.errors import InputError
 from kvsift.locks import take
+from kvsift.methods import checks
 
 if TYPE_CHECKING:
     from kvsift.engine.generation import Generation
@@ -59,6 +60,8 @@ class Chat:
         require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
+        checks.function("on_text", on_text)
+        _require_turns(self.turns)
         taken: list[bool] = []
         earlier = self._tried
         try:
@@ -82,3 +85,14 @@ class Chat:
             del earlier  # it lets go now, whoever keeps a traceback
             if taken:
                 self._lock.release()
+
+
+def _require_turns(turns: object) -> None:
+    """Refuse turns that a client has changed into something else (``InputError``)."""
+    if not isinstance(turns, list):
+        raise InputError(f"chat.turns is {type(turns).__name__}. Give a list of questions with their answers.")
+    for turn in turns:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise InputError(f"a turn is a question and its answer; chat.turns has {turn!r:.80}.")
+        for text, what in zip(turn, ("question", "answer")):
+            require_text(text, f"{what} of an earlier turn")

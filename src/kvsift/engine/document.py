@@ -10,13 +10,11 @@ from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, Unpack
 
-import torch
-
 from kvsift.batching.row import CacheReport
 from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of, check_captured, log_of
-from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.model_runner import ModelRunner, require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
 from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, require_text
@@ -27,7 +25,9 @@ from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.models.inference import inference
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import parse_plan
@@ -64,6 +64,7 @@ class Document:
         stop: Stop = None,
         text: DocumentText | None = None,
     ) -> None:
+        checks.function("progress", progress)
         self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
         self._stop, self.text = stop, text
         self._cache: SparseCache | None = None
@@ -162,14 +163,14 @@ class Document:
         Raises:
             InputError: if the file cannot be written, or tokens were dropped (evict=true); an older file stays then.
         """
-        path, runner = Path(path).resolve(), self._runner
+        path, runner = checks.path_of("path", path).resolve(), self._runner
         check_target(path)
         if self.text is None:
             raise InputError("this document was made of tokens, without its text. Documents of llm.read can be saved.")
         check_saving(runner, self._plan, self.num_tokens, path)
         if self._cache is None:
             runner.check_prompts([self._ids], 1, self._plan)
-        with runner.fast_path.turn, self._exclusive():
+        with runner.fast_path.turn, self._exclusive(), inference():
             if self._cache is not None and not self._cache.can_rewind:
                 raise InputError(
                     f"the last answer, under {self._cache.run.plan}, has dropped tokens of the document for good "
@@ -182,7 +183,7 @@ class Document:
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
-        with runner.fast_path.turn, torch.inference_mode():
+        with runner.fast_path.turn, inference():
             plan, started = self._executed(self._plan), perf_counter()
             cache = self._new_cache(plan, None)
             cache.pin(saved.rotation)
@@ -240,18 +241,28 @@ class Document:
         **options: Unpack[Options],
     ) -> Answer:
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is not stripped."""
+        require_tokens(ids)
+        if len(ids) <= self.num_tokens or list(ids[: self.num_tokens]) != self._ids:
+            raise InputError(
+                f"the prompt of {len(ids)} tokens does not begin with the {self.num_tokens} of the document, or ends "
+                "with them. Give those of the document and of a question."
+            )
+        self._runner.check_prompts(
+            [ids], GenerateOptions.of(options).max_new_tokens, self._resolved(options.get("plan"))
+        )
         return self._go_on(ids, None, on_text, question_phase, options)
 
     def _go_on(
         self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,
         question_phase: Phase, options: Options,
     ) -> Answer:  # fmt: skip
+        checks.function("on_text", on_text)
         [chosen] = GenerateOptions.of(options).split(1)
         runner = self._runner
         check_exact(runner, self._resolved(chosen.plan), chosen.exact)
         if chosen.passages and offsets is None:
             raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
-        with runner.fast_path.turn, self._exclusive():
+        with runner.fast_path.turn, self._exclusive(), inference():
             more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
             cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
             request = runner.request(ids, chosen, on_text is not None, offsets, started)

@@ -171,8 +171,8 @@ class TextStream:
     def __next__(self) -> str:
         try:
             return next(self._pieces)[1]
-        except StopIteration:
-            self.answer = self._generation.answers[0]
+        except StopIteration:  # also after an error, without an answer
+            self.answer = next(iter(self._generation.answers), None)
             raise
 
 

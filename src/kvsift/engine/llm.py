@@ -18,7 +18,7 @@ from kvsift.engine.chat import Chat
 from kvsift.engine.document import Document
 from kvsift.engine.exactness import check_exact
 from kvsift.engine.generation import Generation, TextStream
-from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.model_runner import ModelRunner, require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop, stops_of
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, PromptFormat, require_text
 from kvsift.engine.result import Answer
@@ -88,12 +88,12 @@ class LLM(ModelRunner):
         deterministic: bool = False,
     ) -> None:
         if chunk_size is not None:
-            checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
-        checks.whole("keep_tokens", keep_tokens, 0)
-        if probe_every < 0:
-            raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
-        if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
-            raise InputError(f"dense_below={dense_below!r} must be 'auto' or a number of tokens, 0 (never) or more.")
+            chunk_size = checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
+        keep_tokens = checks.whole("keep_tokens", keep_tokens, 0)
+        probe_every = checks.whole("probe_every", probe_every, 0)
+        if dense_below != "auto":
+            dense_below = checks.whole("dense_below", dense_below, 0, also=("auto",))
+        checks.flag("deterministic", deterministic)
         self.plan: Plan = parse_plan(plan)
         place = Placement.of(placement)
         device = _cpu(device) if place.name == "host" else device
@@ -129,12 +129,18 @@ class LLM(ModelRunner):
             What was done.
         """
         if num_tokens is not None:
-            checks.whole("num_tokens", num_tokens, 1)
+            num_tokens = checks.whole("num_tokens", num_tokens, 1)
+        if not isinstance(plans, list | tuple):
+            raise InputError(f"plans={plans!r} must be a list of plans, such as ['dense'].")
         self.load()
         return warm_up(self, self.loop, [self.plan, *map(parse_plan, plans)], num_tokens)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
+        if not isinstance(prompts, list | tuple) or not prompts:
+            raise InputError(f"prompts={prompts!r:.40} must be a list of prompts, each a list of tokens.")
+        for ids in prompts:
+            require_tokens(ids)
         self.check_prompts(prompts, max_new_tokens, self.plan if plan is None else parse_plan(plan))
 
     def read(
@@ -174,7 +180,7 @@ class LLM(ModelRunner):
             InputError: if the file is not a whole saved document, or was read by another model, in another dtype, in
                 chunks of another size or under another rule of prefill.
         """
-        with SavedDocument(Path(path)) as saved:
+        with SavedDocument(checks.path_of("path", path)) as saved:
             saved.check(self, self.plan if plan is None else parse_plan(plan))
             document = self._document(saved.text, plan, progress, saved.ids)
             document.restore(saved)
@@ -259,6 +265,7 @@ class LLM(ModelRunner):
             return self._samples(text, n, on_text, progress, options)
         if not isinstance(text, str) and on_text is not None:
             raise InputError("on_text follows one text; give one prompt, or leave it out.")
+        checks.function("on_text", on_text)
         texts = list(text) if isinstance(text, list | tuple) else [text]
         generation = self._generation(
             texts, GenerateOptions.of(options, ("n", "on_text")), progress, streamed=on_text is not None
@@ -272,7 +279,7 @@ class LLM(ModelRunner):
         self, text: str | list[str], n: int, on_text: Callable[[str], None] | None,
         progress: ProgressCallback | None, options: Options,
     ) -> list[Answer]:  # fmt: skip
-        checks.whole("n", n, 1)
+        n = checks.whole("n", n, 1)
         sampling = options.get("sampling")
         if not isinstance(text, str) or on_text is not None:
             raise InputError("n answers are drawn to one text, and come at once; give one, and leave out on_text.")
@@ -305,7 +312,8 @@ class LLM(ModelRunner):
     ) -> Generation:  # fmt: skip
         prompt_options = options.split(len(prompts))
         plan = self.plan if options.plan is None else parse_plan(options.plan)
-        self.check(prompts, options.max_new_tokens, plan)
+        checks.function("progress", progress)
+        self.check_prompts(prompts, options.max_new_tokens, plan)
         before = perf_counter()
         self.load()
         self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes

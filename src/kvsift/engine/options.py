@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
+from math import inf
+from sys import float_info
 from typing import TypedDict
 
 from kvsift.engine.sampling import Sampling
@@ -71,13 +73,14 @@ class GenerateOptions:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int):
-            checks.whole("max_new_tokens", self.max_new_tokens, 1)
+        checks.use_python_numbers(self)
+        checks.whole("max_new_tokens", self.max_new_tokens, 1)
         if self.logprobs is not None:
             checks.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        if self.timeout_s is not None and not (is_number and self.timeout_s > 0):
-            raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, or None.")
+        seconds = self.timeout_s
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and (0 < seconds <= float_info.max or seconds == inf)):
+            raise InputError(f"timeout_s={seconds!r} must be a number of seconds above 0, or None.")
         for each in self.sampling if isinstance(self.sampling, list | tuple) else [self.sampling]:
             if each is not None and not isinstance(each, Sampling):
                 raise InputError(
