@@ -60,8 +60,8 @@ class LLM(ModelRunner):
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
         keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike; weights must
             not change meanwhile. What a method remembers of them comes on top: for ``retrieval_attention:block=``
-            about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call share where steps
-            are composed; captured, they have pages of their own.
+            about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call
+            share where steps are composed; captured, they have pages of their own.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
