@@ -40,7 +40,7 @@ CORE = {
     "batching",
     "engine",
 }
-CORE_FILES = {"types.py", "errors.py", "threads.py"}
+CORE_FILES = {"types.py", "errors.py", "locks.py", "threads.py"}
 MANY_PARAMETERS, LISTED = 8, 10
 RENDERED = re.compile(r"<!-- ([\w-]+):begin -->(.*?)<!-- \1:end -->", re.DOTALL)
 

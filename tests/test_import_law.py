@@ -24,6 +24,7 @@ SOURCE = Path(kvsift.__file__).parent
 LAYERS = {
     "types": 0,
     "errors": 0,
+    "locks": 0,
     "threads": 0,
     "native": 1,
     "kernels": 2,

@@ -1,5 +1,17 @@
-"""``python -m kvsift`` is ``kvsift``."""
+"""``kvsift`` and ``python -m kvsift``. Whatever is imported is imported where Ctrl-C is caught."""
 
-from kvsift.cli.main import main
+import sys
 
-main()
+
+def main() -> None:
+    """Run the command line; a Ctrl-C that comes before a command has begun ends it without a word."""
+    try:
+        from kvsift.cli.main import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

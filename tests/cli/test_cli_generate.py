@@ -70,7 +70,7 @@ def test_short_contexts_can_be_decoded_in_full(generate: Run, text: Path) -> Non
 
 
 def test_a_length_that_is_none_is_refused(refused: Refused, model: Path) -> None:
-    assert "dense_below='never' must be 'auto' or a number" in refused(
+    assert "dense_below='never' must be a whole number, 0 or more, or 'auto'" in refused(
         "generate", "--model", model, "--prompt", "Once", "--dense-below", "never"
     )
 

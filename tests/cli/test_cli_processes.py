@@ -106,6 +106,39 @@ def test_ctrl_c_says_what_is_safe_and_ends_with_130(model: Path, text: Path) -> 
     assert "Traceback" not in said.decode()
 
 
+INTERRUPTED = """
+import runpy, sys
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == NAME:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["kvsift", *sys.argv[1:]]
+runpy.run_module("kvsift", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("name", ["kvsift.cli.main", "typer", "torch", "transformers"])
+def test_ctrl_c_while_something_is_imported_prints_one_line_at_most(name: str, text: Path) -> None:
+    code = INTERRUPTED.replace("NAME", repr(name))
+    ended = kvsift("ask", "--context", text, "--question", "Why?", "--plan", "dense", code=code)
+    assert ended.returncode == 130
+    assert ended.stdout == ""
+    lines = ended.stderr.strip().splitlines()
+    assert len(lines) == (name in ("torch", "transformers"))
+    assert all(line.startswith("kvsift: interrupted.") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "command", [("ask", "--context", "{text}", "--question", "Why?"), ("generate", "--prompt", "a"), ("explain",)]
+)
+def test_a_misspelt_key_is_refused_before_transformers_is_imported(command: tuple[str, ...], text: Path) -> None:
+    given = [part.format(text=text) for part in command]
+    ended = kvsift(*given, "--plan", "quest:budgett=256", code=IMPORTED)
+    assert "unknown key of quest 'budgett'; did you mean 'budget'?" in ended.stderr
+    assert "transformers" not in eval(ended.stderr.splitlines()[-1])
+
+
 def test_a_misspelt_method_is_refused_before_torch_is_imported(text: Path) -> None:
     for plan in ("qest:budget=256", "decode=qest", "prefill=quoka,decode=qest:budget=1"):
         ended = kvsift("ask", "--context", text, "--question", "Why?", "--compare", plan, code=IMPORTED)

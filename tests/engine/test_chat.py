@@ -76,6 +76,27 @@ def test_a_turn_that_is_interrupted_keeps_what_it_has_read(llama: Path) -> None:
     assert llm.loop.kv.pages.num_used == 0
 
 
+def test_of_interrupted_turns_only_the_last_one_keeps_what_it_has_read(llama: Path) -> None:
+    llm, text = new_llm(llama), text_of(6 * GRID)
+    chat, kept = llm.chat(text), []
+
+    def interrupt(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    for number in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            chat.ask(f"{number} {text_of(3 * GRID)}", on_text=interrupt)
+        kept.append(llm.loop.tree.num_pages)
+    assert kept[0] > 6 * GRID // 16
+    assert set(kept) == {kept[0]}
+    chat.ask("Which mill?", max_new_tokens=3)
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask(text, on_text=interrupt)
+    assert chat.ask("How many sacks?", max_new_tokens=3).new_prompt_tokens < 2 * GRID
+    del chat
+    assert llm.loop.kv.pages.num_used == 0
+
+
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> None:
     chat = new_llm(llama).chat(text_of(300))
     first = chat.ask("Which mill?", max_new_tokens=4)

@@ -147,6 +147,18 @@ def test_an_interrupted_answer_leaves_nothing_behind(family: str, request: pytes
     assert ask(document, QUESTIONS[0], PLANS[0]) == expected
 
 
+def test_a_timeout_counts_from_the_document_that_was_read(llama: Path) -> None:
+    times: list[float] = []
+    document = LLM(llama, chunk_size=64).read(TEXT, progress=lambda done, total: sleep(0.2))
+    for _ in range(2):
+        answer = document.ask(QUESTIONS[0], max_new_tokens=6, timeout_s=1.5)
+        assert (answer.finish_reason, len(answer.token_ids)) == ("length", 6)
+        times.append(answer.ttft_s)
+    assert document.read_s > 1.5 > max(times)
+    answer = document.ask(QUESTIONS[0], max_new_tokens=6, timeout_s=1e-6)
+    assert (answer.finish_reason, len(answer.token_ids)) == ("deadline", 1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_documents_of_one_model_do_not_share_a_cache(family: str, request: pytest.FixtureRequest) -> None:
     directory = request.getfixturevalue(family)

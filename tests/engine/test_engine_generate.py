@@ -128,7 +128,7 @@ def test_an_empty_prompt_is_refused(llm: LLM) -> None:
 
 
 def test_nothing_to_generate_is_refused(llm: LLM) -> None:
-    with pytest.raises(InputError, match="max_new_tokens=0 must be 1 or more"):
+    with pytest.raises(InputError, match="max_new_tokens=0 must be a whole number, 1 or more"):
         llm.generate(PROMPT, max_new_tokens=0)
 
 

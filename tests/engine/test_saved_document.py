@@ -233,6 +233,14 @@ def test_the_prompt_is_saved(llama: Path, chatty: Path, path: Path) -> None:
         assert opened.check(QUESTION, 4) == document.check(QUESTION, 4)
 
 
+@pytest.mark.parametrize("stop", ["b", ["b", "a"], ("a",), {"b", "a"}, frozenset("ab")])
+def test_stops_of_every_kind_are_saved(stop: Any, llama: Path, path: Path) -> None:
+    document = LLM(llama, "dense", device="cpu").read(text_of(100), stop=stop)
+    document.save(path)
+    answer = LLM(llama, "dense", device="cpu").open(path).ask("Why?", max_new_tokens=20)
+    assert answer.text == document.ask("Why?", max_new_tokens=20).text
+
+
 def test_a_chat_template_with_the_date_keeps_the_day_of_reading(tmp_path: Path, path: Path, monkeypatch: Any) -> None:
     template = "{{ strftime_now('%d %b') }} " + CHAT_TEMPLATE
     llm = LLM(write_model(tmp_path / "m", chat_template=template), QUEST)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from engine.tiny_directory import text_of
 
 import kvsift
-from kvsift import LLM, InputError, Sampling
+from kvsift import LLM, Budget, InputError, KVSiftError, Plan, Rule, Sampling
+from kvsift.engine.options import GenerateOptions
+from kvsift.methods.quest import Quest
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +60,158 @@ def test_a_document_and_its_question(llm: LLM) -> None:
         document.ask(["a", "b"])  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown option 'n'"):
         document.ask("Why?", n=2)  # type: ignore[call-arg]
+
+
+ANYTHING: list[Any] = [
+    None, 5, -1, "x", "", [], {}, float("nan"), float("inf"), -float("inf"), 10**400, True, np.int64(3),
+    np.float32(0.5), Path("x"), b"x", object(), torch.tensor(3), [None], "x" * 5000, "a\0b",
+]  # fmt: skip
+LLM_OPTIONS = (
+    *("device", "dtype", "path", "placement", "deterministic"),
+    *("chunk_size", "probe_every", "dense_below", "keep_tokens"),
+)
+
+
+def set_turns(llm: LLM, turns: Any) -> None:
+    chat = llm.chat("A text.")
+    chat.turns = turns
+    chat.ask("Why?", max_new_tokens=1)
+
+
+def sparsely(llm: LLM, **options: Any) -> None:
+    with kvsift.sparse(llm.model, "quest:budget=128", **options):
+        llm.model(torch.tensor([[5, 6, 7]]))
+
+
+DOORS: dict[str, Callable[[LLM, Any], object]] = {
+    "model": lambda llm, given: LLM(given, device="cpu"),
+    "plan": lambda llm, given: LLM(llm.directory.path, given, device="cpu"),
+    **{
+        name: lambda llm, given, name=name: LLM(llm.directory.path, **{"device": "cpu", name: given})
+        for name in LLM_OPTIONS
+    },
+    **{
+        f"{name} of generate": lambda llm, given, name=name: llm.generate("Once", **{"max_new_tokens": 1, name: given})
+        for name in (*GenerateOptions.__dataclass_fields__, "n", "progress", "on_text")
+    },
+    **{
+        name: lambda llm, given, name=name: Sampling(**{"temperature": 1.0, name: given})
+        for name in ("temperature", "top_p", "seed")
+    },
+    **{
+        f"{field.name} of a budget": lambda llm, given, name=field.name: llm.generate(
+            "Once", max_new_tokens=1, plan=Rule(Quest(), Budget(**{name: given}))
+        )
+        for field in fields(Budget)
+    },
+    "prompt": lambda llm, given: llm.generate(given, max_new_tokens=1),
+    "stream": lambda llm, given: list(llm.stream(given, max_new_tokens=1)),
+    "prompts": lambda llm, given: llm.check(given, 1),
+    "prompt of tokens": lambda llm, given: llm.check([given], 1),
+    "max_new_tokens of check": lambda llm, given: llm.check([[5]], given),
+    "plans": lambda llm, given: llm.warm_up(given),
+    "num_tokens": lambda llm, given: llm.warm_up(num_tokens=given),
+    "context": lambda llm, given: llm.read(given),
+    "template": lambda llm, given: llm.read("A text.", template=given),
+    "system": lambda llm, given: llm.read("A text.", system=given),
+    "progress": lambda llm, given: llm.read("A text.", progress=given),
+    "opened": lambda llm, given: llm.open(given),
+    "saved": lambda llm, given: llm.read("A text.").save(Path("/nowhere") / given if isinstance(given, str) else given),
+    "question": lambda llm, given: llm.read("A text of some length.").ask(given, max_new_tokens=1),
+    "question_phase": lambda llm, given: llm.read("A text.").ask("Why?", question_phase=given),
+    "tokens": lambda llm, given: llm.read("A text.").go_on(given, max_new_tokens=1),
+    "a chat's context": lambda llm, given: llm.chat(given),
+    "a chat's stop": lambda llm, given: llm.chat("A text.", stop=given),
+    "a chat's question": lambda llm, given: llm.chat("A text.").ask(given, max_new_tokens=1),
+    "turns": set_turns,
+    "turn": lambda llm, given: set_turns(llm, [given]),
+    "question of a turn": lambda llm, given: set_turns(llm, [(given, "So.")]),
+    "answer of a turn": lambda llm, given: set_turns(llm, [("Why?", given)]),
+    "parse_plan": lambda llm, given: kvsift.parse_plan(given),
+    "prefill": lambda llm, given: Plan(prefill=given),
+    "decode": lambda llm, given: Plan(decode=given),
+    "method": lambda llm, given: Rule(given),
+    "budget": lambda llm, given: Rule(Quest(), given),
+    "strict": lambda llm, given: sparsely(llm, strict=given),
+    "probe_every of sparse": lambda llm, given: sparsely(llm, probe_every=given),
+    "reserve": lambda llm, given: sparsely(llm, reserve=given),
+    "placement of sparse": lambda llm, given: sparsely(llm, placement=given),
+    "rows": lambda llm, given: kvsift.make_cache(llm.model, "dense", rows=given),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_whatever_is_given_is_taken_or_refused_by_name(door: str, llm: LLM) -> None:
+    for given in ANYTHING:
+        with suppress(KVSiftError):
+            DOORS[door](llm, given)
+
+
+@pytest.mark.parametrize(
+    ("door", "given", "message"),
+    [
+        ("model", 5, "model=5 must be a path"),
+        ("opened", None, "path=None must be a path"),
+        ("probe_every", "x", "probe_every='x' must be a whole number, 0 or more"),
+        ("timeout_s of generate", 10**400, "timeout_s=1000.* must be a number of seconds above 0"),
+        ("plans", "dense", r"plans='dense' must be a list of plans, such as \['dense'\]"),
+        ("a chat's stop", 5, "stop=5 must be a text, or several texts"),
+        ("turns", None, "chat.turns is NoneType. Give a list of questions with their answers"),
+        ("turn", None, "a turn is a question and its answer; chat.turns has None"),
+        ("answer of a turn", None, "the answer of an earlier turn is NoneType, not text"),
+        ("tokens", [], r"the prompt of 0 tokens does not begin with the \d+ of the document"),
+        ("tokens", [5, 6, -1], "token=-1 must be a whole number, 0 or more"),
+        ("decode", "quest", "decode='quest' must be a Rule, or None"),
+        ("sinks of a budget", None, "sinks=None must be a whole number, 0 or more"),
+        ("progress of generate", 5, "progress=5 must be a function, or None"),
+        ("deterministic", "yes", "deterministic='yes' must be true or false"),
+        ("strict", "yes", "strict='yes' must be true or false"),
+        ("reserve", "x", "reserve='x' must be a whole number, 0 or more"),
+    ],
+)
+def test_what_is_said(door: str, given: Any, message: str, llm: LLM) -> None:
+    with pytest.raises(InputError, match=message):
+        DOORS[door](llm, given)
+
+
+def test_numbers_of_numpy_are_numbers(llm: LLM) -> None:
+    directory, text = llm.directory.path, text_of(200)
+    other = LLM(directory, device="cpu", chunk_size=np.int64(64), keep_tokens=np.int32(128), probe_every=np.uint8(4))
+    plan = {"method": "quest", "budget": np.int64(128), "window": np.int16(16), "dense_layers": np.array([0])}
+    answer = other.generate(text, plan=plan, max_new_tokens=np.int64(4), timeout_s=np.float32(90), logprobs=np.int8(1))
+    assert answer.plan == "quest:budget=128:window=16:dense_layers=0"
+    assert json.dumps(answer.as_dict())
+    cold = llm.generate(text, plan=answer.plan, max_new_tokens=4)
+    assert answer.token_ids == cold.token_ids
+    drawn, again = Sampling(np.float32(0.5), np.float64(0.5), np.int64(7)), Sampling(0.5, 0.5, 7)
+    assert drawn == again
+    assert type(drawn.seed) is int
+
+
+def test_a_stream_that_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = llm.stream("Once", max_new_tokens=4)
+    monkeypatch.setattr(llm.loop._model, "decode_rows", lambda rows: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(stream)
+    assert list(stream) == []
+    assert stream.answer is None
+
+
+@pytest.mark.parametrize("path", ["auto", "composed", "eager"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_the_calling_thread_changes_no_answer(path: str, dtype: torch.dtype, llama: Path) -> None:
+    plan = "sketch:budget=80:window=16:dense_layers=0"
+
+    def answers() -> list[Any]:
+        llm = LLM(llama, plan, device="cpu", chunk_size=64, dtype="float32", path=path)
+        document, chat = llm.read(text_of(150)), llm.chat(text_of(150))
+        texts = [text_of(150), text_of(100)]
+        every = [document.ask("Why?", max_new_tokens=5), chat.ask("Why?", max_new_tokens=5)]
+        return [answer.token_ids for answer in [*every, *llm.generate(texts, max_new_tokens=5)]]
+
+    expected = answers()
+    with torch.autocast("cpu", dtype=dtype):
+        assert answers() == expected
 
 
 def test_a_seed() -> None:

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
+from kvsift.batching.row import State
 from kvsift.stores.page_pool import PagePool, Run
+
+
+class Books(NamedTuple):
+    """Numbers of a loop.
+
+    Attributes:
+        rows: by state.
+        pages: by owner: "free", "kept" (complete chunks of prompts, for rows that begin alike) or "rows" (those that
+            rows alone own).
+    """
+
+    rows: dict[State, int]
+    pages: dict[str, int]
 
 
 def audit(pool: PagePool, owned: Iterable[Run]) -> list[str]:

@@ -14,20 +14,21 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from threading import Lock
 from time import perf_counter, sleep
-from typing import NamedTuple
 
 import torch
 
 from kvsift.batching.exact.step import Logits, step_exactly
-from kvsift.batching.ledger import audit
+from kvsift.batching.ledger import Books, audit
 from kvsift.batching.pauses import Pauses
 from kvsift.batching.prefix_tree import Node, PrefixTree
-from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row, State
+from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row
 from kvsift.batching.row_model import RowModel
 from kvsift.batching.schedule import Decision, Schedule
 from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
+from kvsift.locks import take
+from kvsift.models.inference import inference
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan
 from kvsift.stores.kv_pool import KVPool, LayerPool
@@ -35,19 +36,6 @@ from kvsift.stores.page_table import PageTable
 
 PATIENCE_S = 0.005  # between two looks at what another thread's step has brought
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
-
-
-class Books(NamedTuple):
-    """Numbers of a loop.
-
-    Attributes:
-        rows: by state.
-        pages: by owner: "free", "kept" (complete chunks of prompts, for rows that begin alike) or "rows" (those that
-            rows alone own).
-    """
-
-    rows: dict[State, int]
-    pages: dict[str, int]
 
 
 class Loop:
@@ -79,8 +67,8 @@ class Loop:
         self._begin()
 
     def _begin(self) -> None:
-        self.kv = KVPool(steady=self._model.steady)
-        self.tree = PrefixTree(self.kv.pages, self.grid)
+        kv = KVPool(steady=self._model.steady)
+        self.kv, self.tree = kv, PrefixTree(kv.pages, self.grid)  # together, whatever interrupts
 
     @property
     def rows(self) -> list[Row]:
@@ -101,8 +89,8 @@ class Loop:
         Raises:
             InputError: if the line is full.
         """
-        self._entering.append(row)
         try:
+            self._entering.append(row)
             with self._lock:
                 self._enter(row)
         finally:
@@ -114,10 +102,11 @@ class Loop:
         row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
         self._hold(row, self._found(row))
+        self._rows[row.key] = row  # before the schedule names it to whoever takes a step
         if not self._schedule.add(row.key, row.client, *self._cost_of(row), row.patient):
+            del self._rows[row.key]
             self._hold(row, [])
             raise InputError("too many requests are waiting. Try again when some of them have ended.")
-        self._rows[row.key] = row
 
     def cancel(self, row: Row) -> None:
         """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
@@ -131,30 +120,37 @@ class Loop:
 
     def _leave(self) -> None:
         """Carry out what was asked for, unless a step is being taken: it does so when it ends."""
-        while self._leaving and self._lock.acquire(blocking=False):
+        while self._leaving:
+            taken: list[bool] = []
             try:
+                if not take(self._lock, taken):
+                    return
                 while self._leaving:
-                    row, lets_go = self._leaving.popleft()
+                    row, lets_go = self._leaving[0]
                     self._end(row, "cancelled")
                     self._hold(row, [] if lets_go else row.nodes)
                     self._trim()
+                    self._leaving.popleft()  # last: the next one does again what an interrupt leaves undone
             finally:
-                self._lock.release()
+                if taken:
+                    self._lock.release()
 
     def step(self, unless: Callable[[], bool], news: Callable[[], None] | None = None) -> None:
         """Take a step, unless a condition holds by the time that the step can begin. ``news`` is called when rows have
         new tokens while the step, which reads a chunk, goes on."""
         if self._entering:  # a lock is not fair: who takes it again at once gets it
             sleep(PATIENCE_S)
+        taken: list[bool] = []
         with self._turn:
-            while not self._lock.acquire(timeout=PATIENCE_S):
-                if unless():
-                    return
             try:
+                while not take(self._lock, taken, PATIENCE_S):
+                    if unless():
+                        return
                 if not unless():
                     self._step(news)
             finally:
-                self._lock.release()
+                if taken:
+                    self._lock.release()
                 self._leave()
 
     def release(self) -> None:
@@ -172,7 +168,7 @@ class Loop:
         There may be room for fewer.
         """
         longest = self._model.longest
-        with self._turn, self._lock, torch.inference_mode():
+        with self._turn, self._lock, inference():
             self.tree.kinds |= frozenset(kinds)
             for pool in self.kv.layers.values():
                 pool.maintain(self.tree, self.tree.kinds)
@@ -200,19 +196,21 @@ class Loop:
         self._leave()
         assert not wrong, wrong[:5]
 
-    @torch.inference_mode()
+    @inference()
     def _step(self, news: Callable[[], None] | None) -> None:
         now = self.clock()
         for row in self.rows:
             if row.deadline is not None and now >= row.deadline:
                 self._end(row, "deadline")
         decision = self._schedule.decide(self._room() if self._schedule.waiting else 0)
-        if decision.admit is not None:
-            self._admit(self._rows[decision.admit])
         if decision.decode:
             self._decode()
-        if decision.read is not None and decision.read in self._rows:
-            self._read(self._rows[decision.read], Pauses(self.clock, partial(self._pause, news)))
+        if decision.read is not None:
+            row = self._rows[decision.read]
+            if row.cache is None:
+                self._admit(row)
+            if not row.is_ended:
+                self._read(row, Pauses(self.clock, partial(self._pause, news)))
         elif decision == Decision() and self._rows:
             self._refuse_largest()
 
@@ -282,12 +280,13 @@ class Loop:
                 length = self._restore(row)
             row.num_cached = row.num_reused = length
             row.output.read(length)
-        except BaseException as error:  # of this row alone
-            if row.cache is None and table is not None:
+        except BaseException as error:
+            if table is not None:
                 table.close(0)
-            self._end(row, "error", _told(error))
-            if not isinstance(error, Exception):
+            row.cache = None
+            if not isinstance(error, Exception):  # the thread that takes the step is interrupted: the next one admits
                 raise
+            self._end(row, "error", error)  # of this row alone
 
     def _restore(self, row: Row) -> int:
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
@@ -333,7 +332,7 @@ class Loop:
         alone = not self._schedule.decoding and not self._schedule.waiting and row.plan.prefill is None
         chunks = max(self._model.most_read // self.grid, 1) if alone else 1
         stop = min(before - before % self.grid + chunks * self.grid, last)
-        counters, done, logits = cache.stats.snapshot(), False, None
+        counters, logits = cache.stats.snapshot(), None
         try:
             if stop > before:
                 if stop == last:
@@ -343,29 +342,27 @@ class Loop:
                 for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
                     if row.num_cached % self.grid == 0 and not row.no_reuse:
                         self._seal(row)
-            if stop == last:
+            if before <= last == stop:
                 cache.prepare()
                 logits = self._model.read(cache, row.ids[last:])
                 cache.prepare()
-                row.num_cached, row.state, done = last + 1, "decoding", True
+            self._tell(row, logits)
         except OUT_OF_MEMORY as error:
             if not self._undo(row, counters) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
                 self._end(row, "error", error)  # else it is read again, in the next step
         except Exception as error:
             self._end(row, "error", error)
         except BaseException as error:  # the thread that takes the step is interrupted, and the row may be another's
-            if not self._undo(row, counters):
+            if row.num_cached <= last and not self._undo(row, counters):
                 self._end(row, "error", _told(error))
             raise
         finally:
             read_s = self.clock() - started - pauses.seconds
-            self._schedule.has_read(row.key, row.num_cached - before, read_s, done)
+            self._schedule.has_read(row.key, row.num_cached - before, read_s, done=row.num_cached > last)
             if pauses.seconds:
                 self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
-        if done:
+        if row.num_cached > last:
             self._look_again()
-        if not row.is_ended:
-            self._tell(row, logits)
 
     def _pause(self, news: Callable[[], None] | None) -> bool:
         """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
@@ -413,35 +410,26 @@ class Loop:
 
     def _decode_together(self, group: Sequence[Row]) -> None:
         counted = [None if row.steps is not None or row.cache is None else row.cache.stats.snapshot() for row in group]
+        before = [row.num_cached for row in group]
         try:
             if group[0].exact is not None:
                 step_exactly(self._model, group, self._chosen)
-                return
-            every = self._model.decode_rows(group)
-        except Exception as error:
-            if len(group) == 1:
+            else:
+                for row, logits in zip(group, self._model.decode_rows(group)):
+                    self._tell(row, logits)
+        except BaseException as error:
+            if len(group) == 1 and isinstance(error, Exception):
                 self._end(group[0], "error", error)
                 return
-            undone = [self._undo(row, counters) for row, counters in zip(group, counted)]
-            assert all(undone), "rows that cannot be undone decode alone"
-            for row in group:  # the one that fails again ends
-                self._decode_together([row])
-            return
-        except BaseException as error:
-            for row, counters in zip(group, counted):
-                if not self._undo(row, counters):
+            for row, num_cached, counters in zip(group, before, counted):
+                is_told = row.is_ended or (row.exact is None and row.num_cached > num_cached)
+                if not is_told and not self._undo(row, counters):
                     self._end(row, "error", _told(error))
-            raise
-        for row in group:
-            row.num_cached += 1
-        interrupted: BaseException | None = None
-        for row, logits in zip(group, every):
-            try:
-                self._tell(row, logits)
-            except BaseException as error:  # the others have a token to take, too
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
+            if not isinstance(error, Exception):
+                raise
+            for row in group:  # the one that fails again ends
+                if not row.is_ended:
+                    self._decode_together([row])
 
     def _chosen(self, row: Row, logits: Logits) -> int | None:
         """The token that the client chooses; None if the row has ended."""
@@ -449,11 +437,13 @@ class Loop:
         return None if row.is_ended else row.token
 
     def _tell(self, row: Row, logits: Logits | None) -> None:
-        """Tell the client what is cached, and let it choose a token from the logits, if there are any."""
+        """Tell the client what is cached, and let it choose a token from the logits of the one that was fed, if any."""
         assert row.cache is not None
         try:
+            row.num_cached += logits is not None
             row.output.read(row.num_cached)
             if logits is not None:
+                row.state = "decoding"
                 row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
                 if reason:
                     self._end(row, reason)
@@ -474,11 +464,18 @@ class Loop:
         return True
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        if row.key not in self._rows:  # it has ended, or was never in the line
-            return
-        del self._rows[row.key]
-        self._schedule.remove(row.key)
-        cache, row.cache = row.cache, None
+        if row.key in self._rows:  # else it has ended, or was never in the line
+            try:
+                self._finish(row, reason, error)
+            except BaseException:
+                self._finish(row, reason, error)  # an interrupt comes once, and what was done is not done again
+                raise
+
+    def _finish(self, row: Row, reason: FinishReason, error: BaseException | None) -> None:
+        self._rows.pop(row.key, None)
+        with suppress(KeyError):
+            self._schedule.remove(row.key)
+        cache = row.cache
         if cache is not None:
             try:
                 self._model.leave(row)
@@ -487,6 +484,7 @@ class Loop:
                 reason, error = "error", error or failure
             if cache.run.table is not None:
                 cache.run.table.close(0)
+            row.cache = None
         self._trim()
         row.finish_reason, row.error = reason, error
         row.state = "ended"  # last, since whoever waits for it goes on now

@@ -92,10 +92,11 @@ def answer_all(
     quiet = output.printed.quiet
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressBar(quiet))
-        from kvsift.engine.llm import LLM
         from kvsift.plan.syntax import parse_plan
 
-        plans, chosen = [parse_plan(spec) for spec in specs], sampling.sampling()
+        plans, chosen = [parse_plan(spec) for spec in specs], sampling.sampling()  # before transformers is imported
+        from kvsift.engine.llm import LLM
+
         progress.clear()  # a download draws bars of its own
         llm = LLM(plan=plans[0], **model)
         if isinstance(context, Path):

@@ -59,10 +59,11 @@ def chat(
     interactive = sys.stdin is not None and sys.stdin.isatty()
     o.use_threads(threads)
     with ProgressBar(quiet) as progress:
-        from kvsift.engine.llm import LLM
         from kvsift.plan.syntax import parse_plan
 
-        chosen, parsed = sampling.sampling(), parse_plan(spec)
+        chosen, parsed = sampling.sampling(), parse_plan(spec)  # before transformers is imported
+        from kvsift.engine.llm import LLM
+
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))
         options: Options = {"max_new_tokens": max_new_tokens, "sampling": chosen, "exact": sampling.exact}

@@ -71,13 +71,14 @@ def explain(
     spec = o.read_plan(plan)
     o.use_threads(threads)
     with ProgressBar() as progress:
+        from kvsift.plan.syntax import parse_plan
+
+        probe_every = 16 if parse_plan(spec).is_guarded else 0  # before transformers is imported
         from kvsift.engine.llm import LLM
         from kvsift.eval.explain import explain_tokens
         from kvsift.eval.explain.page import page
-        from kvsift.plan.syntax import parse_plan
 
         progress.clear()  # a download draws bars of its own
-        probe_every = 16 if parse_plan(spec).is_guarded else 0
         llm = LLM(model, spec, path="composed", probe_every=probe_every, **engine.keywords())
         text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
         explanations = explain_tokens(

@@ -46,10 +46,11 @@ def generate(
     text = o.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
     o.use_threads(threads)
     with ProgressBar(printed.quiet) as progress:
-        from kvsift.engine.llm import LLM
         from kvsift.plan.syntax import parse_plan
 
-        parsed, chosen = parse_plan(spec), sampling.sampling()
+        parsed, chosen = parse_plan(spec), sampling.sampling()  # before transformers is imported
+        from kvsift.engine.llm import LLM
+
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))
 

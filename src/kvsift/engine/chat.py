@@ -6,10 +6,12 @@ from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Unpack
 
-from kvsift.engine.options import Options, ProgressCallback
+from kvsift.engine.options import Options, ProgressCallback, Stop
 from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
 from kvsift.errors import InputError
+from kvsift.locks import take
+from kvsift.methods import checks
 
 if TYPE_CHECKING:
     from kvsift.engine.generation import Generation
@@ -26,17 +28,17 @@ class Chat:
         start: begins to generate after the tokens of a prompt.
         form: of the prompts.
         context: the document; may be empty.
-        stop: text that ends an answer; by default the end of a line in kvsift's own format, else none.
+        stop: text, or several texts, that end an answer; by default the end of a line in kvsift's own format, else
+            none.
 
     Attributes:
         turns: questions and their answers so far; may be changed between turns.
     """
 
-    def __init__(
-        self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: str | None = None
-    ) -> None:
+    def __init__(self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: Stop = None) -> None:
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
-        self._held: object = None  # the generation of the last turn, which holds what it has read
+        self._answered: Generation | None = None  # of the last turn, which holds what it has read
+        self._tried: Generation | None = None  # of an interrupted one after it, likewise
         self._lock = Lock()
         self.turns: list[Turn] = []
 
@@ -58,22 +60,39 @@ class Chat:
         require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
-        if not self._lock.acquire(blocking=False):
-            raise InputError("this chat is answering a turn; ask the next one after it.")
+        checks.function("on_text", on_text)
+        _require_turns(self.turns)
+        taken: list[bool] = []
+        earlier = self._tried
         try:
+            if not take(self._lock, taken):
+                raise InputError("this chat is answering a turn; ask the next one after it.")
             ids = self._form.encode(self._context, question, self.turns)
             chosen: Options = {"stop": self._stop, **options}
             offsets = self._form.offsets(self._context, question, self.turns) if chosen.get("passages") else None
             generation = self._start(ids, chosen, progress, on_text is not None, offsets)
-            self._held = self._held, generation  # of a turn that is interrupted, what it has read stays
+            self._tried = generation  # it begins with what the earlier one holds until then
             for _, piece in generation:
                 if on_text is not None:
                     on_text(piece)
             answer = generation.answers[0]
             answer.text = answer.text.strip()
-            self._held = generation  # the last one lets go only now
+            self._answered, self._tried = generation, None
             if answer.token_ids or answer.finish_reason == "stop":
                 self.turns.append((question.strip(), answer.text))
             return answer
         finally:
-            self._lock.release()
+            del earlier  # it lets go now, whoever keeps a traceback
+            if taken:
+                self._lock.release()
+
+
+def _require_turns(turns: object) -> None:
+    """Refuse turns that a client has changed into something else (``InputError``)."""
+    if not isinstance(turns, list):
+        raise InputError(f"chat.turns is {type(turns).__name__}. Give a list of questions with their answers.")
+    for turn in turns:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise InputError(f"a turn is a question and its answer; chat.turns has {turn!r:.80}.")
+        for text, what in zip(turn, ("question", "answer")):
+            require_text(text, f"{what} of an earlier turn")

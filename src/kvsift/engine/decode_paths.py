@@ -113,6 +113,7 @@ def _leave(row: Row) -> None:
 
 
 def _choose(row: Row, logits: Logits) -> int | None:
+    row.num_cached += 1
     _tell(row, logits, row.counters.probe_s)
     return None if _transcript(row).done else row.token
 

@@ -10,14 +10,12 @@ from threading import Lock, get_ident
 from time import perf_counter
 from typing import Any, Unpack
 
-import torch
-
 from kvsift.batching.row import CacheReport
 from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of, check_captured, log_of
-from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.options import GenerateOptions, Options, ProgressCallback
+from kvsift.engine.model_runner import ModelRunner, require_tokens
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
 from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, require_text
 from kvsift.engine.result import Answer
@@ -27,7 +25,9 @@ from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError, unknown
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.models.inference import inference
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import parse_plan
@@ -44,7 +44,7 @@ class Document:
         encode: returns the whole prompt of a question, which begins with ``ids``.
         plan: of questions without a plan of their own.
         progress: called while the document is prefilled, with the first question.
-        stop: text that ends an answer to ``ask``.
+        stop: text, or several texts, that end an answer to ``ask``.
         text: from which ``ids`` and ``encode`` were made, for ``save``.
 
     Attributes:
@@ -61,9 +61,10 @@ class Document:
         encode: Callable[[str], list[int]],
         plan: Plan,
         progress: ProgressCallback | None = None,
-        stop: str | None = None,
+        stop: Stop = None,
         text: DocumentText | None = None,
     ) -> None:
+        checks.function("progress", progress)
         self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
         self._stop, self.text = stop, text
         self._cache: SparseCache | None = None
@@ -162,14 +163,14 @@ class Document:
         Raises:
             InputError: if the file cannot be written, or tokens were dropped (evict=true); an older file stays then.
         """
-        path, runner = Path(path).resolve(), self._runner
+        path, runner = checks.path_of("path", path).resolve(), self._runner
         check_target(path)
         if self.text is None:
             raise InputError("this document was made of tokens, without its text. Documents of llm.read can be saved.")
         check_saving(runner, self._plan, self.num_tokens, path)
         if self._cache is None:
             runner.check_prompts([self._ids], 1, self._plan)
-        with runner.fast_path.turn, self._exclusive():
+        with runner.fast_path.turn, self._exclusive(), inference():
             if self._cache is not None and not self._cache.can_rewind:
                 raise InputError(
                     f"the last answer, under {self._cache.run.plan}, has dropped tokens of the document for good "
@@ -182,7 +183,7 @@ class Document:
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
-        with runner.fast_path.turn, torch.inference_mode():
+        with runner.fast_path.turn, inference():
             plan, started = self._executed(self._plan), perf_counter()
             cache = self._new_cache(plan, None)
             cache.pin(saved.rotation)
@@ -211,6 +212,8 @@ class Document:
             max_new_tokens: maximum number of tokens to generate, 64 by default.
             sampling: how to choose tokens; greedy by default.
             stop: text, or several texts, that end the answer, instead of the document's.
+            timeout_s: end the answer after so many seconds, as it is then, with its first token at the earliest. They
+                count from the cached document, as ``ttft_s`` does: what is read for the first question is read whole.
             exact: the answer of dense attention, token by token; see ``LLM.generate``.
             passages: keep which characters of the document were selected (composed steps).
 
@@ -238,21 +241,32 @@ class Document:
         **options: Unpack[Options],
     ) -> Answer:
         """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is not stripped."""
+        require_tokens(ids)
+        if len(ids) <= self.num_tokens or list(ids[: self.num_tokens]) != self._ids:
+            raise InputError(
+                f"the prompt of {len(ids)} tokens does not begin with the {self.num_tokens} of the document, or ends "
+                "with them. Give those of the document and of a question."
+            )
+        self._runner.check_prompts(
+            [ids], GenerateOptions.of(options).max_new_tokens, self._resolved(options.get("plan"))
+        )
         return self._go_on(ids, None, on_text, question_phase, options)
 
     def _go_on(
         self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,
         question_phase: Phase, options: Options,
     ) -> Answer:  # fmt: skip
+        checks.function("on_text", on_text)
         [chosen] = GenerateOptions.of(options).split(1)
         runner = self._runner
         check_exact(runner, self._resolved(chosen.plan), chosen.exact)
         if chosen.passages and offsets is None:
             raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
-        request = runner.request(ids, chosen, streamed=on_text is not None, offsets=offsets)
-        with runner.fast_path.turn, self._exclusive():
-            cache = self.prefill(self._resolved(chosen.plan), request.length - self.num_tokens)
-            return self._answer(cache, Transcript(request, runner.tokenizer), question_phase, on_text)
+        with runner.fast_path.turn, self._exclusive(), inference():
+            more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
+            cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
+            request = runner.request(ids, chosen, on_text is not None, offsets, started)
+            return self._answer(cache, Transcript(request, runner.tokenizer), started, question_phase, on_text)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -271,9 +285,10 @@ class Document:
                 self._thread = 0
 
     def _answer(
-        self, cache: SparseCache, transcript: Transcript, phase: Phase, on_text: Callable[[str], None] | None
-    ) -> Answer:
-        runner, started, num_cached = self._runner, perf_counter() - self._build_s, cache.get_seq_length()
+        self, cache: SparseCache, transcript: Transcript, started: float, phase: Phase,
+        on_text: Callable[[str], None] | None,
+    ) -> Answer:  # fmt: skip
+        runner, num_cached = self._runner, cache.get_seq_length()
         plan, request = cache.run.plan, transcript.request
         reason, exact = runner.composed_reason(plan), exact_decoder(runner, request, plan)
         if reason is None:

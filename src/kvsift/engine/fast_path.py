@@ -23,6 +23,7 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep, placement_reason
+from kvsift.models.inference import inference
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_step import TransformersStep
@@ -50,7 +51,7 @@ def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Itera
     """Run each step of a generator, and its closing, in a turn of its own."""
     try:
         while True:
-            with turn:
+            with turn, inference():
                 try:
                     step = next(steps)
                 except StopIteration:
@@ -222,7 +223,7 @@ class FastPath:
         """Capture a step on a cache of its own, to learn whether the model's code and quantisation allow it."""
         page_size = plan.page_size or DEFAULT_PAGE_SIZE
         cache = make_cache(model, plan, rows=row_lengths([4 * page_size], page_size))
-        with torch.inference_mode(), feeding(cache, "prefill"):
+        with inference(), feeding(cache, "prefill"):
             model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
         slots = Session(self._step_of(model, cache), cache, lambda cache, slots, rule: 0).slots(1)
         try:

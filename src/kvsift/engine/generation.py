@@ -104,7 +104,7 @@ class Generation:
             )
             for request, output in zip(self._requests, outputs)
         ]
-        for row in rows if self._holds else ():  # their prompts are held for as long as somebody has this object
+        for row in rows:  # their prompts are held for as long as somebody has this object, or until an earlier end
             weakref.finalize(self, self._loop.close, row).atexit = False
         for index, piece in follow(self._loop, rows, outputs, self._holds):
             if piece:
@@ -171,8 +171,8 @@ class TextStream:
     def __next__(self) -> str:
         try:
             return next(self._pieces)[1]
-        except StopIteration:
-            self.answer = self._generation.answers[0]
+        except StopIteration:  # also after an error, without an answer
+            self.answer = next(iter(self._generation.answers), None)
             raise
 
 

@@ -18,8 +18,8 @@ from kvsift.engine.chat import Chat
 from kvsift.engine.document import Document
 from kvsift.engine.exactness import check_exact
 from kvsift.engine.generation import Generation, TextStream
-from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, require_stops
+from kvsift.engine.model_runner import ModelRunner, require_tokens
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop, stops_of
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, PromptFormat, require_text
 from kvsift.engine.result import Answer
 from kvsift.engine.rows import new_loop
@@ -59,8 +59,9 @@ class LLM(ModelRunner):
         path: "auto" captures decode steps in CUDA graphs where plan and model allow it; "captured" refuses where they
             do not; "composed" never captures; "eager" runs the steps of captured graphs without capturing, for tests.
         keep_tokens: of prompts that were answered, those that stay cached for prompts that begin alike; weights must
-            not change meanwhile. The turns of a chat share in any case. Several prompts of one call share where steps
-            are composed; captured, they have pages of their own.
+            not change meanwhile. What a method remembers of them comes on top: for ``retrieval_attention:block=``
+            about 1 KiB for each token and layer. The turns of a chat share in any case. Several prompts of one call
+            share where steps are composed; captured, they have pages of their own.
         placement: where KV lives. "device": with the model. "split": in host memory, with sinks and window on the
             device too; the host selects and attends the selection. "offload": in host memory, from which the device
             reads the selection and attends it. "host": model and KV on the CPU. With options, for instance
@@ -88,12 +89,12 @@ class LLM(ModelRunner):
         deterministic: bool = False,
     ) -> None:
         if chunk_size is not None:
-            checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
-        checks.whole("keep_tokens", keep_tokens, 0)
-        if probe_every < 0:
-            raise InputError(f"probe_every={probe_every} must be 0 (never) or more.")
-        if dense_below != "auto" and (not isinstance(dense_below, int) or dense_below < 0):
-            raise InputError(f"dense_below={dense_below!r} must be 'auto' or a number of tokens, 0 (never) or more.")
+            chunk_size = checks.whole("chunk_size", chunk_size, 1, MOST_CHUNK)
+        keep_tokens = checks.whole("keep_tokens", keep_tokens, 0)
+        probe_every = checks.whole("probe_every", probe_every, 0)
+        if dense_below != "auto":
+            dense_below = checks.whole("dense_below", dense_below, 0, also=("auto",))
+        checks.flag("deterministic", deterministic)
         self.plan: Plan = parse_plan(plan)
         place = Placement.of(placement)
         device = _cpu(device) if place.name == "host" else device
@@ -129,17 +130,23 @@ class LLM(ModelRunner):
             What was done.
         """
         if num_tokens is not None:
-            checks.whole("num_tokens", num_tokens, 1)
+            num_tokens = checks.whole("num_tokens", num_tokens, 1)
+        if not isinstance(plans, list | tuple):
+            raise InputError(f"plans={plans!r} must be a list of plans, such as ['dense'].")
         self.load()
         return warm_up(self, self.loop, [self.plan, *map(parse_plan, plans)], num_tokens)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
+        if not isinstance(prompts, list | tuple) or not prompts:
+            raise InputError(f"prompts={prompts!r:.40} must be a list of prompts, each a list of tokens.")
+        for ids in prompts:
+            require_tokens(ids)
         self.check_prompts(prompts, max_new_tokens, self.plan if plan is None else parse_plan(plan))
 
     def read(
         self, context: str, *, plan: PlanSpec = None, progress: ProgressCallback | None = None,
-        template: str | None = None, system: str | None = None, stop: str | None = None,
+        template: str | None = None, system: str | None = None, stop: Stop = None,
     ) -> Document:  # fmt: skip
         """A document to ask about. It is prefilled once: with its first question, under that question's plan.
 
@@ -149,7 +156,8 @@ class LLM(ModelRunner):
             progress: called while the document is prefilled.
             template: text with {context} and {question}, instead of the chat template or kvsift's own format.
             system: a system message for the chat template.
-            stop: text that ends an answer; by default the end of a line in kvsift's own format, else none.
+            stop: text, or several texts, that end an answer; by default the end of a line in kvsift's own format, else
+                none.
 
         Raises:
             InputError: if it is empty, or too long for the model or the machine.
@@ -157,8 +165,7 @@ class LLM(ModelRunner):
         require_text(context, "context")
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
-        require_stops(stop)
-        return self._document(DocumentText(context, template, system, stop), plan, progress)
+        return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
     def open(
         self, path: str | Path, *, plan: PlanSpec = None, progress: ProgressCallback | None = None
@@ -174,7 +181,7 @@ class LLM(ModelRunner):
             InputError: if the file is not a whole saved document, or was read by another model, in another dtype, in
                 chunks of another size or under another rule of prefill.
         """
-        with SavedDocument(Path(path)) as saved:
+        with SavedDocument(checks.path_of("path", path)) as saved:
             saved.check(self, self.plan if plan is None else parse_plan(plan))
             document = self._document(saved.text, plan, progress, saved.ids)
             document.restore(saved)
@@ -188,9 +195,7 @@ class LLM(ModelRunner):
         prompts = DocumentPrompts(form, text.context, ids)
         return Document(self, prompts.ids, prompts, plan, progress, text.stop or form.stop, text)
 
-    def chat(
-        self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: str | None = None
-    ) -> Chat:
+    def chat(self, context: str = "", *, plan: PlanSpec = None, system: str | None = None, stop: Stop = None) -> Chat:
         """A conversation, about a document or about nothing. Its turns read what they have in common once;
         arguments as for ``read``.
 
@@ -208,7 +213,7 @@ class LLM(ModelRunner):
             found, started = None if offsets is None else [offsets], perf_counter()
             return self._continuing([ids], GenerateOptions.of(chosen), progress, streamed, started, True, found)
 
-        return Chat(start, form, context, stop)
+        return Chat(start, form, context, stops_of(stop))
 
     @overload
     def generate(
@@ -248,7 +253,8 @@ class LLM(ModelRunner):
                 from its own seed, so its answer does not depend on its neighbours.
             stop: text, or several texts, that end the answer and are not part of it.
             logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
-            timeout_s: end each answer after so many seconds, as it is then; several captured prompts are read whole.
+            timeout_s: end each answer after so many seconds, as it is then; they count from where ``Answer.ttft_s``
+                does. Several captured prompts are read whole.
             exact: the answers of dense attention, token by token, sampled ones too: the plan drafts, and dense
                 attention verifies several tokens in one pass. ``Answer.exact`` tells what was drafted.
             passages: keep which characters of the prompt were selected (composed steps).
@@ -260,6 +266,7 @@ class LLM(ModelRunner):
             return self._samples(text, n, on_text, progress, options)
         if not isinstance(text, str) and on_text is not None:
             raise InputError("on_text follows one text; give one prompt, or leave it out.")
+        checks.function("on_text", on_text)
         texts = list(text) if isinstance(text, list | tuple) else [text]
         generation = self._generation(
             texts, GenerateOptions.of(options, ("n", "on_text")), progress, streamed=on_text is not None
@@ -273,7 +280,7 @@ class LLM(ModelRunner):
         self, text: str | list[str], n: int, on_text: Callable[[str], None] | None,
         progress: ProgressCallback | None, options: Options,
     ) -> list[Answer]:  # fmt: skip
-        checks.whole("n", n, 1)
+        n = checks.whole("n", n, 1)
         sampling = options.get("sampling")
         if not isinstance(text, str) or on_text is not None:
             raise InputError("n answers are drawn to one text, and come at once; give one, and leave out on_text.")
@@ -306,14 +313,15 @@ class LLM(ModelRunner):
     ) -> Generation:  # fmt: skip
         prompt_options = options.split(len(prompts))
         plan = self.plan if options.plan is None else parse_plan(options.plan)
-        self.check(prompts, options.max_new_tokens, plan)
+        checks.function("progress", progress)
+        self.check_prompts(prompts, options.max_new_tokens, plan)
         before = perf_counter()
         self.load()
         self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
         started += perf_counter() - before
         check_exact(self, plan, options.exact)
         requests = [
-            self.request(ids, choice, streamed, where)
+            self.request(ids, choice, streamed, where, started)
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))
         ]
         return Generation(self, self.loop, plan, requests, started, progress, holds)

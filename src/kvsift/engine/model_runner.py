@@ -21,7 +21,9 @@ from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.models.inference import inference
 from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
 from kvsift.models.transformers_load import ModelDirectory
 from kvsift.models.transformers_rope import RopeLimits
@@ -84,8 +86,7 @@ class ModelRunner:
         Raises:
             InputError: before the weights are loaded.
         """
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={max_new_tokens} must be 1 or more.")
+        checks.whole("max_new_tokens", max_new_tokens, 1)
         name, vocabulary = self.directory.name, getattr(self.directory.config, "vocab_size", None)
         largest = max((max(ids, default=0) for ids in prompts), default=0)
         if vocabulary is not None and largest >= vocabulary:
@@ -113,13 +114,16 @@ class ModelRunner:
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
     def request(
-        self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None
-    ) -> Request:
-        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages."""
+        self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None,
+        started: float | None = None,
+    ) -> Request:  # fmt: skip
+        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages. Its
+        time begins at ``started``, or now."""
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
-        deadline = None if options.timeout_s is None else perf_counter() + options.timeout_s
+        started = perf_counter() if started is None else started
+        deadline = None if options.timeout_s is None else started + options.timeout_s
         ends, logprobs = self._end_ids(), options.logprobs
         stops, most, exact = options.stops, options.max_new_tokens, options.exact
         return Request(ids, most, sampling, ends, stops, streamed, logprobs, deadline, exact, offsets)
@@ -179,7 +183,7 @@ class ModelRunner:
         cache.pin(self.rotation(reserve if length is None else length))
         return cache
 
-    @torch.inference_mode()
+    @inference()
     def prefill(
         self, cache: SparseCache, ids: Sequence[int], progress: ProgressCallback | None = None,
         phase: Phase = "prefill", pause: Callable[[], bool] | None = None,
@@ -215,3 +219,11 @@ class ModelRunner:
         ends = self.model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else list(ends or [])
         return frozenset({*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])})
+
+
+def require_tokens(ids: object) -> None:
+    """Refuse what are no tokens (``InputError``)."""
+    if not isinstance(ids, list | tuple):
+        raise InputError(f"a prompt of tokens is a list of whole numbers; got {type(ids).__name__}.")
+    for token in ids:
+        checks.whole("token", token, 0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, fields, replace
+from math import inf
+from sys import float_info
 from typing import TypedDict
 
 from kvsift.engine.sampling import Sampling
@@ -13,6 +15,7 @@ from kvsift.models.transformers import PlanSpec
 
 MOST_LOGPROBS = 20  # as OpenAI's API has them
 
+Stop = str | Sequence[str] | Set[str] | None
 ProgressCallback = Callable[[int, int], None]  # tokens prefilled so far, tokens to prefill
 
 
@@ -22,7 +25,7 @@ class Options(TypedDict, total=False):
     plan: PlanSpec
     max_new_tokens: int
     sampling: Sampling | Sequence[Sampling] | None
-    stop: str | Sequence[str] | None
+    stop: Stop
     logprobs: int | None
     timeout_s: float | None
     exact: bool
@@ -50,7 +53,7 @@ class GenerateOptions:
     plan: PlanSpec = None
     max_new_tokens: int = 64
     sampling: Sampling | Sequence[Sampling] | None = None
-    stop: str | Sequence[str] | None = None
+    stop: Stop = None
     logprobs: int | None = None
     timeout_s: float | None = None
     exact: bool = False
@@ -70,19 +73,20 @@ class GenerateOptions:
         return cls(**options)
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_new_tokens, bool) or not isinstance(self.max_new_tokens, int):
-            checks.whole("max_new_tokens", self.max_new_tokens, 1)
+        checks.use_python_numbers(self)
+        checks.whole("max_new_tokens", self.max_new_tokens, 1)
         if self.logprobs is not None:
             checks.whole("logprobs", self.logprobs, 0, MOST_LOGPROBS)
-        is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        if self.timeout_s is not None and not (is_number and self.timeout_s > 0):
-            raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0, or None.")
+        seconds = self.timeout_s
+        is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (is_number and (0 < seconds <= float_info.max or seconds == inf)):
+            raise InputError(f"timeout_s={seconds!r} must be a number of seconds above 0, or None.")
         for each in self.sampling if isinstance(self.sampling, list | tuple) else [self.sampling]:
             if each is not None and not isinstance(each, Sampling):
                 raise InputError(
                     f"sampling is {type(each).__name__}. Give a kvsift.Sampling, as Sampling(temperature=0.8)."
                 )
-        require_stops(self.stop)
+        stops_of(self.stop)
         for name in ("exact", "passages"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be True or False.")
@@ -113,8 +117,14 @@ class GenerateOptions:
         return [replace(self, sampling=sampling) for sampling in self.sampling]
 
 
-def require_stops(stop: object) -> None:
-    """Refuse what is no text, or several texts, that end an answer (``InputError``)."""
-    several = stop if isinstance(stop, list | tuple | set | frozenset) else [stop]
-    if stop is not None and not all(isinstance(each, str) for each in several):
+def stops_of(stop: Stop) -> str | list[str] | None:
+    """A text, or several in order, that end an answer.
+
+    Raises:
+        InputError: for anything else.
+    """
+    if stop is None or isinstance(stop, str):
+        return stop
+    if not isinstance(stop, list | tuple | set | frozenset) or not all(isinstance(each, str) for each in stop):
         raise InputError(f"stop={stop!r} must be a text, or several texts, that end the answer.")
+    return sorted(stop) if isinstance(stop, Set) else list(stop)

@@ -184,7 +184,7 @@ class DocumentText(NamedTuple):
     context: str
     template: str | None = None
     system: str | None = None
-    stop: str | None = None
+    stop: str | Sequence[str] | None = None
 
 
 class DocumentPrompts:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import isfinite
-from numbers import Real
+from sys import float_info
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.methods import checks
 
 BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
@@ -35,7 +35,8 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not isfinite(self.temperature) or self.temperature < 0:
+        checks.use_python_numbers(self)
+        if not _is_number(self.temperature) or not 0 <= self.temperature <= float_info.max:
             raise InputError(f"temperature={self.temperature!r} must be a number, 0 (greedy) or more.")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise InputError(f"top_p={self.top_p!r} must be a number greater than 0 and at most 1.")
@@ -64,7 +65,7 @@ class Sampling:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def choice_of(samplings: Iterable[Sampling]) -> Choice:

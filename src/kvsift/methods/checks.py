@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from math import inf
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -60,12 +63,40 @@ def _listed(choices: Sequence[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def whole(name: str, value: object, least: int, most: int | None = None, also: Sequence[str] = ()) -> None:
-    """Check a whole number in a range; ``also`` are words that are possible instead."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+def use_python_numbers(settings: object) -> None:
+    """Turn numbers of other libraries, such as NumPy's, in the fields of a frozen dataclass into Python's."""
+    for field in fields(settings):  # type: ignore[arg-type]
+        object.__setattr__(settings, field.name, python_number(getattr(settings, field.name)))
+
+
+def python_number(value: Any) -> Any:
+    """Python's number for one of another library, such as NumPy; anything else as it is."""
+    if isinstance(value, int | float) and type(value) in (bool, int, float):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value) if isinstance(value, Real) else value
+
+
+def function(name: str, value: object) -> None:
+    """Check a function, which may be left out."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name}={value!r} must be a function, or None.")
+
+
+def path_of(name: str, value: object) -> Path:
+    """Check the name of a file or directory, and return its path."""
+    if not isinstance(value, str | PathLike) or "\0" in str(value):
+        raise InputError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
+    return Path(value)
+
+
+def whole(name: str, value: object, least: int, most: int | None = None, also: Sequence[str] = ()) -> int:
+    """Check a whole number in a range, and return it as Python's; ``also`` are words that are possible instead."""
+    number = python_number(value)
+    if type(number) is not int or number < least or (most is not None and number > most):
         limits = f"{least} or more" if most is None else f"{least} to {most}"
         words = "".join(f", or {word!r}" for word in also)
         raise InputError(f"{name}={value!r} must be a whole number, {limits}{words}.")
+    return number
 
 
 def one_of(name: str, value: object, choices: Sequence[str]) -> None:

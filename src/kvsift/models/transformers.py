@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 from kvsift.layer.accounting import RunStats
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseBlock, SparseCache
@@ -52,6 +53,7 @@ def sparse(
     """
     parsed = parse_plan(plan)
     check_drafts(parsed)
+    checks.flag("strict", strict)
     run = SparseRun(parsed, RunStats(probe_every), reserve, placement=placement)
     with Adapter.block_of(model, run) as block:
         yield block

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from kvsift.errors import InputError, unknown
+from kvsift.methods import checks
 
 log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -156,7 +157,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError):
         raise unknown("device", name, ["auto", "cpu", "cuda"]) from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device {name!r} is not available: torch finds no NVIDIA GPU. Use --device cpu.")
@@ -198,12 +199,16 @@ def _directory_of(model: str | Path | None) -> Path:
     """Return the directory of a model's files; a local directory is preferred to a model of the Hub of that name."""
     if model is None:
         return embedded_model()
-    directory = Path(model)
-    if directory.is_dir():
-        return directory
-    if directory.exists() or not HUB_NAME.fullmatch(str(model)):
+    directory = checks.path_of("model", model)
+    try:
+        if directory.is_dir():
+            return directory
+        exists = directory.exists()
+    except OSError:  # a text instead of a name
+        exists = True
+    if exists or not HUB_NAME.fullmatch(str(model)):
         raise InputError(
-            f"{model} is not a directory. Give a Hugging Face model directory (config.json, *.safetensors, "
+            f"{model!s:.200} is not a directory. Give a Hugging Face model directory (config.json, *.safetensors, "
             "tokenizer.json), the name of a model on huggingface.co such as Qwen/Qwen3-4B, or nothing to use the "
             "embedded model."
         )

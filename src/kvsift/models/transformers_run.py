@@ -8,9 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats, SharedStats
 from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
+from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.plan.placement import PlacementSpec
 from kvsift.plan.plan import Plan
@@ -40,12 +42,15 @@ class SparseRun:
         placement: PlacementSpec = "device",
     ) -> None:  # fmt: skip
         check_placement(plan, placement)
+        checks.whole("probe_every", stats.probe_every, 0)
         check_probes(plan, stats.probe_every)
         self.plan = plan
         self.stats = stats
         self.block_stats: SharedStats | None = None  # counters of the block that this run is part of
-        self.reserve = reserve
-        self.rows = tuple(rows)
+        self.reserve = checks.whole("reserve", reserve, 0)
+        if not isinstance(rows, list | tuple):
+            raise InputError(f"rows={rows!r} must be a list of lengths in tokens.")
+        self.rows = tuple(checks.whole("rows", row, 0) for row in rows)
         self.rope: Rope | None = None  # how the model rotates queries and keys, if known
         self.no_rope = ""  # why it is not known
         self.placement = placement

@@ -7,7 +7,6 @@ to this one by tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil
 from typing import Literal
@@ -57,18 +56,19 @@ class Budget:
     min_recovery: float | None = None
 
     def __post_init__(self) -> None:
-        _whole("budget", self.tokens, 1)
-        _whole("sinks", self.sinks, 0)
-        _whole("window", self.window, 0)
-        _whole("min_context", self.min_context, 0)
+        checks.use_python_numbers(self)
+        if self.tokens is not None:
+            checks.whole("budget", self.tokens, 1)
+        for name in ("sinks", "window", "min_context"):
+            checks.whole(name, getattr(self, name), 0)
         _share("ratio", self.ratio)
         _share("mass", self.mass)
         _share("min_recovery", self.min_recovery)
-        if not isinstance(self.dense_layers, Iterable):
-            raise InputError(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).")
-        object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
-        for layer in self.dense_layers:
-            _whole("dense_layers", layer, 0)
+        try:
+            layers = tuple(self.dense_layers)
+        except TypeError:
+            raise InputError(f"dense_layers={self.dense_layers!r} must be layer numbers such as (0, 1).") from None
+        object.__setattr__(self, "dense_layers", tuple(checks.whole("dense_layers", layer, 0) for layer in layers))
         if self.tokens is not None and self.ratio is not None:
             raise InputError(f"budget={self.tokens} and ratio={self.ratio} both set the size; give one of them.")
         if self.tokens is None and self.ratio is None and self.mass is None:
@@ -132,11 +132,6 @@ class Budget:
 
 def _round_up(tokens: int, unit_size: int) -> int:
     return -(-tokens // unit_size) * unit_size
-
-
-def _whole(name: str, value: object, least: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-        raise InputError(f"{name}={value!r} must be a whole number, {least} or more.")
 
 
 def _share(name: str, value: object) -> None:

@@ -38,7 +38,7 @@ class Placement:
     knobs: tuple[tuple[str, Any], ...]
 
     def __init__(self, name: str = "device", **knobs: Any) -> None:
-        if name not in STORES:
+        if not isinstance(name, str) or name not in STORES:
             raise unknown("placement", str(name), STORES)
         for knob, value in knobs.items():
             homes = [f"placement={place}" for place in STORES if knob in _knobs_of(place)]

@@ -26,6 +26,10 @@ class Rule:
     budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.method, Method):
+            raise InputError(f"method={self.method!r} must be a Method; parse_plan reads text such as 'quest'.")
+        if not isinstance(self.budget, Budget):
+            raise InputError(f"budget={self.budget!r} must be a Budget, such as Budget(tokens=1024).")
         if self.budget.min_recovery is not None:
             self._check_guard()
         if self.method.traits.unbounded:
@@ -125,6 +129,8 @@ class Plan:
     def __post_init__(self) -> None:
         for phase in PHASES:
             rule = self.rule(phase)
+            if rule is not None and not isinstance(rule, Rule):
+                raise InputError(f"{phase}={rule!r} must be a Rule, or None; parse_plan reads text such as 'quest'.")
             if rule is not None and phase not in rule.method.phases:
                 able = " and ".join(rule.method.phases)
                 raise InputError(

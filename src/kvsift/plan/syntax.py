@@ -73,7 +73,7 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     cls = method_class(method)
     if settings and not fields(cls) and cls().traits.unbounded:
         raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
-    names = [f.name for f in fields(cls)]
+    names, settings = [f.name for f in fields(cls)], {k: checks.python_number(v) for k, v in settings.items()}
     for key in settings:
         if key not in names and key not in BUDGET_KEYS:
             raise unknown(f"key of {method}", key, [*names, *BUDGET_KEYS])

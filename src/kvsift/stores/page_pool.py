@@ -11,8 +11,9 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
-from threading import RLock
 from typing import Any, NamedTuple
+
+from kvsift.locks import PoolLock
 
 
 class Run(NamedTuple):
@@ -28,22 +29,6 @@ class Run(NamedTuple):
 
 class OutOfPages(MemoryError):
     """A pool of fixed size has too few free pages."""
-
-
-class PoolLock:
-    """A reentrant lock; the copy of a pool gets a lock of its own."""
-
-    def __init__(self) -> None:
-        self._lock = RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PoolLock:
-        return PoolLock()
 
 
 class PagePool:

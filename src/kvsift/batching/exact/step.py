@@ -58,8 +58,8 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
     Args:
         model: of the rows.
         rows: exact ones, that decode in one group.
-        tell: called with what follows each token that is fed, in their order, once ``num_cached`` counts it; returns
-            the token that was chosen, None if the answer has ended.
+        tell: called with what follows each token that is fed, in their order, which ``num_cached`` counts from then
+            on; returns the token that was chosen, None if the answer has ended.
     """
     decoders = [row.exact for row in rows if row.exact is not None]
     most = [min(row.length - row.num_cached, model.most_verified(row)) - 1 for row in rows]
@@ -75,7 +75,6 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
     for row, decoder, proposal, proposed, following in each_checked:
         accepted, token = 0, None
         for logits, expected in zip(following, [*proposed, None]):
-            row.num_cached += 1
             token = tell(row, logits)
             if token is None or token != expected:
                 break
