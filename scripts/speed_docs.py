@@ -23,7 +23,7 @@ PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.jso
 PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
 SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
 CHATS = (  # scripts/chats.py
-    "chats-h200.json", "chats-shared-h200.json", "chats-h100.json", "chats-shared-h100.json", "chats-cpu.json",
+    "chats-h200.json", "chats-shared-h200.json", "chats-cpu.json",
 )  # fmt: skip
 CHAT_TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
 IN_VLLM = "vllm-h200.json"  # scripts/vllm_decode.py, once for each engine
