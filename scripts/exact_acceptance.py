@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvsift import LLM, Sampling
-from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.batching.exact.pace import Amount, Measured, Pace
 from kvsift.benchmarks.machine import gpu_environment, host_environment
 from kvsift.cli.demo import make_document
 from kvsift.engine.document import Document
@@ -43,7 +43,7 @@ def repeats_first() -> Iterator[None]:
     def choose(self: Pace, repeat: int, repeated: int, most: int) -> Amount:
         return Amount(0.0, repeated, True) if repeated else Amount(0.0, min(DRAFTS, most))
 
-    with patch.object(Pace, "choose", choose):
+    with patch.object(Pace, "choose", choose), patch.object(Measured, "decide", lambda *_: None):
         yield
 
 

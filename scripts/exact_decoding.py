@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from kvsift import LLM, Sampling
 from kvsift.batching.exact.decoder import ExactDecoder
-from kvsift.batching.exact.pace import Amount, Pace
+from kvsift.batching.exact.pace import Amount, Measured, Pace
 from kvsift.benchmarks.machine import host_environment
 from kvsift.cli.demo import FACTS, make_document
 from kvsift.engine.document import Document
@@ -42,7 +42,8 @@ TEXTS = {"greedy": None, "temperature 1": Sampling(1.0, seed=11)}
 @contextmanager
 def fixed_drafts() -> Iterator[None]:
     """Drafts of four tokens, whether they pay or not, and no repeats."""
-    with patch.object(Pace, "choose", lambda self, repeat, repeated, most: Amount(0.0, min(DRAFTS, most))):
+    choose = patch.object(Pace, "choose", lambda self, repeat, repeated, most: Amount(0.0, min(DRAFTS, most)))
+    with choose, patch.object(Measured, "decide", lambda *_: None):
         yield
 
 

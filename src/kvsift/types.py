@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+Exact = Literal["", "dense", "learning"]  # attention to everything, whatever the plan, from which its method may learn
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,13 @@
-"""Exact decoding over long contexts of the embedded model: ten thousand tokens, all those of dense attention."""
+"""Exact decoding over long contexts of the embedded model: ten thousand tokens, all those of dense attention. And a
+hundred thousand drawn tokens of a small vocabulary, of the model's distribution."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
+from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling, native
 from kvsift.cli.demo import FACTS, make_document
@@ -56,3 +61,39 @@ def test_long_rows_are_exact_side_by_side(llm: LLM, monkeypatch: pytest.MonkeyPa
     dense = llm.generate(texts, plan="dense", **options)
     exact = llm.generate(texts, plan=PLANS[0], exact=True, **options)
     assert [answer.token_ids for answer in exact] == [answer.token_ids for answer in dense]
+
+
+@pytest.mark.usefixtures("eager_pace")
+def test_exact_answers_are_drawn_from_the_distribution_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chi-square of 100,000 tokens against what the model expects after each text, by token and by rank: beyond these
+    in one of a thousand runs, and the seeds are fixed."""
+    monkeypatch.setattr(LLM, "_end_ids", lambda runner: frozenset())
+    directory = write_model(tmp_path, "Qwen3", hidden_size=64, head_dim=32, num_hidden_layers=1)
+    llm, prompt, new, rows = LLM(directory, "dense", device="cpu", dtype="float32"), text_of(120), 25, 250
+    plan = "sketch:budget=48:sinks=4:window=16:dense_layers=none"
+    llm.load()
+    start = llm.tokenizer(prompt)["input_ids"]
+    by_token, by_rank = torch.zeros(2, llm.model.config.vocab_size), torch.zeros(2, llm.model.config.vocab_size)
+    drafted = wrong = 0
+    for first in range(0, 100_000 // new, rows):
+        samplings = [Sampling(1.0, seed=seed) for seed in range(first, first + rows)]
+        answers = llm.generate([prompt] * rows, plan=plan, exact=True, max_new_tokens=new, sampling=samplings)
+        drafted += sum(answer.exact["drafted"] for answer in answers if answer.exact)
+        wrong += sum(answer.exact["drafts_wrong"] for answer in answers if answer.exact)
+        drawn = torch.tensor([answer.token_ids for answer in answers])
+        texts = torch.cat([torch.tensor(start).expand(rows, -1), drawn[:, :-1]], 1)
+        with torch.inference_mode():
+            shares = llm.model(texts).logits[:, len(start) - 1 :].float().softmax(2).flatten(0, 1)
+        ranked, order = shares.sort(1, descending=True)
+        ranks = (order == drawn.reshape(-1, 1)).int().argmax(1)
+        for found, expected, each in ((by_token, shares, drawn.flatten()), (by_rank, ranked, ranks)):
+            found += torch.stack([each.bincount(minlength=expected.shape[1]).float(), expected.sum(0)])
+    assert drafted > 30_000
+    assert wrong > 100, "drafts that are always right show nothing"
+    for found, expected in (by_token, by_rank):
+        assert int(found.sum()) == 100_000
+        freedom = len(found) - 1  # a square of so many degrees, nearly normal
+        assert float(expected.min()) > 5
+        assert float(((found - expected) ** 2 / expected).sum()) < freedom + 3.1 * (2 * freedom) ** 0.5

@@ -563,6 +563,26 @@ def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
     assert_equal(running, expected)
 
 
+def test_kept_prompts_make_room_where_there_is_less_memory_than_it_seemed(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, text = new_llm(llama, keep_tokens=10_000), text_of(600)
+    expected = new_llm(llama).generate(text[::-1], max_new_tokens=8).token_ids
+    llm.generate(text, max_new_tokens=8)
+    held = llm.generate(text[:300], max_new_tokens=8)
+    fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
+
+    def short_of_memory(pool: LayerPool, exactly: bool = False, spare: int = 0) -> None:
+        if pool.pages.num_pages > present:
+            raise torch.OutOfMemoryError("no memory")
+        fit(pool, exactly, spare)
+
+    monkeypatch.setattr(LayerPool, "fit", short_of_memory)
+    assert llm.generate(text[::-1], max_new_tokens=8).token_ids == expected
+    llm.loop.check()
+    assert llm.generate(text[:300], max_new_tokens=8).token_ids == held.token_ids
+
+
 def test_text_that_was_held_back_is_streamed_at_a_deadline(llama: Path) -> None:
     transcript = Transcript(Request([1], 9, stops=("zzz",), streamed=True), new_llm(llama).tokenizer)
     text = "".join(transcript.take(token, 0.0) for token in transcript._tokenizer("abz")["input_ids"][1:])

@@ -264,8 +264,7 @@ class Loop:
         table = PageTable(1, self.kv) if row.in_pool else None
         try:
             if table is not None:
-                table.adopt(0, [run for node in nodes for run in node.runs])
-                self._reserve(table, self._model.pages_of(row))
+                self._fill(table, nodes, self._model.pages_of(row))
             row.cache = self._model.open(row, table)
             row.cache.stats.observer = row.observer
             if nodes:
@@ -297,6 +296,19 @@ class Loop:
         for row.num_cached in range(self.grid, length + 1, self.grid):
             self._seal(row)
         return length
+
+    def _fill(self, table: PageTable, nodes: Sequence[Node], num_pages: int) -> None:
+        """Begin a table with chunks, and reserve so many pages: those of old prompts, too, if there was less memory than
+        it seemed."""
+        runs = [run for node in nodes for run in node.runs]
+        table.adopt(0, runs)
+        try:
+            self._reserve(table, num_pages)
+        except OUT_OF_MEMORY:
+            if not self.tree.drop(num_pages, self.clock()):
+                raise
+            table.adopt(0, runs)
+            self._reserve(table, num_pages, grows=False)
 
     def _reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
         """Reserve the pages of a row, and the memory for them, for which old prompts may have to go. Others will follow

@@ -141,8 +141,8 @@ def _pieces(rows: Sequence[Row], first: int = 0) -> Iterator[tuple[int, str]]:
 @contextmanager
 def _decoding_exactly(cache: SparseCache) -> Iterator[None]:
     """Generated tokens of a cache are attended to everything, and not probed."""
-    every, cache.run.is_exact, cache.stats.probe_every = cache.stats.probe_every, True, 0
+    every, cache.run.exact, cache.stats.probe_every = cache.stats.probe_every, "dense", 0
     try:
         yield
     finally:
-        cache.run.is_exact, cache.stats.probe_every = False, every
+        cache.run.exact, cache.stats.probe_every = "", every

@@ -63,7 +63,7 @@ class RunnerRows:
         cache = self._runner.new_cache(row.plan, len(row.ids) + row.max_new_tokens, length=row.length)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
         if row.exact is not None:
-            cache.run.is_exact, cache.stats.probe_every = True, 0
+            cache.run.exact, cache.stats.probe_every = "dense", 0
         return cache
 
     def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
@@ -127,13 +127,13 @@ class RunnerRows:
     def _drafts(self, row: Row, count: int) -> list[int]:
         cache, token, drafts = row.cache, row.token, list[int]()
         assert cache is not None
-        cache.run.is_exact = False
+        cache.run.exact = ""
         try:
             for ahead in range(count):
                 [logits] = self.decode([cache], [token])
                 drafts.append(token := row.output.foresee(logits, ahead))
         finally:
-            cache.run.is_exact = True
+            cache.run.exact = "dense"
             cache.undo(row.num_cached)
         return drafts
 
@@ -141,6 +141,8 @@ class RunnerRows:
         fused = self._fused()
         assert fused is not None, "models without a fused pass decode no row exactly"
         assert row.cache is not None
+        assert row.exact is not None
+        row.cache.run.exact = "dense" if row.exact.rests else "learning"
         return list(fused.verify(torch.tensor([row.token, *tokens]), row.cache))
 
     def undo(self, row: Row) -> None:

@@ -25,7 +25,7 @@ from kvsift.methods.base import Phase
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
 from kvsift.stores.parts import IN_PLACE_QUERIES, attend_verifying
-from kvsift.types import Chunk, Part, Selection
+from kvsift.types import Chunk, Exact, Part, Selection
 
 
 class SparseAttention(LayerCache):
@@ -41,7 +41,7 @@ class SparseAttention(LayerCache):
 
     def attend(
         self, chunk: Chunk, decode_tokens: int = 0, sink_logit: Tensor | None = None, first_row: int = 0,
-        is_exact: bool = False,
+        exact: Exact = "",
     ) -> Tensor:  # fmt: skip
         """Store a chunk and attend it.
 
@@ -51,8 +51,8 @@ class SparseAttention(LayerCache):
                 come alone. The others are prompt.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
             first_row: row of the batch that the chunk's first row belongs to.
-            is_exact: generated tokens are attended to everything, several in one pass where each gets the bits that it
-                gets alone.
+            exact: "dense": generated tokens are attended to everything, several in one pass where each gets the bits
+                that it gets alone; "learning": the method learns from it (``Method.verified``).
 
         Returns:
             [batch, num_query_heads, num_new, head_dim]; padding yields 0.
@@ -63,9 +63,9 @@ class SparseAttention(LayerCache):
         output: Tensor | None = None
         for row, length in enumerate(chunk.lengths):
             self.messages.begin(first_row + row, self.shape.layer)
-            for start, stop, phase in steps_of(length, decode_tokens, IN_PLACE_QUERIES if is_exact else 1):
-                dense = is_exact and phase == "decode"
-                part = self._attend_tokens(first_row + row, chunk, row, slice(start, stop), phase, dense)
+            for start, stop, phase in steps_of(length, decode_tokens, IN_PLACE_QUERIES if exact else 1):
+                now = exact if phase == "decode" else ""
+                part = self._attend_tokens(first_row + row, chunk, row, slice(start, stop), phase, now)
                 part = part if sink_logit is None else with_sink_logit(part, sink_logit)
                 if part.output.shape == chunk.queries.shape:
                     output = part.output  # nothing to assemble
@@ -76,7 +76,7 @@ class SparseAttention(LayerCache):
         return torch.zeros_like(chunk.queries) if output is None else output
 
     def _attend_tokens(
-        self, row: int, chunk: Chunk, chunk_row: int, tokens: slice, phase: Phase, dense: bool
+        self, row: int, chunk: Chunk, chunk_row: int, tokens: slice, phase: Phase, exact: Exact
     ) -> Part:  # fmt: skip
         """Store and attend consecutive tokens of one phase."""
         queries, keys, values = (tensor[chunk_row, :, tokens] for tensor in chunk[:3])
@@ -88,8 +88,8 @@ class SparseAttention(LayerCache):
             self._check_prompt(row)
         start, tally = self._append(row, queries, keys, values), self.stats.tally(self.shape.layer, phase)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
-        rule = None if dense else self._rule(row, start, phase)
-        if dense:
+        rule = None if exact else self._rule(row, start, phase)
+        if exact == "learning":
             parts = [self._verify(segment, row, tally)]
         elif rule is None:
             parts = [self._dense(segment, row, tally)]

@@ -75,7 +75,7 @@ class DecoderPrefill:
         return self._run(tokens, caches, "decode")
 
     def verify(self, tokens: Tensor, cache: SparseCache) -> Tensor:
-        """As ``decode`` of consecutive tokens of one sequence, which are all known; a cache of which ``run.is_exact``
+        """As ``decode`` of consecutive tokens of one sequence, which are all known; a cache of which ``run.exact``
         attends them in one pass. Up to ``MAX_SEQUENCES``, and logits [tokens, vocabulary].
         """
         return self._run(tokens, [cache], "decode", all_logits=True)

@@ -111,7 +111,7 @@ class SparseLayer(AttendingLayer):
         real = self._new_valid(mask, batch, num_new)
         chunk = Chunk(queries, keys, values, [num_new] * batch, foreseen)
         if real is None:
-            return attention.attend(chunk, decode_tokens, sink_logit, self.run.row, self.run.is_exact)
+            return attention.attend(chunk, decode_tokens, sink_logit, self.run.row, self.run.exact)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
 
     def adopt(

@@ -19,7 +19,7 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes, check_rope
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
-from kvsift.types import Origin, Rope
+from kvsift.types import Exact, Origin, Rope
 
 
 class SparseRun:
@@ -59,7 +59,7 @@ class SparseRun:
         self.origin: Origin | None = None  # the model
         self.attention_in_use: Callable[[], str] = str  # the model's current attention implementation
         self.row = 0
-        self.is_exact = False  # generated tokens are attended to everything for now, whatever the plan
+        self.exact: Exact = ""  # of generated tokens, for now
         self._begin()
 
     def _begin(self) -> None:
