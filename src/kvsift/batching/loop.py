@@ -298,8 +298,8 @@ class Loop:
         return length
 
     def _fill(self, table: PageTable, nodes: Sequence[Node], num_pages: int) -> None:
-        """Begin a table with chunks, and reserve so many pages: those of old prompts, too, if there was less memory than
-        it seemed."""
+        """Begin a table with chunks, and reserve so many pages: if there is less memory than it seemed, those of old
+        prompts."""
         runs = [run for node in nodes for run in node.runs]
         table.adopt(0, runs)
         try:
