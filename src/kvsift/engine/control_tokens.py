@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import lru_cache
+from dataclasses import dataclass, field
 from secrets import randbelow
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding, Tokenizer
 
@@ -24,7 +25,8 @@ from kvsift.errors import InputError
 
 Mask = Callable[[str], str]
 SURROGATES = range(0xD800, 0xE000)  # no text has them (``prompt.require_text``)
-PRIVATE = range(0xF0000, 0xFFFFE)  # characters that no normalizer changes
+PRIVATE = range(0xF0000, 0xFFFFE)  # characters that no tokenizer has pieces for
+MOST_COPIES = 2  # of one tokenizer
 
 
 class Masks:
@@ -41,9 +43,11 @@ class Masks:
             content = content.replace(character, surrogate)
         return content
 
-    def mask_between(self, kept: re.Pattern[str], content: str) -> str:
+    def mask_between(self, kept: re.Pattern[str]) -> Mask:
         """The same, but for what a pattern of one group finds."""
-        return "".join(part if odd % 2 else self.mask(part) for odd, part in enumerate(kept.split(content)))
+        return lambda content: "".join(
+            part if odd % 2 else self.mask(part) for odd, part in enumerate(kept.split(content))
+        )
 
     def unmask(self, text: str) -> str:
         for character, surrogate in self._pairs:
@@ -73,6 +77,35 @@ class Rendering(NamedTuple):
         return self.text.count(token) != self.masked.count(token)
 
 
+Copy = tuple[Mapping[str, str], Tokenizer]  # secret names of control tokens, and a tokenizer that calls them so
+
+
+@dataclass
+class Known:
+    """What a tokenizer was found to have, as long as nothing of it changes.
+
+    Attributes:
+        state: what would change.
+        added: added tokens and their ids, without white space, and without "!", with which some models pad.
+        special: tokens that are special.
+        sample: what the chat template writes around messages, also if another template replaces it.
+        unknown: tokens that stand for characters without one of their own.
+        masks: for the characters of all these.
+        copies: by the control tokens that have other names.
+    """
+
+    state: tuple[Any, ...]
+    added: dict[str, int]
+    special: set[str]
+    sample: str
+    unknown: set[str]
+    masks: Masks
+    copies: dict[tuple[str, ...], Copy] = field(default_factory=dict)
+
+
+_known: WeakKeyDictionary[Any, Known] = WeakKeyDictionary()  # to ask a tokenizer takes longer than a short prompt
+
+
 class ControlTokens:
     """The control tokens of a tokenizer."""
 
@@ -85,23 +118,37 @@ class ControlTokens:
         Raises:
             InputError: of the function.
         """
-        plain, added, special = build(str), self._added(), self._special()
-        masks = Masks(sorted(added, key=lambda token: token not in special))  # first what matters most
+        plain, known = build(str), self._ask()
+        masks = known.masks
         try:
             masked = build(masks.mask)
         except InputError as error:
             raise InputError(masks.unmask(str(error))) from None
-        used = masked + self._sample()
-        control = {token: number for token, number in added.items() if token in special or token in used}
+        used = masked + known.sample
+        control = {
+            token: number
+            for token, number in known.added.items()
+            if token in known.special or (token in used and not token.isalnum())  # else a word
+        }
         if masks.unmask(masked) == plain:
             return Rendering(plain, masked, control)
-        # The template has compared contents with something. What it compares with is left unmasked; then all contents
-        # are, if they add no control token. Else the prompt is one of contents that the template could not read.
-        written = [match[0] for match in _found(masked, control)]
-        kept = self._compared(written)
-        for mask in (lambda content: masks.mask_between(kept, content), str):
-            other = build(mask)
-            if masks.unmask(other) == plain and [match[0] for match in _found(other, control)] == written:
+        return self._compare(build, plain, masked, control, masks)
+
+    def _compare(
+        self, build: Callable[[Mask], str], plain: str, masked: str, control: dict[str, int], masks: Masks
+    ) -> Rendering:
+        """Return a prompt of which the template has compared contents with something.
+
+        What it compares with is left unmasked where no control token could be made of it; then all of it is, and then
+        all contents, if that adds no control token. Else the prompt is one of contents that the template could not
+        read.
+        """
+        compared, written = set(self._compared()), [match[0] for match in _found(masked, control)]
+        apart = {string for string in compared if not any(_touch(string, token) for token in control)}
+        for strings in (apart, compared, None):
+            other = build(str if strings is None else masks.mask_between(_any_of(strings)))
+            is_safe = strings is apart or [match[0] for match in _found(other, control)] == written
+            if is_safe and masks.unmask(other) == plain:
                 return Rendering(plain, other, control)
         return Rendering(masks.unmask(masked), masked, control)
 
@@ -118,31 +165,29 @@ class ControlTokens:
         Raises:
             InputError: if contents spell control tokens, and the tokenizer cannot be copied.
         """
-        tokens = [match[0] for match in rendering.written()]
-        unknown = self._tokenizer.unk_token, self._tokenizer.unk_token_id
-        numbers = {*rendering.control.values()} - {unknown[1]}  # which other texts have, too
+        tokens, unknown = [match[0] for match in rendering.written()], self._ask().unknown
+        numbers = {
+            number for token, number in rendering.control.items() if token not in unknown
+        }  # others are in any text
         ids: list[int] = self._tokenizer("", add_special_tokens=special, verbose=False)["input_ids"]
         ids += [rendering.control[token] for token in tokens]
         expected = Counter(filter(numbers.__contains__, ids))
-        if not any(map(rendering.is_spelled, filter(None, {*tokens, unknown[0]}))):
+        if not any(map(rendering.is_spelled, {*tokens, *unknown})):
             options = {"add_special_tokens": special, "return_offsets_mapping": with_spans, "verbose": False}
             encoded = self._tokenizer(rendering.text, **options)
             if Counter(filter(numbers.__contains__, encoded["input_ids"])) <= expected:
                 return encoded["input_ids"], encoded.get("offset_mapping", [])
             # contents spell others, or a normalizer makes control tokens of other characters
         found = self._encode_by_copy(rendering, special, numbers, expected.total())
-        assert Counter(filter(numbers.__contains__, found.ids)) <= expected, "a text has guessed a secret name"
+        if not Counter(filter(numbers.__contains__, found.ids)) <= expected:
+            raise self._refused(rendering)
         return found.ids, found.offsets if with_spans else []
 
     def _encode_by_copy(self, rendering: Rendering, special: bool, numbers: set[int], expected: int) -> Encoding:
         try:
-            names, copy = _copy(self._tokenizer, tuple(self._added()), tuple(rendering.control))
+            names, copy = self._copy(tuple(rendering.control))
         except Exception as error:  # a tokenizer, or a part of it, in Python
-            spelled = ", ".join(filter(rendering.is_spelled, rendering.control)) or "a control token"
-            raise InputError(
-                f"the text spells {spelled}, and {type(self._tokenizer).__name__} would read it as a control token of "
-                "this model. Remove it from the text, or convert the tokenizer to tokenizer.json."
-            ) from error
+            raise self._refused(rendering) from error
         written = rendering.written()
         found = copy.encode(_named(rendering.text, written, names), add_special_tokens=special)
         if sum(map(numbers.__contains__, found.ids)) == expected:
@@ -154,18 +199,33 @@ class ControlTokens:
         written = [match for match in written if match.start() in starts or match.end() in stops]
         return copy.encode(_named(rendering.text, written, names), add_special_tokens=special)
 
-    def _added(self) -> dict[str, int]:
-        """Added tokens and their ids, without white space, and without "!", with which some models pad."""
-        added = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()}
-        return {token: number for token, number in added.items() if len(token) > 1 and not token.isspace()}
+    def _refused(self, rendering: Rendering) -> InputError:
+        spelled = ", ".join(filter(rendering.is_spelled, rendering.control)) or "a control token"
+        return InputError(
+            f"the text spells {spelled}, and {type(self._tokenizer).__name__} would read it as a control token of "
+            "this model. Remove it from the text, or convert the tokenizer to tokenizer.json."
+        )
 
-    def _special(self) -> set[str]:
-        added = self._tokenizer.added_tokens_decoder.values()
-        named = getattr(self._tokenizer, "chat_control_tokens", None) or ()  # of newer versions of transformers
-        return {*(str(token) for token in added if token.special), *self._tokenizer.all_special_tokens, *named}
+    def _ask(self) -> Known:
+        tokenizer = self._tokenizer
+        state = (len(tokenizer), tokenizer.chat_template, *tokenizer.all_special_tokens)
+        known = _known.get(tokenizer)
+        if known is None or known.state != state:
+            known = _known[tokenizer] = self._found_out(state)
+        return known
+
+    def _found_out(self, state: tuple[Any, ...]) -> Known:
+        tokenizer, tokens = self._tokenizer, self._tokenizer.added_tokens_decoder
+        added = {str(token): number for number, token in tokens.items()}
+        added = {token: number for token, number in added.items() if len(token) > 1 and not token.isspace()}
+        named = getattr(tokenizer, "chat_control_tokens", None) or ()  # of newer versions of transformers
+        special = {*(str(token) for token in tokens.values() if token.special), *tokenizer.all_special_tokens, *named}
+        strange = tokenizer(chr(PRIVATE[0]), add_special_tokens=False, verbose=False)["input_ids"]
+        unknown = {token for token, number in added.items() if number in strange}
+        masks = Masks(sorted(added, key=lambda token: token not in special))  # first what matters most
+        return Known(state, added, special, self._sample(), unknown, masks)
 
     def _sample(self) -> str:
-        """What the chat template writes around messages, also if another template replaces it."""
         turns, texts = [{"role": role, "content": "?"} for role in ("system", "user", "assistant", "user")], list[str]()
         for messages in (turns, turns[1:]):
             with suppress(Exception):  # there is none, or none with a system message
@@ -173,24 +233,38 @@ class ControlTokens:
                 texts.append(str(text))
         return "".join(texts)
 
-    def _compared(self, written: Sequence[str]) -> re.Pattern[str]:
-        """A pattern of the strings in the chat template that have none of these tokens."""
-        from jinja2 import Environment
+    def _compared(self) -> Iterator[str]:
+        """Yield the strings with which the chat template may compare contents: those that it does not write, and those
+        that it gives to operators and functions."""
+        from jinja2 import Environment, nodes
 
-        tokens = Environment().lexer.tokenize(self._tokenizer.get_chat_template())
-        strings = {token.value for token in tokens if token.type == "string" and token.value}
-        strings = {string for string in strings if not any(token in string for token in written)}
-        return re.compile(f"({'|'.join(map(re.escape, sorted(strings, key=len, reverse=True))) or '(?!)'})")
+        template = self._tokenizer.get_chat_template()
+        written = [token for token in self._ask().added if token in template]
+        strings = (token.value for token in Environment().lexer.tokenize(template) if token.type == "string")
+        yield from (string for string in strings if string and not any(token in string for token in written))
+        with suppress(Exception):  # tags of an extension
+            for node in Environment().parse(template).find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
+                yield from (each.value for each in node.find_all(nodes.Const) if each.value and _is_text(each.value))
+
+    def _copy(self, control: tuple[str, ...]) -> Copy:
+        """A copy of the tokenizer, which takes a second or two for a large vocabulary; secret names are as long as the
+        tokens."""
+        copies = self._ask().copies
+        if control not in copies:
+            copies[control] = _copied(self._tokenizer, control)
+            for old in list(copies)[:-MOST_COPIES]:
+                del copies[old]
+        return copies[control]
 
 
-@lru_cache(maxsize=2)  # a second or two for a large vocabulary
-def _copy(tokenizer: Any, added: Sequence[str], control: Sequence[str]) -> tuple[Mapping[str, str], Tokenizer]:
-    """Return secret names of control tokens, each as long as the token, and a tokenizer that calls them so."""
+def _copied(tokenizer: Any, control: Iterable[str]) -> Copy:
     names = {token: "".join(chr(PRIVATE[randbelow(len(PRIVATE))]) for _ in token) for token in control}
-    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    stored, normalizer = json.loads(tokenizer.backend_tokenizer.to_str()), tokenizer.backend_tokenizer.normalizer
     for token in stored["added_tokens"]:
         if token["content"] in names:
-            token["content"] = names[token["content"]]
+            name = token["content"] = names[token["content"]]
+            if normalizer is not None and name not in normalizer.normalize_str(name):
+                token["normalized"] = False
     model = stored["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
@@ -204,6 +278,25 @@ def _copy(tokenizer: Any, added: Sequence[str], control: Sequence[str]) -> tuple
     copy.no_truncation()
     copy.no_padding()
     return names, copy
+
+
+def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    """A pattern of one group for any of these strings, the longest first."""
+    return re.compile(f"({'|'.join(map(re.escape, sorted(strings, key=len, reverse=True))) or '(?!)'})")
+
+
+def _touch(string: str, token: str) -> bool:
+    """Whether a string could be a part of a token, or one of its ends an end of the token."""
+    ends = range(1, len(string) + 1)
+    return (
+        string in token
+        or token in string
+        or any(token.startswith(string[-end:]) or token.endswith(string[:end]) for end in ends)
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _named(text: str, tokens: Iterable[re.Match[str]], names: Mapping[str, str]) -> str:
