@@ -9,23 +9,21 @@ encoded by a copy of the tokenizer in which control tokens have secret names, an
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from secrets import randbelow
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
+from kvsift.engine.renamed_tokens import STRANGE, Copy, renamed, with_names
 from kvsift.errors import InputError
 
 Mask = Callable[[str], str]
 SURROGATES = range(0xD800, 0xE000)  # no text has them (``prompt.require_text``)
-PRIVATE = range(0xF0000, 0xFFFFE)  # characters that no tokenizer has pieces for
 MOST_COPIES = 2  # of one tokenizer
 
 
@@ -75,9 +73,6 @@ class Rendering(NamedTuple):
     def is_spelled(self, token: str) -> bool:
         """Whether contents spell a token."""
         return self.text.count(token) != self.masked.count(token)
-
-
-Copy = tuple[Mapping[str, str], Tokenizer]  # secret names of control tokens, and a tokenizer that calls them so
 
 
 @dataclass
@@ -146,10 +141,11 @@ class ControlTokens:
         compared, written = set(self._compared()), [match[0] for match in _found(masked, control)]
         apart = {string for string in compared if not any(_touch(string, token) for token in control)}
         for strings in (apart, compared, None):
-            other = build(str if strings is None else masks.mask_between(_any_of(strings)))
-            is_safe = strings is apart or [match[0] for match in _found(other, control)] == written
-            if is_safe and masks.unmask(other) == plain:
-                return Rendering(plain, other, control)
+            with suppress(InputError):  # the template refuses what it is shown
+                other = build(str if strings is None else masks.mask_between(_any_of(strings)))
+                is_safe = strings is apart or [match[0] for match in _found(other, control)] == written
+                if is_safe and masks.unmask(other) == plain:
+                    return Rendering(plain, other, control)
         return Rendering(masks.unmask(masked), masked, control)
 
     def encode(
@@ -189,7 +185,7 @@ class ControlTokens:
         except Exception as error:  # a tokenizer, or a part of it, in Python
             raise self._refused(rendering) from error
         written = rendering.written()
-        found = copy.encode(_named(rendering.text, written, names), add_special_tokens=special)
+        found = copy.encode(with_names(rendering.text, written, names), add_special_tokens=special)
         if sum(map(numbers.__contains__, found.ids)) == expected:
             return found
         # normalized tokens are not found everywhere; where the template's are not, they are text without spellings, too
@@ -197,7 +193,7 @@ class ControlTokens:
         spans = [span for number, span in zip(found.ids, found.offsets) if number in every]
         starts, stops = {start for start, _ in spans}, {stop for _, stop in spans}
         written = [match for match in written if match.start() in starts or match.end() in stops]
-        return copy.encode(_named(rendering.text, written, names), add_special_tokens=special)
+        return copy.encode(with_names(rendering.text, written, names), add_special_tokens=special)
 
     def _refused(self, rendering: Rendering) -> InputError:
         spelled = ", ".join(filter(rendering.is_spelled, rendering.control)) or "a control token"
@@ -220,7 +216,7 @@ class ControlTokens:
         added = {token: number for token, number in added.items() if len(token) > 1 and not token.isspace()}
         named = getattr(tokenizer, "chat_control_tokens", None) or ()  # of newer versions of transformers
         special = {*(str(token) for token in tokens.values() if token.special), *tokenizer.all_special_tokens, *named}
-        strange = tokenizer(chr(PRIVATE[0]), add_special_tokens=False, verbose=False)["input_ids"]
+        strange = tokenizer(STRANGE, add_special_tokens=False, verbose=False)["input_ids"]
         unknown = {token for token, number in added.items() if number in strange}
         masks = Masks(sorted(added, key=lambda token: token not in special))  # first what matters most
         return Known(state, added, special, self._sample(), unknown, masks)
@@ -247,37 +243,14 @@ class ControlTokens:
                 yield from (each.value for each in node.find_all(nodes.Const) if each.value and _is_text(each.value))
 
     def _copy(self, control: tuple[str, ...]) -> Copy:
-        """A copy of the tokenizer, which takes a second or two for a large vocabulary; secret names are as long as the
-        tokens."""
+        """Return a copy of the tokenizer; to make one takes a second or two for a large vocabulary."""
         copies = self._ask().copies
-        if control not in copies:
-            copies[control] = _copied(self._tokenizer, control)
+        copy = copies.get(control)
+        if copy is None:
+            copy = copies[control] = renamed(self._tokenizer, control)
             for old in list(copies)[:-MOST_COPIES]:
-                del copies[old]
-        return copies[control]
-
-
-def _copied(tokenizer: Any, control: Iterable[str]) -> Copy:
-    names = {token: "".join(chr(PRIVATE[randbelow(len(PRIVATE))]) for _ in token) for token in control}
-    stored, normalizer = json.loads(tokenizer.backend_tokenizer.to_str()), tokenizer.backend_tokenizer.normalizer
-    for token in stored["added_tokens"]:
-        if token["content"] in names:
-            name = token["content"] = names[token["content"]]
-            if normalizer is not None and name not in normalizer.normalize_str(name):
-                token["normalized"] = False
-    model = stored["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
-    else:  # Unigram
-        model["vocab"] = [(names.get(piece, piece), score) for piece, score in model["vocab"]]
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    if model.get("merges"):
-        model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint((*pair, "".join(pair)))]
-    copy = Tokenizer.from_str(json.dumps(stored))
-    copy.no_truncation()
-    copy.no_padding()
-    return names, copy
+                copies.pop(old, None)  # another thread may have dropped it
+        return copy
 
 
 def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
@@ -297,15 +270,6 @@ def _touch(string: str, token: str) -> bool:
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _named(text: str, tokens: Iterable[re.Match[str]], names: Mapping[str, str]) -> str:
-    """A text in which tokens have other names."""
-    parts, stop = list[str](), 0
-    for match in tokens:
-        parts += text[stop : match.start()], names[match[0]]
-        stop = match.end()
-    return "".join([*parts, text[stop:]])
 
 
 def _found(text: str, tokens: Iterable[str]) -> list[re.Match[str]]:
