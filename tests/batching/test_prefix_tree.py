@@ -20,19 +20,19 @@ class Prompts:
     def __init__(self) -> None:
         self.pool = PagePool()
         self.tree = PrefixTree(self.pool, GRID)
-        self.now = 0.0
+        self.now = 0.0  # and the row that reads then
 
     def read(self, ids: list[int], root: bytes = ROOT) -> list[Node]:
         """Read a prompt behind what is there; its row holds it all, and has let go of its own pages."""
         self.now += 1
         nodes = self.tree.find(root, ids)
-        self.tree.hold(nodes, self.now)
         for start in range(GRID * len(nodes), len(ids) - GRID + 1, GRID):
             runs = self.pool.allocate(PAGES)
             before = nodes[-1] if nodes else None
             chunk = ids[start : start + GRID]
             nodes.append(self.tree.seal(root, before, chunk, runs, frozenset({"minmax"}), self.now))
             self.pool.release(runs)
+        self.tree.hold(nodes, self.now, self.now)
         return nodes
 
     def check(self) -> None:
@@ -66,21 +66,31 @@ def test_what_is_held_stays_and_leaves_go_before_what_they_need() -> None:
     first, second = prompts.read(list(range(96))), prompts.read([*range(64), *range(900, 932)])
     assert prompts.tree.droppable() == 0
     assert prompts.tree.drop(100, prompts.now) == 0
-    prompts.tree.let_go(first)
+    prompts.tree.let_go(first, 1.0)
     assert prompts.tree.droppable() == PAGES, "the second prompt needs all but one of the chunks"
     assert prompts.tree.drop(1, prompts.now) == PAGES
     assert prompts.tree.find(ROOT, list(range(96))) == first[:2]
-    prompts.tree.let_go(second)
+    prompts.tree.let_go(second, 2.0)
     assert prompts.tree.drop(3, prompts.now) == 2 * PAGES
     assert prompts.tree.find(ROOT, list(range(96))) == first[:1]
     prompts.check()
 
 
+def test_a_row_that_holds_or_lets_go_again_changes_nothing() -> None:
+    prompts = Prompts()
+    nodes = prompts.read(list(range(96)))
+    prompts.tree.hold(nodes, 1.0, prompts.now)
+    prompts.read(list(range(64)))
+    for _ in range(2):
+        prompts.tree.let_go(nodes, 1.0)
+    assert prompts.tree.droppable() == PAGES, "the second row holds the others"
+
+
 def test_of_prompts_that_wait_equally_long_the_deep_chunk_is_worth_most() -> None:
     prompts = Prompts()
     long, short = prompts.read(list(range(320))), prompts.read(list(range(1000, 1032)))
-    for nodes in (long, short):
-        prompts.tree.let_go(nodes)
+    for user, nodes in ((1.0, long), (2.0, short)):
+        prompts.tree.let_go(nodes, user)
         for node in nodes:
             node.used = 0.0
     prompts.tree.drop(1, prompts.now)
@@ -91,20 +101,21 @@ def test_of_prompts_that_wait_equally_long_the_deep_chunk_is_worth_most() -> Non
 @pytest.mark.parametrize("seed", range(20))
 def test_the_books_balance_whatever_happens(seed: int) -> None:
     rng, prompts = random.Random(seed), Prompts()
-    held: list[list[Node]] = []
+    held: list[tuple[list[Node], float]] = []
     for _ in range(200):
         move = rng.random()
         if move < 0.5:
             ids = [rng.randrange(2) for _ in range(rng.randrange(5))]
-            held.append(prompts.read([token for each in ids for token in [each] * GRID] + [9] * rng.randrange(GRID)))
+            prompt = [token for each in ids for token in [each] * GRID] + [9] * rng.randrange(GRID)
+            held.append((prompts.read(prompt), prompts.now))
         elif move < 0.8 and held:
-            prompts.tree.let_go(held.pop(rng.randrange(len(held))))
+            prompts.tree.let_go(*held.pop(rng.randrange(len(held))))
         else:
             could, wanted = prompts.tree.droppable(), rng.randrange(12)
             freed = prompts.tree.drop(wanted, prompts.now)
             assert min(wanted, could) <= freed <= could
         prompts.check()
-        assert all(node in prompts.tree._nodes.values() for nodes in held for node in nodes)
+        assert all(node in prompts.tree._nodes.values() for nodes, _ in held for node in nodes)
 
 
 def test_the_ledger_finds_what_does_not_balance() -> None:

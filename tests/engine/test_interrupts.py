@@ -5,17 +5,23 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock, get_ident
 from typing import Any
 
 import pytest
-from engine.loop_rows import GRID, alone, new_llm, new_row, take_steps, tokens
+from engine.loop_rows import GRID, alone, counters, new_llm, new_row, take_steps, tokens
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.batching.loop import Loop
+from kvsift.batching.prefix_tree import PrefixTree
+from kvsift.engine.block_groups import BlockGroup
+from kvsift.engine.captured_rows import CapturedRows
+from kvsift.engine.row_groups import Group, RowGroup
 from kvsift.engine.rows import RunnerRows
 from kvsift.stores.page_table import PageTable
 
@@ -123,3 +129,125 @@ def test_a_row_goes_on_whose_step_another_thread_gave_up(
     take_steps(llm, rows)
     assert [row.error for row in rows] == [None] * 3
     assert [tokens(row) for row in rows] == expected
+
+
+class Interrupted(dict[Any, Any]):
+    """A dictionary from which, while there are interrupts, what is taken is gone before the caller has it."""
+
+    def __init__(self, entries: dict[Any, Any], interrupts: list[KeyboardInterrupt]) -> None:
+        super().__init__(entries)
+        self.interrupts = interrupts
+
+    def pop(self, *arguments: Any) -> Any:
+        entry = super().pop(*arguments)
+        if self.interrupts:
+            raise self.interrupts.pop()
+        return entry
+
+
+@pytest.mark.parametrize("when", ["before", "counted", "gone"])
+@pytest.mark.parametrize(("kind", "plan"), [(RowGroup, PLAN), (BlockGroup, "dense")])
+def test_a_row_that_leaves_its_group_again_has_its_answer(
+    kind: type[Group[Any]], plan: str, when: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"deterministic": kind is BlockGroup}
+    expected = [alone(new_llm(llama, "eager", **options), text, plan) for text in TEXTS]
+    llm, interrupts = new_llm(llama, "eager", **options), [KeyboardInterrupt()]
+    rows = [new_row(llm, text, plan) for text in TEXTS]
+    for row in rows:
+        llm.loop.submit(row)
+    left: list[Any] = []
+    leave = kind.leave
+
+    def interrupted_leave(group: Any, row: Any) -> Any:
+        left.append(group)
+        if when == "before" and interrupts:
+            raise interrupts.pop()
+        if when == "gone":
+            group._rows = Interrupted(group._rows, interrupts)
+        return leave(group, row)
+
+    monkeypatch.setattr(kind, "leave", interrupted_leave)
+    if when == "counted":
+        end = kind._end
+
+        def interrupted_end(*arguments: Any) -> Any:
+            result = end(*arguments)
+            if interrupts:
+                raise interrupts.pop()
+            return result
+
+        monkeypatch.setattr(kind, "_end", interrupted_end)
+    with pytest.raises(KeyboardInterrupt):
+        take_steps(llm, rows)
+    take_steps(llm, rows)
+    assert [row.error for row in rows] == [None] * 3
+    assert [tokens(row) for row in rows] == list(map(tokens, expected))
+    assert counters(rows[0]) == counters(expected[0]), "the row that left is counted once"
+    assert {type(group) for group in left} == {kind}
+    assert not any(group.rows for group in left)
+    assert not any(row.steps for row in rows)
+
+
+def test_an_interrupt_while_the_steps_of_a_row_are_counted_ends_no_row(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [tokens(alone(new_llm(llama), text, PLAN)) for text in TEXTS]
+    llm, interrupts, leave = new_llm(llama), [KeyboardInterrupt()], CapturedRows.leave
+    rows = [new_row(llm, text, PLAN) for text in TEXTS]
+    for row in rows:
+        llm.loop.submit(row)
+
+    def interrupted(*arguments: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()  # the slot of the row is not idle
+        leave(*arguments)
+
+    monkeypatch.setattr(CapturedRows, "leave", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        take_steps(llm, rows)
+    take_steps(llm, rows)
+    assert [row.error for row in rows] == [None] * 3
+    assert [tokens(row) for row in rows] == expected
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("count", range(6))
+@pytest.mark.parametrize("name", ["hold", "let_go", "seal"])
+def test_prompts_are_held_for_rows_alone(
+    name: str, count: int, is_late: bool, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call that reads, finds or lets go of chunks is interrupted in turn; some prompts begin alike."""
+    texts = [text_of(300), text_of(400), text_of(300)]
+    llm, original, calls = new_llm(llama, keep_tokens=32 * GRID), getattr(PrefixTree, name), 0
+    rows = [new_row(llm, text, PLAN, 2) for text in texts]
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = original(*arguments) if is_late or calls != count + 1 else None
+        if calls == count + 1:
+            raise KeyboardInterrupt
+        return result
+
+    def repeated(act: Callable[[], object]) -> None:
+        try:
+            act()
+        except KeyboardInterrupt:
+            act()
+
+    monkeypatch.setattr(PrefixTree, name, interrupted)
+    for row in rows:
+        repeated(partial(llm.loop.submit, row))
+    repeated(partial(take_steps, llm, rows))
+    for row in rows:
+        repeated(partial(llm.loop.close, row))
+    assert calls > count
+    assert [row.error for row in rows] == [None] * 3
+    assert not any(node.users for node in llm.loop.tree._nodes.values()), "prompts are held for nobody"
+    for row, text in zip(rows, texts):
+        found = llm.loop.tree.find(row.root, row.ids)
+        assert len(found) >= len(text) // GRID - 1, "the last one may not be shared"
+        assert [node.depth for node in found] == list(range(len(found)))
+    assert len(llm.loop.tree) == len({node.name for row in rows for node in llm.loop.tree.find(row.root, row.ids)})
+    llm.loop.check()

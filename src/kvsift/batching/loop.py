@@ -253,8 +253,10 @@ class Loop:
 
     def _hold(self, row: Row, nodes: Sequence[Node]) -> None:
         """Keep these chunks for a row, instead of those that it has held."""
-        self.tree.hold(nodes, self.clock())
-        self.tree.let_go(row.nodes)
+        before, after = row.nodes, set(nodes)
+        row.nodes = list(dict.fromkeys([*before, *nodes]))  # an interrupt leaves none held that are not among these
+        self.tree.hold(nodes, row, self.clock())
+        self.tree.let_go([node for node in before if node not in after], row)
         row.nodes = list(nodes)
 
     def _admit(self, row: Row) -> None:
@@ -394,18 +396,19 @@ class Loop:
                 self._schedule.revise(row.key, *self._cost_of(row))
 
     def _seal(self, row: Row) -> None:
-        """Share the chunk that was just read."""
+        """Share the chunk that was just read, and those before it of which an interrupt came first."""
         cache, pages = row.cache, self.grid // self._model.page_size
         assert cache is not None
         if not cache.can_undo:
             row.no_reuse = "the model has layers that drop tokens"
             return
-        first = row.num_cached // self._model.page_size - pages
-        before = row.nodes[-1] if row.nodes else None
-        ids = row.ids[row.num_cached - self.grid : row.num_cached]
-        runs, kinds = cache.table.runs_between(0, first, first + pages), frozenset(row.plan.summaries)
-        sealed = cache.sealed(row.num_cached)
-        row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock(), sealed))
+        kinds = frozenset(row.plan.summaries)
+        for stop in range(self.grid * (len(row.nodes) + 1), row.num_cached + 1, self.grid):
+            first, ids = stop // self._model.page_size - pages, row.ids[stop - self.grid : stop]
+            before = row.nodes[-1] if row.nodes else None
+            runs, sealed = cache.table.runs_between(0, first, first + pages), cache.sealed(stop)
+            row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock(), sealed))
+            self.tree.hold(row.nodes[-1:], row, self.clock())  # what it holds is always among its nodes
         self._maintain(cache)
 
     def _maintain(self, cache: SparseCache) -> None:

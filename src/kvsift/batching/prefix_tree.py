@@ -28,7 +28,7 @@ class Node:
         kinds: of page summary that its pages have.
         sealed: what methods remember of the tokens up to its end (``SparseCache.sealed``).
         used: time of its last use.
-        users: rows that hold it.
+        users: those that hold it, each once: it may be held, or let go, again after an interrupt.
         children: chunks behind it.
     """
 
@@ -40,7 +40,7 @@ class Node:
     kinds: frozenset[str]
     sealed: Sequence[Any]
     used: float
-    users: int = 0
+    users: set[object] = field(default_factory=set)
     children: set[bytes] = field(default_factory=set)
 
     @property
@@ -83,20 +83,20 @@ class PrefixTree:
             found.append(node)
         return found
 
-    def hold(self, nodes: Iterable[Node], now: float) -> None:
-        """Keep these chunks until ``let_go``."""
+    def hold(self, nodes: Iterable[Node], user: object, now: float) -> None:
+        """Keep these chunks for a user until ``let_go``."""
         for node in nodes:
-            node.users += 1
+            node.users.add(user)
             node.used = now
 
-    def let_go(self, nodes: Iterable[Node]) -> None:
-        """Take back one ``hold``."""
+    def let_go(self, nodes: Iterable[Node], user: object) -> None:
+        """Keep these chunks no longer for a user, if it holds them."""
         for node in nodes:
-            node.users -= 1
+            node.users.discard(user)
 
     def seal(self, root: bytes, before: Node | None, ids: Sequence[int], runs: Sequence[Run], kinds: frozenset[str],
              now: float, sealed: Sequence[Any] = ()) -> Node:  # fmt: skip
-        """Add the chunk behind ``before``, whose pages are full and are never written again; the caller holds it."""
+        """Add the chunk behind ``before``, whose pages are full and are never written again; nobody holds it yet."""
         [(name, chunk)] = chain(before.name if before is not None else root, ids, self.grid)
         node = self._nodes.get(name)
         if node is None:
@@ -106,7 +106,6 @@ class PrefixTree:
             self.kinds |= kinds
             if before is not None:
                 before.children.add(name)
-        self.hold([node], now)
         return node
 
     def droppable(self) -> int:

@@ -337,10 +337,9 @@ class BlockGroup(Group[RowBlocks]):
             self._layers = ()  # they hold the tensors
         super().release(kv)
 
-    def leave(self, row: Row) -> None:
+    def _end(self, row: Row, kept: RowBlocks) -> None:
         self._ahead.pop(self._number(row), None)
-        kept = self._rows.pop(row)
-        row.steps, row.setup_s = None, self.setup_s - kept.setup_s
+        row.setup_s = self.setup_s - kept.setup_s
         self._count(kept)
         add_blocks(kept.cache.stats, kept.cache.attentions, kept.blocks)
 

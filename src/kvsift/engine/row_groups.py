@@ -184,9 +184,22 @@ class Group(ABC, Generic[GroupRow]):
             self.recall()
             self._source.release()
 
-    @abstractmethod
     def leave(self, row: Row) -> DecodeRow | None:
-        """Let a row go, and count its steps; returns those of which some were launched ahead."""
+        """Let a row go, and count its steps; returns those of which some were launched ahead.
+
+        After an interrupt it may be called again. The row has left then, and nothing is counted twice; what was not
+        counted yet is lost.
+        """
+        kept = self._rows.get(row)
+        try:
+            return None if kept is None else self._end(row, kept)
+        finally:  # also if it cannot be counted: the others go on without it
+            self._rows.pop(row, None)  # first: a row without steps is not asked to leave again
+            row.steps = None  # whoever keeps the row keeps no graphs
+
+    @abstractmethod
+    def _end(self, row: Row, kept: GroupRow) -> DecodeRow | None:
+        """Count the steps of a row that leaves, which is not called again; returns as ``leave``."""
 
 
 class JoinedRow(NamedTuple):
@@ -260,9 +273,7 @@ class RowGroup(Group[JoinedRow]):
             super().release(kv)
             self._steps.release()
 
-    def leave(self, row: Row) -> DecodeRow:
-        steps, setup_s = self._rows.pop(row)
-        row.steps = None  # whoever keeps the row keeps no graphs
-        self._steps.leave(steps)
-        row.setup_s, row.dense_below = self._steps.setup_s - setup_s, self._steps.dense_below
-        return steps
+    def _end(self, row: Row, kept: JoinedRow) -> DecodeRow:
+        row.setup_s, row.dense_below = self._steps.setup_s - kept.setup_s, self._steps.dense_below
+        self._steps.leave(kept.steps)
+        return kept.steps

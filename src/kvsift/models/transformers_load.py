@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -113,11 +114,27 @@ class ModelDirectory:
         return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer."""
+        """Load the tokenizer.
+
+        Raises:
+            InputError: if it cannot be loaded, or is of a kind that tells no control tokens.
+        """
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                self.path,
+                local_files_only=True,
+                trust_remote_code=False,
+                mistral_format=False,  # or mistral_common, where it is installed, takes the place of tokenizer.json
+            )
         except Exception as error:
             raise InputError(f"the tokenizer in {self.path} cannot be loaded: {_reason(error)}.") from error
+        if not isinstance(getattr(tokenizer, "added_tokens_decoder", None), Mapping):  # that of mistral_common
+            raise InputError(
+                f"the tokenizer in {self.path} is a {type(tokenizer).__name__}, which tells no control tokens. "
+                "Convert it to tokenizer.json, and name no other class in tokenizer_config.json; or, if there is a "
+                "tokenizer.json, uninstall mistral_common."
+            )
+        return tokenizer
 
     def load(self, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
         """Load the weights, ready for inference.
