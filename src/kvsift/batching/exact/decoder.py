@@ -79,7 +79,8 @@ class ExactDecoder:
             self._is_known = True
             length, repeated = self._repeats.find(most)
         choice = self.pace.choose(length, len(repeated), max(most, 0) if self.drafts and not is_ahead else 0)
-        self.rests = not choice.tokens and (not self.drafts or self.pace.measured.left > 0)
+        known = self.pace.measured
+        self.rests = not choice.tokens and (not self.drafts or known.left > 0 or 1 not in known.verify)
         if is_ahead:
             return Proposal()
         return Proposal(repeated[: choice.tokens], length) if choice.is_repeat else Proposal(drafts=choice.tokens)
@@ -94,7 +95,8 @@ class ExactDecoder:
             pace.note_drafts(proposed, accepted, draft_s)
             report.drafted, report.drafts_accepted = report.drafted + proposed, report.drafts_accepted + accepted
             report.drafts_wrong, report.draft_s = report.drafts_wrong + is_wrong, report.draft_s + draft_s
-        pace.note_verified(proposed + 1, verify_s)
+        if proposed or self.rests:  # else the step was slower than dense ones, since the plan learned from it
+            pace.note_verified(proposed + 1, verify_s)
         report.verified[proposed] += 1
         report.verify_s += verify_s
         report.is_paused = pace.measured.is_paused
