@@ -540,6 +540,18 @@ def test_an_interrupt_in_the_output_of_a_row_ends_that_row(where: str, llama: Pa
         assert_equal(rows[index], alone[index])
 
 
+def let_no_pool_grow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no memory beside that of the loop's pool."""
+    fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
+
+    def short_of_memory(pool: LayerPool, exactly: bool = False, spare: int = 0) -> None:
+        if pool.pages.num_pages > present:
+            raise torch.OutOfMemoryError("no memory")
+        fit(pool, exactly, spare)
+
+    monkeypatch.setattr(LayerPool, "fit", short_of_memory)
+
+
 def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,14 +561,7 @@ def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
     llm.loop.submit(running)
     while running.state != "decoding":
         llm.loop.step(unless=lambda: False)
-    fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
-
-    def short_of_memory(pool: LayerPool, exactly: bool = False, spare: int = 0) -> None:
-        if pool.pages.num_pages > present:
-            raise torch.OutOfMemoryError("no memory")
-        fit(pool, exactly, spare)
-
-    monkeypatch.setattr(LayerPool, "fit", short_of_memory)
+    let_no_pool_grow(llm, monkeypatch)
     llm.loop.submit(large)
     finish(llm, [running, large])
     assert str(large.error) == "no memory"
@@ -570,14 +575,7 @@ def test_kept_prompts_make_room_where_there_is_less_memory_than_it_seemed(
     expected = new_llm(llama).generate(text[::-1], max_new_tokens=8).token_ids
     llm.generate(text, max_new_tokens=8)
     held = llm.generate(text[:300], max_new_tokens=8)
-    fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
-
-    def short_of_memory(pool: LayerPool, exactly: bool = False, spare: int = 0) -> None:
-        if pool.pages.num_pages > present:
-            raise torch.OutOfMemoryError("no memory")
-        fit(pool, exactly, spare)
-
-    monkeypatch.setattr(LayerPool, "fit", short_of_memory)
+    let_no_pool_grow(llm, monkeypatch)
     assert llm.generate(text[::-1], max_new_tokens=8).token_ids == expected
     llm.loop.check()
     assert llm.generate(text[:300], max_new_tokens=8).token_ids == held.token_ids

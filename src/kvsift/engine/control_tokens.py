@@ -240,7 +240,8 @@ class ControlTokens:
         yield from (string for string in strings if string and not any(token in string for token in written))
         with suppress(Exception):  # tags of an extension
             for node in Environment().parse(template).find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test)):
-                yield from (each.value for each in node.find_all(nodes.Const) if each.value and _is_text(each.value))
+                values = (each.value for each in node.find_all(nodes.Const))
+                yield from (value for value in values if isinstance(value, str) and value)
 
     def _copy(self, control: tuple[str, ...]) -> Copy:
         """Return a copy of the tokenizer; to make one takes a second or two for a large vocabulary."""
@@ -266,10 +267,6 @@ def _touch(string: str, token: str) -> bool:
         or token in string
         or any(token.startswith(string[-end:]) or token.endswith(string[:end]) for end in ends)
     )
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _found(text: str, tokens: Iterable[str]) -> list[re.Match[str]]:

@@ -59,7 +59,8 @@ class ExactDecoder:
     Attributes:
         pace: as given.
         drafts: as given.
-        rests: nothing is proposed now, and nothing will be drafted after the next token.
+        rests: nothing is proposed now, and drafts need not learn from this step: they pause, or the time of a dense
+            step is not known yet.
         report: what was done so far.
     """
 
