@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import LayerPages
-from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
+from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, compile_ahead, workspace_bytes
 
 PLANS = (
     "prefill=quoka:budget=512:dense_layers=0",
@@ -65,6 +66,31 @@ def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layo
     assert (counters.queries, counters.sparse_queries) == (total.queries, total.sparse_queries)
     assert 0 < counters.sparse_queries < counters.queries
     assert counters.visible_tokens == float(total.visible_tokens) < counters.context_tokens == total.context_tokens
+
+
+@pytest.mark.parametrize("device", [GPU])
+@pytest.mark.parametrize("spec", [*PLANS, "prefill=quoka:budget=1024:queries=4:chunk=256"])
+def test_a_prompt_finds_its_kernels_compiled(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks beside rows that decode begin and end anywhere."""
+    knobs, length = pytest.importorskip("triton").knobs.runtime, 24000  # longer than LONG_ROW
+    server = Server("quest:budget=256", [length], "NHD", 32, device)
+    prefill, compiled = parse_plan(spec).prefill, list[str]()
+    assert prefill is not None
+    compile_ahead(prefill, server.shape, server.layer, server.kind, length)
+    torch.cuda.synchronize()
+    monkeypatch.setattr(knobs, "jit_post_compile_hook", lambda *_, fn, **__: compiled.append(fn.name))
+    draw, start, size = random.Random(1), 0, prefill.method.segment_size
+    while start < length:
+        count = min(draw.choice([1, 15, 16, size, 2 * size, 4096, 8192 - draw.randrange(1, 40)]), length - start)
+        queries = torch.randn(count, HEADS * GROUP, server.dim).to(server.cache)
+        prompt = PromptRow(0, slice(0, count), start, prefill, server.blocks[0].to(device))
+        if not prompt.is_dense:
+            attend_prompt(
+                prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), PhaseCounters(), None,
+                torch.empty_like(queries),
+            )  # fmt: skip
+        start += count
+    assert not compiled
 
 
 def test_a_learned_sink_logit_takes_its_share() -> None:

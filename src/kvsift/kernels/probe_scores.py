@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from kvsift.kernels.triton_shim import jit_for_any, power_of_two, runs_on_triton, tl, triton
 
 TINY = 1e-6  # least norm of a key in a cosine
-TOKENS, MOST_PROBES, WARPS = 128, 64, 8  # of a tile
+TOKENS, LEAST_PROBES, MOST_PROBES, WARPS = 128, 16, 64, 8  # of a tile; tensor cores take at least 16 rows
 
 
 def probe_scores(
@@ -51,26 +51,27 @@ def probe_scores_triton(
     probes: Tensor, keys: Tensor, table: Tensor, tokens: slice, *, cosine: bool, mean: bool = False
 ) -> Tensor:
     num_segments, num_lists, num_probes, head_dim = probes.shape
-    padded = power_of_two(num_probes)
+    # the ends of a prompt have segments of any length, for which nothing must be compiled
+    padded = power_of_two(max(num_probes, LEAST_PROBES) if num_segments == 1 else num_probes)
     per_product = max(1, min(power_of_two(num_segments), MOST_PROBES // padded))  # segments
-    per_product = max(per_product, 16 // padded)  # tensor cores take at least 16 rows
+    per_product = max(per_product, LEAST_PROBES // padded)
     probes = (pad(probes, (0, 0, 0, padded - num_probes)) if padded > num_probes else probes).contiguous()
     num_keys = tokens.stop - tokens.start
     scores = probes.new_empty(num_segments, num_lists, num_keys, dtype=torch.float32)
     with torch.cuda.device_of(probes):
         _probe_kernel[triton.cdiv(num_keys, TOKENS), num_lists](
             probes, keys, table, scores, *keys.stride()[:3], tokens.start, num_keys, num_segments,
-            SEGMENTS=per_product, PROBES=num_probes, PADDED=padded, LISTS_PER_KV=num_lists // keys.shape[0],
+            num_probes, SEGMENTS=per_product, PADDED=padded, LISTS_PER_KV=num_lists // keys.shape[0],
             D=head_dim, DP=power_of_two(head_dim), PAGE=keys.shape[2], TOKENS=TOKENS, COSINE=cosine, MEAN=mean,
             SMALLEST=TINY, num_warps=WARPS,
         )  # fmt: skip
     return scores
 
 
-@jit_for_any("start", "num_keys", "num_segments")
+@jit_for_any("start", "num_keys", "num_segments", "num_probes")
 def _probe_kernel(
     probes_ptr, keys_ptr, table_ptr, scores_ptr, key_head, key_page, key_token, start, num_keys, num_segments,
-    SEGMENTS: tl.constexpr, PROBES: tl.constexpr, PADDED: tl.constexpr, LISTS_PER_KV: tl.constexpr, D: tl.constexpr,
+    num_probes, SEGMENTS: tl.constexpr, PADDED: tl.constexpr, LISTS_PER_KV: tl.constexpr, D: tl.constexpr,
     DP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, COSINE: tl.constexpr, MEAN: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):  # fmt: skip
@@ -91,10 +92,10 @@ def _probe_kernel(
         mask = (s < num_segments)[:, None] & (d < D)[None, :]
         q = tl.load(probes_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
         products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if PADDED > PROBES and not MEAN:
-            products = tl.where((m % PADDED < PROBES)[:, None], products, float("-inf"))
+        if not MEAN:
+            products = tl.where((m % PADDED < num_probes)[:, None], products, float("-inf"))
         products = tl.reshape(products, (SEGMENTS, PADDED, TOKENS))
-        best = tl.sum(products, 1) / PROBES if MEAN else tl.max(products, 1)  # rows of padding are 0
+        best = tl.sum(products, 1) / num_probes if MEAN else tl.max(products, 1)  # rows of padding are 0
         stored = segment + tl.arange(0, SEGMENTS)
         place = (stored * num_lists + row).to(tl.int64) * num_keys
         tl.store(

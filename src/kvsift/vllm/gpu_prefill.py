@@ -172,10 +172,14 @@ def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, m
     """Compile the kernels that read prompts by a rule; otherwise the first prompt waits for seconds."""
     size, budget, device = rule.method.segment_size, rule.budget, layer.keys.device
     start = 2 * size + -(-(max(budget.limit(2 * size), budget.min_context) + budget.window) // size) * size
-    chunks = list[tuple[int, int]]()
-    while start + 2 * size <= max_length:  # whole segments, and ends of odd length, for which Triton compiles again
+    last = max_length // size * size - 2 * size
+    if last < start:
+        return
+    # products are compiled for powers of two of segments, up to 16 of them
+    chunks = [(start, number * size) for number in (4, 8, 16) if start + number * size <= max_length]
+    starts = {start << doubled for doubled in range((last // start).bit_length())} | {last}
+    for start in starts:  # the choice depends on the number of candidates: by powers of two, and by 16 or not
         chunks += [(start, 2 * size), (start + 1, size // 2 + 1)]
-        start *= 2  # the choice is compiled for every power of two of candidates
     for start, count in chunks:
         queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=layer.keys.dtype, device=device)
         blocks = torch.zeros(-(-max_length // layer.pages.block_size), dtype=torch.int32, device=device)
