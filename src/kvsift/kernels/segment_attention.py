@@ -159,7 +159,7 @@ def _attend(q, k, v, seen, top, total, acc, scale, softcap, CAPPED: tl.constexpr
     return new, total * shrink + tl.sum(weights, 1), acc
 
 
-@jit_for_any("num_queries", "start", "tiles")
+@jit_for_any("num_queries", "start", "tiles", "capacity")
 def _segment_kernel(
     q_ptr, keys_ptr, values_ptr, table_ptr, slots_ptr, counts_ptr, segments_ptr, out_ptr, lse_ptr,
     q_head, q_token, out_head, out_token, key_head, key_page, key_token, value_head, value_page, value_token,

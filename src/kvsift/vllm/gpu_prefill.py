@@ -176,11 +176,16 @@ def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, m
     if last < start:
         return
     # products are compiled for powers of two of segments, up to 16 of them
-    chunks = [(start, number * size) for number in (4, 8, 16) if start + number * size <= max_length]
+    chunks = [(start, number * size) for number in (4, 8, 16)]
     starts = {start << doubled for doubled in range((last // start).bit_length())} | {last}
-    for start in starts:  # the choice depends on the number of candidates: by powers of two, and by 16 or not
-        chunks += [(start, 2 * size), (start + 1, size // 2 + 1)]
+    for start in starts:  # the choice depends on the number of candidates: by powers of two, and whether 16 divides it
+        starts_by_kind = {
+            budget.candidates(at, rule.method.unit_size).count % 16 == 0: at
+            for at in range(start + 1, start + 1 + 16 * rule.method.unit_size)
+        }
+        chunks += [(start, 2 * size), *((at, size - at % size) for at in starts_by_kind.values())]
     for start, count in chunks:
+        count = min(count, max_length - start)
         queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=layer.keys.dtype, device=device)
         blocks = torch.zeros(-(-max_length // layer.pages.block_size), dtype=torch.int32, device=device)
         row = PromptRow(0, slice(0, count), start, rule, blocks)
