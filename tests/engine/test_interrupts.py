@@ -189,6 +189,31 @@ def test_a_row_that_leaves_its_group_again_has_its_answer(
     assert not any(row.steps for row in rows)
 
 
+@pytest.mark.parametrize(("kind", "plan"), [(RowGroup, PLAN), (BlockGroup, "dense")])
+def test_a_step_that_is_taken_again_is_counted_once(
+    kind: type[Group[Any]], plan: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"deterministic": kind is BlockGroup}
+    expected = [alone(new_llm(llama, "eager", **options), text, plan) for text in TEXTS]
+    llm, steps, original = new_llm(llama, "eager", **options), list[Any](), kind.step
+    rows = [new_row(llm, text, plan) for text in TEXTS]
+    for row in rows:
+        llm.loop.submit(row)
+
+    def interrupted(*arguments: Any) -> Any:
+        steps.append(original(*arguments))
+        if len(steps) == 5:
+            raise KeyboardInterrupt
+        return steps[-1]
+
+    monkeypatch.setattr(kind, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        take_steps(llm, rows)
+    take_steps(llm, rows)
+    assert [tokens(row) for row in rows] == list(map(tokens, expected))
+    assert list(map(counters, rows)) == list(map(counters, expected))
+
+
 def test_an_interrupt_while_the_steps_of_a_row_are_counted_ends_no_row(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

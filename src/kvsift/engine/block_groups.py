@@ -72,6 +72,8 @@ class RowBlocks:
 
     def note(self, length: int, proposed: int, drafted: bool) -> None:
         """It has taken a step with so many tokens behind those cached and the last one."""
+        if self.blocks and self.blocks[-1][0] == length:  # again, since it was interrupted
+            self.blocks.pop()
         self.blocks.append((length, 1 + proposed))
         self.drafting = self.drafting + 1 if drafted else 0
 
