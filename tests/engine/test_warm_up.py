@@ -16,6 +16,7 @@ from kvsift.engine import rows as engine_rows
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.methods.quoka import QuoKA
 
 DRAWN = Sampling(0.9, 0.9, seed=3)
 SKETCH = "sketch:budget=64:window=16:dense_layers=none"
@@ -143,6 +144,25 @@ def test_steps_are_timed_over_numbers(llama: Path, monkeypatch: pytest.MonkeyPat
         keys, rows = pool.keys[:, run.start : run.stop], pool.summaries["minmax"][:, run.start : run.stop]
         assert torch.equal(rows, torch.cat([keys.amax(2), keys.amin(2)], -1))
         assert all(tensor[:, run.start : run.stop].float().isfinite().all() for tensor in pool.tensors)
+
+
+def test_rules_of_prefill_have_read_whole_and_other_segments(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, select = set[int](), QuoKA.select
+
+    def watched(method: QuoKA, state: Any, shape: Any, queries: torch.Tensor, *arguments: Any) -> Any:
+        read.add(queries.shape[1])
+        return select(method, state, shape, queries, *arguments)
+
+    monkeypatch.setattr(QuoKA, "select", watched)
+    llm = new_llm(llama, keep_tokens=1024)
+    llm.warm_up([f"prefill=quoka:budget=200:chunk=32:dense_layers=none,decode={QUEST}"], 1000)
+    assert read == {32, 17}
+    books = llm.loop.books()
+    assert books.pages["kept"] == 0
+    assert not any(books.rows.values())
+    read.clear()
+    llm.warm_up([f"prefill=quoka:budget={POSITIONS}:chunk=32,decode={QUEST}"], 1000)
+    assert not read, "it never leaves anything out"
 
 
 def test_composed_steps_need_no_warm_up(llama: Path) -> None:

@@ -118,9 +118,9 @@ class LLM(ModelRunner):
         self.loop.release()
 
     def warm_up(self, plans: Sequence[PlanSpec] = (), num_tokens: int | None = None) -> WarmUp:
-        """Allocate the memory of prompts and capture the steps of the default plan, and dense ones, before the first
-        prompt comes; where steps are composed nothing is done. The pool of pages then grows, and moves, no more, as
-        long as prompts come one by one.
+        """Allocate the memory of prompts, capture the steps of the default plan, and dense ones, and compile what reads
+        prompts, before the first one comes; where steps are composed nothing is done. The pool of pages then grows, and
+        moves, no more, as long as prompts come one by one.
 
         Args:
             plans: further ones that prompts may have.
