@@ -1,6 +1,9 @@
 """How much exact decoding proposes, by what it has measured."""
 
-from kvsift.batching.exact.pace import FIRST_DRAFTS, FIRST_PAUSE, Amount, Pace, Paces, decide_together
+import pytest
+
+from kvsift.batching.exact.decoder import ExactDecoder, Proposal
+from kvsift.batching.exact.pace import DENSE_EVERY, FIRST_DRAFTS, FIRST_PAUSE, Amount, Pace, Paces, decide_together
 
 
 def begun() -> Pace:
@@ -61,6 +64,34 @@ def test_drafting_begins_again_when_it_pays() -> None:
         assert choice(pace).tokens == 0
     assert choice(pace).tokens > 2
     assert not pace.measured.is_paused
+
+
+def test_a_dense_step_that_was_slow_once_is_measured_again() -> None:
+    pace, drafted = paced(verify={1: 0.060, 3: 0.018}, draft=0.010, accepted=1, offered=2), 0
+    for _ in range(20 * DENSE_EVERY):
+        chosen = choice(pace)
+        drafted += chosen.tokens > 0
+        if chosen.tokens:
+            pace.note_drafts(chosen.tokens, 1, 0.010 * chosen.tokens)
+        pace.note_verified(chosen.tokens + 1, 0.018 if chosen.tokens else 0.013)
+    assert pace.measured.is_paused
+    assert drafted < 10 * DENSE_EVERY
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_the_time_of_a_dense_step_is_of_steps_that_are_dense_and_teach_nothing(learns: bool) -> None:
+    decoder = ExactDecoder([1, 2], begun(), repeats=False, learns=learns)
+    verify = decoder.pace.measured.verify
+    decoder.learn(decoder.propose(3, 0, False), 0, 0.0, 0.010, False, 0)
+    assert verify[1].seconds == 0.010, "it rests until this is known"
+    decoder.learn(Proposal(), 0, 0.0, 0.020, False, 7)
+    assert verify[1].seconds == 0.010, "another row has proposed tokens"
+    decoder.propose(4, 0, False)
+    assert not decoder.rests
+    decoder.learn(Proposal(), 0, 0.0, 0.020, False, 0)
+    assert (verify[1].seconds == 0.010) == learns
+    decoder.learn(Proposal([5, 6]), 2, 0.002, 0.030, False, 4)
+    assert verify.keys() == {1, 5}, "a step takes as long as its longest row"
 
 
 def test_repeats_and_drafts_are_compared() -> None:

@@ -30,7 +30,9 @@ def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDec
         return None
     if request.logprobs is not None and runner.fast_path.enabled:
         raise InputError("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
-    return ExactDecoder(request.ids, runner.paces.begin(str(plan), len(request.ids)), drafts=plan.decode is not None)
+    learns = plan.decode is not None and plan.decode.method.traits.drafts_only
+    pace = runner.paces.begin(str(plan), len(request.ids))
+    return ExactDecoder(request.ids, pace, drafts=plan.decode is not None, learns=learns)
 
 
 def _reason_of_plan(plan: Plan) -> str | None:

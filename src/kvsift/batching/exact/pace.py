@@ -14,6 +14,7 @@ WEIGHT = 0.2  # of a new time in the mean of a time
 MEMORY = 0.985  # of earlier drafts, with each one: about 60 count, which tell shares of 0.90 and 0.95 apart
 REPEAT_MEMORY = 0.97  # of earlier repeats, whose share changes from passage to passage
 FIRST_TRIALS = 10.0  # that the share of earlier answers counts for in the next
+DENSE_EVERY = 512  # steps, one is dense that is measured
 MOST_KEPT = 256  # plans and lengths
 STEPS_PER_OCTAVE = 4  # contexts that are nearly equally long share their times
 
@@ -69,6 +70,7 @@ class Measured:
         is_paused: drafts did not pay when they were last tried.
         pause: steps until the next try, once they have not paid.
         left: of these, steps to come.
+        since_dense: steps since a dense one was measured.
     """
 
     drafted: Rate = field(default_factory=lambda: Rate(0.9 * FIRST_TRIALS, FIRST_TRIALS))
@@ -78,6 +80,12 @@ class Measured:
     is_paused: bool = False
     pause: int = FIRST_PAUSE
     left: int = 0
+    since_dense: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the time of a dense step is to be measured, first of all or again."""
+        return 1 not in self.verify or (self.since_dense > 0 and self.since_dense % DENSE_EVERY == 0)
 
     def decide(self, shares: Sequence[float], most: int) -> None:
         """Decide how many tokens rows draft in the next step.
@@ -87,8 +95,8 @@ class Measured:
             most: tokens that may be drafted; 0: none can be.
         """
         is_waiting, self.left = self.left > 0, max(self.left - 1, 0)
-        self.drafts = NOTHING
-        if is_waiting or not most or 1 not in self.verify:
+        self.drafts, self.since_dense = NOTHING, self.since_dense + 1
+        if is_waiting or not most or self.is_due:
             return
         if not self.draft.seconds:
             self.drafts = Amount(inf, min(FIRST_DRAFTS, most))
@@ -177,6 +185,8 @@ class Pace:
 
     def note_verified(self, tokens: int, seconds: float) -> None:
         """A verification of so many tokens took so long."""
+        if tokens == 1:
+            self.measured.since_dense = 0
         self.measured.verify.setdefault(tokens, MeanTime()).note(seconds)
 
     @property

@@ -71,6 +71,7 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
     checked = model.check(rows, proposals)
     drafted = (len(tokens) for tokens, proposal in zip(checked.proposed, proposals) if proposal.drafts)
     draft_s = checked.draft_s / max(drafted, default=1)  # all rows draft at once
+    most_proposed = max(map(len, checked.proposed))
     each_checked = zip(rows, decoders, proposals, checked.proposed, checked.following, strict=True)
     for row, decoder, proposal, proposed, following in each_checked:
         accepted, token = 0, None
@@ -81,6 +82,6 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
             accepted += 1
         is_wrong = token is not None and accepted < len(proposed)
         learned = proposal._replace(tokens=proposed)
-        decoder.learn(learned, accepted, draft_s * len(proposed), checked.verify_s, is_wrong)
+        decoder.learn(learned, accepted, draft_s * len(proposed), checked.verify_s, is_wrong, most_proposed)
         if token is not None:
             model.undo(row)
