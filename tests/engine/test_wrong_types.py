@@ -214,6 +214,21 @@ def test_autocast_of_the_calling_thread_changes_no_answer(path: str, dtype: torc
         assert answers() == expected
 
 
+@pytest.mark.parametrize("path", ["auto", "eager"])
+def test_callbacks_run_as_the_calling_thread_does(path: str, llama: Path) -> None:
+    llm, seen = LLM(llama, device="cpu", chunk_size=64, dtype="float32", path=path), list[tuple[bool, bool]]()
+
+    def on_text(piece: str) -> None:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")))
+
+    with torch.autocast("cpu"):
+        llm.generate(text_of(100), max_new_tokens=5, on_text=on_text)
+        llm.read(text_of(100)).ask("Why?", max_new_tokens=5, on_text=on_text)
+        llm.chat(text_of(100)).ask("Why?", max_new_tokens=5, on_text=on_text)
+    assert len(seen) >= 3
+    assert set(seen) == {(False, True)}
+
+
 def test_a_seed() -> None:
     with pytest.raises(InputError, match=r"seed=1.5 must be a whole number, 0 or more"):
         Sampling(1.0, seed=1.5)  # type: ignore[arg-type]

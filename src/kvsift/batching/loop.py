@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Lock
 from time import perf_counter, sleep
@@ -32,6 +32,7 @@ from kvsift.models.inference import inference
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan
 from kvsift.stores.kv_pool import KVPool, LayerPool
+from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
 PATIENCE_S = 0.005  # between two looks at what another thread's step has brought
@@ -125,12 +126,13 @@ class Loop:
             try:
                 if not take(self._lock, taken):
                     return
-                while self._leaving:
-                    row, lets_go = self._leaving[0]
-                    self._end(row, "cancelled")
-                    self._hold(row, [] if lets_go else row.nodes)
-                    self._trim()
-                    self._leaving.popleft()  # last: the next one does again what an interrupt leaves undone
+                with self._mending():
+                    while self._leaving:
+                        row, lets_go = self._leaving[0]
+                        self._end(row, "cancelled")
+                        self._hold(row, [] if lets_go else row.nodes)
+                        self._trim()
+                        self._leaving.popleft()  # last: the next one does again what an interrupt leaves undone
             finally:
                 if taken:
                     self._lock.release()
@@ -147,7 +149,8 @@ class Loop:
                     if unless():
                         return
                 if not unless():
-                    self._step(news)
+                    with self._mending():
+                        self._step(news)
             finally:
                 if taken:
                     self._lock.release()
@@ -155,7 +158,7 @@ class Loop:
 
     def release(self) -> None:
         """Give the memory of the pool back, if no row needs it and no prompt is kept."""
-        with self._lock:
+        with self._lock, self._mending():
             self._model.forget()
             self._trim()
         self._leave()
@@ -190,11 +193,30 @@ class Loop:
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""
         with self._lock:
-            tables = [row.cache.run.table for row in self._rows.values() if row.cache is not None]
-            owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
-            wrong = audit(self.kv.pages, [*owned, *self.tree.runs, *self._model.runs(self.kv)])
+            wrong = audit(self.kv.pages, self._owned())
         self._leave()
         assert not wrong, wrong[:5]
+
+    def _owned(self) -> list[Run]:
+        """Pages, once for each owner."""
+        tables = [row.cache.run.table for row in self._rows.values() if row.cache is not None]
+        owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
+        return [*owned, *self.tree.runs, *self._model.runs(self.kv)]
+
+    @contextmanager
+    def _mending(self) -> Iterator[None]:
+        """Let an interrupt leave no page without an owner, and no row without a place in the schedule."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.kv.pages.recount(self._owned())
+            for row in [self._rows[key] for key in self._schedule.mend(self._rows)]:
+                tokens, pages = self._cost_of(row)
+                if not self._schedule.add(row.key, row.client, tokens, pages if row.cache is None else 0, row.patient):
+                    self._end(row, "error", RuntimeError("the step of this row was interrupted, and the line is full"))
+            raise
 
     @inference()
     def _step(self, news: Callable[[], None] | None) -> None:

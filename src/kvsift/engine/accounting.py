@@ -71,6 +71,7 @@ class DecodeRow:
     budgets: list[tuple[int, Budget]] = field(default_factory=list)
     counted: Tensor | int = 0
     counted_in_slot: Tensor | int = 0
+    _counted_before: Tensor | int = 0  # in this slot, without the last step that was read
 
     def __post_init__(self) -> None:
         self._planned = self.rule
@@ -107,9 +108,20 @@ class DecodeRow:
         if self.stale_from is not None:
             self.stale_from = min(self.stale_from, self.written)
 
+    def go_on(self, token: int, counted: Tensor) -> None:
+        """Take the next step that was read: the token, and what was counted in the slot up to it."""
+        self._counted_before, self.counted_in_slot = self.counted_in_slot, counted
+        self.steps, self.token = self.steps + 1, token
+
+    def go_back(self, steps: int, token: int) -> None:
+        """Have taken so many steps, the last one read or not: it is taken again."""
+        if steps < self.steps:
+            self.counted_in_slot = self._counted_before
+        self.steps, self.token = steps, token
+
     def count_slot(self) -> None:
         """Keep what was counted in a slot that the row leaves."""
-        self.counted, self.counted_in_slot = self.counted + self.counted_in_slot, 0
+        self.counted, self.counted_in_slot, self._counted_before = self.counted + self.counted_in_slot, 0, 0
 
     def write_summaries(self) -> None:
         """Write the summaries that dense steps have left out."""

@@ -208,7 +208,7 @@ class CapturedRows:
         read = []
         for row in rows:
             slot = step.rows.index(row)
-            row.steps, row.token, row.counted_in_slot = row.steps + 1, tokens[slot], counted[:, slot]
+            row.go_on(tokens[slot], counted[:, slot])
             read.append(row.token)
         return read
 

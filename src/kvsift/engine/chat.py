@@ -63,7 +63,7 @@ class Chat:
         checks.function("on_text", on_text)
         _require_turns(self.turns)
         taken: list[bool] = []
-        earlier = self._tried
+        earlier, generation = self._tried, None
         try:
             if not take(self._lock, taken):
                 raise InputError("this chat is answering a turn; ask the next one after it.")
@@ -82,7 +82,7 @@ class Chat:
                 self.turns.append((question.strip(), answer.text))
             return answer
         finally:
-            del earlier  # it lets go now, whoever keeps a traceback
+            del earlier, generation  # they let go now, whoever keeps a traceback
             if taken:
                 self._lock.release()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
@@ -13,6 +13,7 @@ from typing import Any, Unpack
 from kvsift.batching.row import CacheReport
 from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.exactness import check_exact, exact_decoder
+from kvsift.engine.fast_path import in_turns
 from kvsift.engine.generation import answer_of, check_captured, log_of
 from kvsift.engine.model_runner import ModelRunner, require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
@@ -262,9 +263,10 @@ class Document:
         check_exact(runner, self._resolved(chosen.plan), chosen.exact)
         if chosen.passages and offsets is None:
             raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
-        with runner.fast_path.turn, self._exclusive(), inference():
+        with runner.fast_path.turn, self._exclusive():
             more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
-            cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
+            with inference():
+                cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
             request = runner.request(ids, chosen, on_text is not None, offsets, started)
             return self._answer(cache, Transcript(request, runner.tokenizer), started, question_phase, on_text)
 
@@ -296,7 +298,7 @@ class Document:
         in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None, runner.model)
         row, is_captured = row_beside(runner, cache, transcript, exact), in_blocks or (reason is None and exact is None)
         session = partial(self._steps, cache, request.length + 1) if is_captured else None
-        pieces = decode_beside(runner, [row], phase, session, in_blocks)
+        pieces = in_turns(nullcontext(), decode_beside(runner, [row], phase, session, in_blocks))
         cache.stats.observer = log_of(request)
         try:
             for _, piece in pieces:

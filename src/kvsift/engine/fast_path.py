@@ -47,7 +47,7 @@ def _reason_of_place(place: Placement, plan: Plan) -> str | None:
     return None
 
 
-def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Iterator[T]:
+def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Generator[T]:
     """Run each step of a generator, and its closing, in a turn of its own."""
     try:
         while True:

@@ -157,6 +157,10 @@ class Group(ABC, Generic[GroupRow]):
     def join(self, row: Row, request: Request) -> None:
         """Take a row whose prompt is read."""
 
+    def forget(self, row: Row) -> None:
+        """Be without a row that has not joined."""
+        self._rows.pop(row, None)
+
     def may_prepare(self, rule: Rule | None) -> bool:
         """Whether steps for rows under a rule may be captured ahead, without losing others."""
         return not self._rows
@@ -265,7 +269,7 @@ class RowGroup(Group[JoinedRow]):
 
     def recall(self) -> None:
         for row, (steps, _) in self._rows.items():
-            steps.steps, steps.token = row.num_cached - steps.start, row.token
+            steps.go_back(row.num_cached - steps.start, row.token)
         self._steps.recall()
 
     def release(self, kv: KVPool) -> None:

@@ -164,16 +164,20 @@ class RunnerRows:
     def _begin_steps(self, row: Row) -> None:
         """Decide whether a row takes captured steps, and let it join others."""
         assert row.cache is not None
-        row.composed = self._composed_reason(row) or ""
-        if row.composed:
+        if reason := self._composed_reason(row):
+            row.composed = reason
             return
         rotation, kv = row.cache.rotation, row.cache.table.kv
         kind = BlockGroup if self._takes_blocks(row) else RowGroup
         self._groups = [group for group in self._groups if group.serves(kv)]
         fit: list[Group[Any]] = [each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)]
         group = fit[0] if fit else self._new_group(kind, kv, rotation)
-        group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
-        row.steps = group
+        try:
+            group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
+        except BaseException:
+            group.forget(row)
+            raise
+        row.steps, row.composed = group, ""
 
     def _new_group(self, kind: GroupKind, kv: KVPool, rotation: int | None) -> Group[Any]:
         steady = self.steady and kind is RowGroup

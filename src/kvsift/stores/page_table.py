@@ -96,9 +96,10 @@ class PageTable:
     def close(self, row: int) -> None:
         """Return all pages of a row, reserved ones too; the row stays, empty."""
         pages = self.rows[row]
-        self.pool.release(pages.runs + pages.spare)
-        pages.runs, pages.spare, pages.num_pages = [], [], 0
+        runs = pages.runs + pages.spare
+        pages.runs, pages.spare, pages.num_pages = [], [], 0  # first: what an interrupt leaves is not released again
         pages.drop_derived()
+        self.pool.release(runs)
 
     def num_pages(self, row: int) -> int:
         """Pages that a row owns."""
@@ -273,14 +274,16 @@ class PageTable:
 
 
 def _extend(pages: RowPages, runs: Iterable[Run]) -> None:
-    """Add pages to a row."""
+    """Add pages to a row; an interrupt adds none."""
     pages.drop_derived()
+    extended, num_pages = list(pages.runs), pages.num_pages
     for run in runs:
-        pages.num_pages += run.num_pages
-        if pages.runs and pages.runs[-1].stop == run.start:
-            pages.runs[-1] = Run(pages.runs[-1].start, run.stop)
+        num_pages += run.num_pages
+        if extended and extended[-1].stop == run.start:
+            extended[-1] = Run(extended[-1].start, run.stop)
         else:
-            pages.runs.append(run)
+            extended.append(run)
+    pages.runs, pages.num_pages = extended, num_pages
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:
