@@ -1,7 +1,8 @@
 """Locks that an interrupt leaves taken by nobody.
 
-Python delivers an interrupt between two of its own steps, never inside of C. So ``with`` on a lock of C is safe: what
-takes the lock enters the block. A lock of Python, or the result of ``acquire`` on its way into an ``if``, is not.
+Python delivers an interrupt between two of its own steps, or in a lock of C that waits, which then is not taken. So
+``with`` on a lock of C is safe: what takes the lock enters the block. A lock of Python, or the result of ``acquire`` on
+its way into an ``if``, is not.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class PrefixTree:
 
     def seal(self, root: bytes, before: Node | None, ids: Sequence[int], runs: Sequence[Run], kinds: frozenset[str],
              now: float, sealed: Sequence[Any] = ()) -> Node:  # fmt: skip
-        """Add the chunk behind ``before``, whose pages are full and are never written again; nobody holds it yet."""
+        """Add the chunk behind ``before``, whose pages are full and are never written again; the caller holds it."""
         [(name, chunk)] = chain(before.name if before is not None else root, ids, self.grid)
         node = self._nodes.get(name)
         if node is None:
