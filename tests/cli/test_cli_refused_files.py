@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from cli.watched import Refused, Run
 from engine.tiny_directory import text_of
 from safetensors.torch import load_file, save_file
+
+from kvsift.cli.options import write_whole
 
 CONTEXTS: list[tuple[bytes, str]] = [
     (b"", "is empty."),
@@ -23,6 +27,25 @@ CONTEXTS: list[tuple[bytes, str]] = [
     (b"MZ\0\0text", "holds zero bytes: it is binary, not text."),
 ]
 COMMANDS = {"context": ("ask", "--question", "Why?", "--context"), "prompt": ("generate", "--prompt-file")}
+
+
+def test_what_is_no_file_is_written_into_and_a_link_followed(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "target", tmp_path / "link", tmp_path / "pipe"
+    target.write_text("old")
+    link.symlink_to(target)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    os.mkfifo(pipe)
+    read = list[bytes]()
+    reader = Thread(target=lambda: read.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write_whole(pipe, "through")
+    reader.join(timeout=30)
+    assert read == [b"through"]
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe", "target"]
+
 
 Damage = Callable[[Path], object]
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"

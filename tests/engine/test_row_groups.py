@@ -16,6 +16,7 @@ from kvsift import LLM, Sampling
 from kvsift.batching import pauses
 from kvsift.batching.row import Row
 from kvsift.engine import captured_rows
+from kvsift.engine.row_groups import PoolSession
 from kvsift.engine.session import Session
 from kvsift.engine.slots import Slots
 
@@ -38,6 +39,28 @@ def test_rows_of_several_plans_answer_side_by_side_as_alone(llama: Path) -> None
         if not case[1].startswith("sketch"):  # over pages of 16 the compiled core rounds their queries
             assert_equal(row, alone(new_llm(llama, "composed"), *case))
     assert sum(len(group._rows) for group in llm.loop._model._groups) == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_row_that_cannot_join_ends_alone(deterministic: bool, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [tokens(alone(new_llm(llama, deterministic=deterministic), text_of(size), QUEST)) for size in (100, 150)]
+    llm = new_llm(llama, deterministic=deterministic)
+    rows = [new_row(llm, text_of(size), QUEST) for size in (100, 120, 150)]
+    need, joined = PoolSession.need, list[int]()
+
+    def failing(session: PoolSession, num_pages: int) -> None:
+        joined.append(num_pages)
+        if len(joined) == 2:
+            raise MemoryError("no room")
+        need(session, num_pages)
+
+    monkeypatch.setattr(PoolSession, "need", failing)
+    for row in rows:
+        llm.loop.submit(row)
+    take_steps(llm, rows)
+    assert isinstance(rows[1].error, MemoryError)
+    assert [tokens(row) for row in rows[::2]] == expected
+    assert not any(group.rows for group in llm.loop._model._groups)  # type: ignore[attr-defined]
 
 
 def test_histories_of_joining_and_cancelling_change_no_other_row(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

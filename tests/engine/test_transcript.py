@@ -66,6 +66,16 @@ def test_the_first_of_several_stops_ends_the_text(tokenizer: Any, stops: tuple[s
     assert transcript.text == "".join(pieces) == TEXT[:end]
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "left"),
+    [(" buffer size", " bu", ""), ("\nQuestion: x", "\nQuestion", ""), ("\n\nAda\n\n", "\n\n", "\n\nAda")],
+)
+def test_white_space_before_the_text_is_no_stop_by_itself(tokenizer: Any, text: str, stop: str, left: str) -> None:
+    transcript, pieces = said(tokenizer, text, streamed=True, stops=(stop,))
+    assert "".join(pieces) == transcript.text == left
+    assert transcript.finish_reason == "stop"
+
+
 def test_a_stop_far_into_the_text_is_found(tokenizer: Any) -> None:
     transcript, _ = said(tokenizer, TEXT + "END of it", stops=("END",))
     assert transcript.text == TEXT

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -212,6 +214,39 @@ def test_autocast_of_the_calling_thread_changes_no_answer(path: str, dtype: torc
     expected = answers()
     with torch.autocast("cpu", dtype=dtype):
         assert answers() == expected
+
+
+@pytest.mark.parametrize("name", ["sketch", "quest", "snapkv", "h2o", "tova", "random", "magicpig", "sparq", "infllm"])
+def test_default_dtype_and_device_of_the_calling_thread_change_no_answer(name: str, llama: Path) -> None:
+    plan = f"{name}:budget=80:sinks=4:window=16:dense_layers=none{':block=16' if name == 'infllm' else ''}"
+
+    def answer() -> Any:
+        found = LLM(llama, plan, device="cpu", chunk_size=64, dtype="float32").generate(text_of(300), max_new_tokens=5)
+        return found.token_ids, [found.decode(key) for key in ("density", "recall")]
+
+    expected, before = answer(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert answer() == expected
+    finally:
+        torch.set_default_dtype(before)
+    llm = LLM(llama, plan, device="cpu", chunk_size=64, dtype="float32")
+    llm.load()
+    with torch.device("meta"):
+        assert llm.generate(text_of(300), max_new_tokens=5).token_ids == expected[0]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_belongs_to_a_process_is_not_copied(how: Callable[[Any], Any], llm: LLM) -> None:
+    for owned, instead in [
+        (llm, "loads its own weights"),
+        (llm.read(text_of(100)), "Write it to a file with save"),
+        (llm.chat(text_of(100)), "give it these turns"),
+        (llm.stream(text_of(100)), "come once"),
+    ]:
+        with pytest.raises(InputError, match=f"can neither be copied nor be sent to another process.*{instead}"):
+            how(owned)
+    assert how(llm.generate(text_of(100), max_new_tokens=2))
 
 
 @pytest.mark.parametrize("path", ["auto", "eager"])

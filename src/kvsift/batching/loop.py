@@ -441,9 +441,19 @@ class Loop:
     def _decode(self) -> None:
         started = self.clock()
         rows = [self._rows[key] for key in self._schedule.decoding]
-        for group in self._model.groups(rows):
+        for group in self._groups(rows):
             self._decode_together(group)
         self._schedule.has_decoded(self.clock() - started)
+
+    def _groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+        try:
+            return self._model.groups(rows)
+        except Exception as error:
+            failed = next((row for row in rows if row.composed is None), None)  # they begin in order
+            if failed is None:
+                raise
+            self._end(failed, "error", error)
+            return self._groups([row for row in rows if not row.is_ended])
 
     def _decode_together(self, group: Sequence[Row]) -> None:
         counted = [None if row.steps is not None or row.cache is None else row.cache.stats.snapshot() for row in group]

@@ -61,7 +61,8 @@ class RowModel(ExactModel, Protocol):
         """Pages of the longest row that the model has positions for; None: they are unlimited."""
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
-        """Rows that one pass decodes together, of all that decode; some may wait for the next step."""
+        """Rows that one pass decodes together, of all that decode; some may wait for the next step. New ones begin in
+        their order, and have ``composed`` then: one that cannot begin is the first without."""
 
     def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
         """Feed the next token of each row of a group: logits [vocabulary] of each, or the token that was chosen."""

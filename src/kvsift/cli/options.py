@@ -107,6 +107,8 @@ def read_texts(names: Sequence[str], what: str) -> str:
     Raises:
         InputError: as ``read_text``.
     """
+    if "-" in names and sys.stdin is None:
+        raise InputError(f"standard input is closed, and the {what} was to be read from it.")
     texts = [_decoded(sys.stdin.buffer.read(), f"{what} on", "standard input") if name == "-" else
              read_text(Path(name), what) for name in names]  # fmt: skip
     return texts[0] if len(texts) == 1 else "\n\n".join(text.strip("\n") for text in texts)
@@ -209,16 +211,19 @@ def require_replaceable(path: Path | None, option: str) -> None:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file atomically.
+    """Replace a file, or the one that a link leads to, atomically; into a device or a pipe, write.
 
     Raises:
         InputError: if that fails, for instance because the disk is full; the old file stays.
     """
-    partial = path.with_name(path.name + ".partial")
+    from kvsift.engine.atomic_files import write_atomically
+
     data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
     with writing(path):
-        partial.write_bytes(data)
-        partial.replace(path)
+        if path.exists() and not path.is_file():
+            path.write_bytes(data)
+        else:
+            write_atomically(path.resolve(), data)
 
 
 @contextmanager

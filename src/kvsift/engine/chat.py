@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 from kvsift.engine.options import Options, ProgressCallback, Stop
 from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
+from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.locks import take
 from kvsift.methods import checks
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from kvsift.engine.generation import Generation
 
 
-class Chat:
+class Chat(Uncopied):
     """Turns of a conversation, about a document or about nothing.
 
     What the turns have in common is kept in whole chunks while the chat exists, so a turn reads its question, the
@@ -34,6 +35,8 @@ class Chat:
     Attributes:
         turns: questions and their answers so far; may be changed between turns.
     """
+
+    INSTEAD = "Begin another one with llm.chat, and give it these turns: other.turns = list(chat.turns)."
 
     def __init__(self, start: Callable[..., Generation], form: PromptFormat, context: str, stop: Stop = None) -> None:
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop

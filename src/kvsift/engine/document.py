@@ -24,6 +24,7 @@ from kvsift.engine.saved_document import SavedDocument, check_saving, check_targ
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Transcript
+from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError, unknown
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods import checks
@@ -34,7 +35,7 @@ from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import parse_plan
 
 
-class Document:
+class Document(Uncopied):
     """A prefilled context. Every question starts from the same cache and leaves it unchanged.
 
     Threads may share it; their questions are answered one after the other.
@@ -54,6 +55,8 @@ class Document:
         open_s: seconds spent on opening the document; 0 if it was prefilled here.
         text: as given.
     """
+
+    INSTEAD = "Write it to a file with save, and open that with llm.open."
 
     def __init__(
         self,

@@ -24,6 +24,7 @@ from kvsift.engine.result import Answer
 from kvsift.engine.rows import TextOutput, follow
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -153,12 +154,14 @@ class Generation:
         self._done += total if done == total else 0
 
 
-class TextStream:
+class TextStream(Uncopied):
     """Pieces of a text as they are generated.
 
     Attributes:
         answer: the whole text with its numbers, after the last piece; None until then.
     """
+
+    INSTEAD = "Its pieces come once."
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation

@@ -18,6 +18,7 @@ from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Request
+from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
@@ -33,7 +34,7 @@ from kvsift.plan.refusals import check_probes
 from kvsift.stores.kv_pool import KVPool
 
 
-class ModelRunner:
+class ModelRunner(Uncopied):
     """A model with its tokenizer on one device. Weights are loaded on first use.
 
     Args:
@@ -50,6 +51,8 @@ class ModelRunner:
         paces: of exact answers.
         kv: pages that documents and captured prompts draw from; None: each cache has its own.
     """
+
+    INSTEAD = "Make another one there; each loads its own weights."
 
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,

@@ -68,6 +68,8 @@ class GenerateOptions:
         """
         known = [field.name for field in fields(cls)]
         for name in options:
+            if name in (field.name for field in fields(Sampling)):
+                raise InputError(f"unknown option {name!r}; give sampling=kvsift.Sampling({name}=...).")
             if name not in known:
                 raise unknown("option", name, [*known, *others])
         return cls(**options)

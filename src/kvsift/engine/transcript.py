@@ -109,9 +109,10 @@ class Transcript:
         if not request.stops and not request.streamed:
             return ""
         text = self._extended_text()
-        # A stop before any other text does not count: formats differ in the white space that an answer begins with.
+        # White space before any other text is no stop: formats differ in what an answer begins with.
         begin = len(text) - len(text.lstrip())
-        positions = [position for stop in request.stops if text.strip() and (position := text.find(stop, begin)) >= 0]
+        found = [text.find(stop, 0 if stop.strip() else begin) for stop in request.stops if text.strip()]
+        positions = [position for position in found if position >= 0]
         if positions:
             text, self.done, self.finish_reason = text[: min(positions)], True, "stop"
         if self.done:

@@ -86,7 +86,7 @@ def path_of(name: str, value: object) -> Path:
     """Check the name of a file or directory, and return its path."""
     if not isinstance(value, str | PathLike) or "\0" in str(value):
         raise InputError(f"{name}={value!r} must be a path: a str or a pathlib.Path.")
-    return Path(value)
+    return Path(value).expanduser()
 
 
 def whole(name: str, value: object, least: int, most: int | None = None, also: Sequence[str] = ()) -> int:

@@ -139,7 +139,7 @@ def _room(scores: Tensor | None, shape: LayerShape, like: Tensor, stop: int) -> 
     capacity = 0 if scores is None else scores.shape[1]
     if scores is not None and stop <= capacity:
         return scores
-    grown = torch.zeros(shape.num_kv_heads, max(stop, capacity * 5 // 4), device=like.device)
+    grown = torch.zeros(shape.num_kv_heads, max(stop, capacity * 5 // 4), dtype=torch.float32, device=like.device)
     if scores is not None:
         grown[:, :capacity] = scores
     return grown

@@ -122,7 +122,7 @@ class InfiniGen(ScoringMethod):
 
     def new_state(self, shape: LayerShape) -> Channels:
         if self.calibration is None:
-            return Channels(torch.eye(shape.head_dim).expand(shape.num_kv_heads, -1, -1))
+            return Channels(torch.eye(shape.head_dim, dtype=torch.float32).expand(shape.num_kv_heads, -1, -1))
         return Channels(calibration.directions(self.calibration, "queries", shape))
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:

@@ -86,7 +86,7 @@ class LocalScores:
         past = keys.shape[1] - self.tile  # keys before the tile's own
         seen = torch.ones(self.tile, keys.shape[1], dtype=torch.bool, device=keys.device).tril(past - self.strictly)
         rows = max(1, MAX_SCORES // (shape.num_query_heads * keys.shape[1]))
-        total = torch.zeros(shape.num_query_heads, keys.shape[1], device=keys.device)
+        total = torch.zeros(shape.num_query_heads, keys.shape[1], dtype=torch.float32, device=keys.device)
         for part, visible in zip(queries.to(keys.device).split(rows, 1), seen.split(rows)):
             total += self._weights(shape, part, keys, visible).sum(1)
         self.tiles.append(total.unflatten(0, (shape.num_kv_heads, -1)).sum(1))
@@ -112,7 +112,7 @@ class LocalScores:
             [stop - first, block].
         """
         start, end = first * self.block, stop * self.block
-        total, counts = None, torch.zeros(end - start)
+        total, counts = None, torch.zeros(end - start, dtype=torch.float32)
         for tile in range(start // self.tile, min(self.tiles_of(stop - 1).stop, num_tiles)):
             sums, oldest, behind = self.tiles[tile], self.first_key(tile), (tile + 1) * self.tile
             low, high = max(oldest, start), min(behind, end)

@@ -105,7 +105,9 @@ class MagicPIG(Method):
         return {"dense_layers": (0, 16, 32, 48, 64)}
 
     def new_state(self, shape: LayerShape) -> Signatures:
-        planes = torch.randn(shape.head_dim, self.tables * self.bits, generator=_generator(self.seed, shape.layer))
+        planes = torch.randn(
+            shape.head_dim, self.tables * self.bits, generator=_generator(self.seed, shape.layer), dtype=torch.float32
+        )
         return Signatures(planes, self.tables)
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:

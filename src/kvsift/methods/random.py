@@ -37,5 +37,5 @@ class Random(PagedMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
         generator = torch.Generator().manual_seed(hash((self.seed, shape.layer, start)) & 0x7FFFFFFF)
-        draw = torch.rand(shape.num_query_heads, 1, candidates.stop, generator=generator)
+        draw = torch.rand(shape.num_query_heads, 1, candidates.stop, generator=generator, dtype=torch.float32)
         return draw[..., candidates.units].to(queries.device)

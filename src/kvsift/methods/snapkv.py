@@ -145,7 +145,7 @@ class SnapKV(DroppingMethod):
         weights = attention_weights(shape, window, keys, seen.to(keys.device)).to(left.device)
         before = int((left[0] < first).sum())  # the window is the same in every row, after the pads
         summed = weights[:, :, :before].sum(1).unflatten(0, (len(left), -1)).mean(1)  # [num_rows, before]
-        votes = torch.zeros(len(left), 1 + start, device=left.device)  # the first is of pads
+        votes = torch.zeros(len(left), 1 + start, dtype=torch.float32, device=left.device)  # the first is of pads
         return Vote(start, first, votes.scatter_(1, left[:, :before] + 1, self._pooled(summed))[:, 1:])
 
     def _pooled(self, weights: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def mean_shares(shape: LayerShape, queries: Tensor, keys: Tensor) -> Tensor:
     queries [num_query_heads, num_queries, head_dim]; keys [num_kv_heads, num_keys, head_dim].
     """
     tile = max(1, MAX_SCORES // (shape.num_query_heads * keys.shape[1]))
-    total = torch.zeros(shape.num_query_heads, keys.shape[1], device=keys.device)
+    total = torch.zeros(shape.num_query_heads, keys.shape[1], dtype=torch.float32, device=keys.device)
     for part in queries.split(tile, 1):
         logits = exact_logits(shape, part, keys)
         if shape.softcap is not None:

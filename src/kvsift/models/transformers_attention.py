@@ -45,7 +45,8 @@ class AttendingLayer(CacheLayerMixin):
     def __getattr__(self, name: str) -> Any:
         raise UnsupportedModel(
             f"this model's attention reads {name!r} of the keys from its cache, so kvsift cannot replace them. Models "
-            "whose attention passes the cache's result unchanged to the attention function work."
+            "whose attention passes the cache's result unchanged to the attention function work. A cache works with "
+            "the model that it was made for."
         )
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

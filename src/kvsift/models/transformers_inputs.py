@@ -94,8 +94,10 @@ def _count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[
         return 0
     if drafts is not None and drafts != num_new - 1:
         raise InputError(
-            "transformers feeds the whole sequence again when assisted decoding or prompt lookup starts on a "
-            "filled cache, and answers wrongly. Leave the drafts out for this turn, or start with an empty cache."
+            f"the cache holds {past} tokens, and {num_new} come at once where {drafts + 1} were asked for: the prompt "
+            "is shorter than the cache, or assisted decoding or prompt lookup starts on a filled one, for which "
+            "transformers feeds the whole sequence again and answers wrongly. Give the whole conversation without "
+            "drafts, or an empty cache."
         )
     return num_new
 

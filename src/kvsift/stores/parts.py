@@ -49,7 +49,7 @@ def _attend_runs(shape: LayerShape, segment: Segment, reader: RowReader) -> Part
 def attend_verifying(shape: LayerShape, segment: Segment, reader: RowReader) -> tuple[Part, Tensor]:
     """As ``attend_dense``, of at most ``IN_PLACE_QUERIES`` tokens in host memory, with the attention of pages of 16
     tokens, float32 [num_kv_heads, num_pages]."""
-    shares = torch.empty(shape.num_kv_heads, -(-segment.stop // SHARE_TOKENS))
+    shares = torch.empty(shape.num_kv_heads, -(-segment.stop // SHARE_TOKENS), dtype=torch.float32)
     keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
     return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap, shares), shares
 
