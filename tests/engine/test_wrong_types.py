@@ -118,7 +118,9 @@ DOORS: dict[str, Callable[[LLM, Any], object]] = {
     "system": lambda llm, given: llm.read("A text.", system=given),
     "progress": lambda llm, given: llm.read("A text.", progress=given),
     "opened": lambda llm, given: llm.open(given),
-    "saved": lambda llm, given: llm.read("A text.").save(Path("/nowhere") / given if isinstance(given, str) else given),
+    "saved": lambda llm, given: llm.read("A text.").save(
+        Path("/nowhere") / given if isinstance(given, str | Path) else given
+    ),
     "question": lambda llm, given: llm.read("A text of some length.").ask(given, max_new_tokens=1),
     "question_phase": lambda llm, given: llm.read("A text.").ask("Why?", question_phase=given),
     "tokens": lambda llm, given: llm.read("A text.").go_on(given, max_new_tokens=1),
