@@ -75,8 +75,9 @@ def launch_over_blocks() -> None:
         keys = torch.zeros(2, 8, 16, 128, dtype=torch.bfloat16)
         width, dtype = row_format(kind, 128, 16)
         rows = pages.new_rows(2, 2, width, dtype or keys.dtype, keys.device)
-        for count in (4, 4096):
-            summarise_slots_triton(kind, torch.zeros(count, dtype=torch.int64), keys, keys, rows, pages)
+        new = torch.zeros(4, 2, 128, dtype=keys.dtype)
+        for count, tokens in ((4, None), (4, (new, new)), (4096, None)):
+            summarise_slots_triton(kind, torch.zeros(count, dtype=torch.int64), keys, keys, rows, pages, tokens)
 
 
 def print_shared_bytes(launch_all: Callable[[], None]) -> None:

@@ -74,8 +74,9 @@ def test_tables_hold_page_numbers_as_far_as_rows_reach(run: str, block_size: int
 @pytest.mark.parametrize("kind", ["minmax", "minmax_fp8", "sketch1"])
 @pytest.mark.parametrize(("layout", "block_size"), [("NHD", 16), ("HND", 64)])
 @pytest.mark.parametrize("few", [0, 1 << 10], ids=["prompts", "tokens"])
+@pytest.mark.parametrize("writes", [False, True], ids=["written", "writes"])
 def test_rows_are_those_of_the_pages_that_were_filled(
-    run: str, kind: str, layout: str, block_size: int, few: int, monkeypatch: pytest.MonkeyPatch
+    run: str, kind: str, layout: str, block_size: int, few: int, writes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(summarise_slots, "FEW", few)
     cache = cache_of(layout, block_size)
@@ -85,8 +86,15 @@ def test_rows_are_those_of_the_pages_that_were_filled(
     rows = pages.new_rows(BLOCKS, HEADS, width, dtype or cache.dtype, cache.device)
     # a page and a bit, the end of a page, one token of another, padding
     written = [*range(block_size, block_size + 19), 15, 16 * 5 + 3, -1, -1]
-    write = getattr(summarise_slots, f"summarise_slots_{run}")
-    write(kind, torch.tensor(written, device=DEVICE), keys, values, rows, pages)
+    write, tokens = getattr(summarise_slots, f"summarise_slots_{run}"), None
+    if writes:  # rows of a wider tensor, of which only some are tokens
+        new = torch.randn(len(written) + 2, 3, HEADS, DIM, device=DEVICE).to(cache)
+        tokens, expected_cache = (new[:, 1], new[:, 2]), cache.clone()
+        for token, slot in enumerate(written[:-2]):
+            expected_cache[slot // block_size, :, slot % block_size] = new[token, 1:].transpose(0, 1).flatten(1)
+    write(kind, torch.tensor(written, device=DEVICE), keys, values, rows, pages, tokens)
+    if writes:
+        assert torch.equal(cache, expected_cache)
     filled = {int(pages.of_slots(torch.tensor(slot))) for slot in (15, block_size + 15)}
     for page in range(keys.shape[1]):
         if page in filled:

@@ -15,9 +15,9 @@ from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
 from kvsift.vllm.gpu_counters import GpuCounters
-from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages
+from kvsift.vllm.gpu_decode import DENSE_BELOW, DecodeBuffers, LayerPages, dense_below_of
 from kvsift.vllm.gpu_probes import WHOLE, GpuProbes
-from kvsift.vllm.settings import summaries_of
+from kvsift.vllm.settings import Settings, summaries_of
 
 HEADS, GROUP = 2, 4
 GPU = pytest.param("cuda", marks=[
@@ -112,6 +112,22 @@ def test_each_row_is_dense_or_sparse_by_its_own_length(plan: str, device: str) -
     assert visible[0] == 500
     assert visible[2] == 999
     assert 200 < visible[1] <= 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"plan": "quest:budget=512"}, DENSE_BELOW),
+        ({"plan": "dense", "plans": ["quest:ratio=0.1"]}, DENSE_BELOW),
+        ({"plan": "sketch:budget=512"}, 0),
+        ({"plan": "quest:budget=512", "dense_below": 0}, 0),
+        ({"plan": "sketch:budget=512", "dense_below": 700}, 700),
+    ],
+)
+def test_short_rows_are_dense_where_that_is_as_fast(settings: dict[str, Any], expected: int) -> None:
+    read = Settings.read({"kvsift": settings})
+    assert read is not None
+    assert dense_below_of(read) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

@@ -60,6 +60,7 @@ def sifted_attention(
     queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
+    ranked: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention of one query per sequence over its sinks, its best pages and its window.
 
@@ -78,6 +79,7 @@ def sifted_attention(
         space: kept between launches; made here by default.
         early: the launch may start while the kernel before is still running, which then must not write the table, the
             spans or summaries of candidates.
+        ranked: most pages of a list of which some are left out; by default what a list holds. Fewer are chosen faster.
 
     Returns:
         [batch, num_query_heads, head_dim].
@@ -85,7 +87,7 @@ def sifted_attention(
     if single_launch_runs(queries, kv, summary, pages, kind):
         return sifted_attention_cuda(
             queries, kv, summary, spans, pages, counts, kind=kind, scale=scale, softcap=softcap, sink_logit=sink_logit,
-            space=space, visible=visible, dense_below=dense_below, out=out, early=early,
+            space=space, visible=visible, dense_below=dense_below, out=out, early=early, ranked=ranked,
         )  # fmt: skip
     scores = score_pages(
         queries, summary, kv.table, spans, kind=kind, scale=scale, shared=pages.shape[1] == kv.num_kv_heads
@@ -101,6 +103,7 @@ def sifted_attention_reference(
     queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
+    ranked: int | None = None,
 ) -> Tensor:  # fmt: skip
     shared = pages.shape[1] == kv.num_kv_heads
     scores = score_pages_reference(queries, summary, kv.table, spans, kind=kind, scale=scale, shared=shared)
@@ -151,6 +154,7 @@ def sifted_attention_cuda(
     queries: Tensor, kv: PagedKV, summary: Tensor, spans: Tensor, pages: Tensor, counts: Tensor, *, kind: Kind,
     scale: float, softcap: float | None = None, sink_logit: Tensor | None = None, space: SiftSpace | None = None,
     visible: Tensor | None = None, dense_below: Tensor | None = None, out: Tensor | None = None, early: bool = False,
+    ranked: int | None = None,
 ) -> Tensor:  # fmt: skip
     group = queries.shape[1] // kv.num_kv_heads
     space = SiftSpace.make(kv, group) if space is None else space
@@ -166,27 +170,28 @@ def sifted_attention_cuda(
     numbers = (kv.table.shape[1], space.scores.shape[1], kv.num_kv_heads, space.parts.shape[1])
     pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     arguments = _Arguments(*pointers, *sizes, *numbers, scale, softcap or 0.0)
-    kernel = _kernel(queries, kv, summary, pages.shape[2], kind, softcap is not None, sink_logit is not None)
+    most = (pages.shape[2], pages.shape[2] if ranked is None else ranked)
+    kernel = _kernel(queries, kv, summary, most, kind, softcap is not None, sink_logit is not None)
     kernel.launch(space.parts.shape[0] * space.parts.shape[1], arguments, early=early)
     return out
 
 
-def _keys(max_pages: int, capacity: int) -> int:
+def _keys(max_pages: int, ranked: int) -> int:
     """Return the fewest that suffice: every group of pages, and all pages of the groups that a list may come from."""
-    return max(FEWEST_KEYS, power_of_two(max(-(-max_pages // GROUP_PAGES), capacity * GROUP_PAGES)))
+    return max(FEWEST_KEYS, power_of_two(max(-(-max_pages // GROUP_PAGES), ranked * GROUP_PAGES)))
 
 
 def _kernel(
-    queries: Tensor, kv: PagedKV, summary: Tensor, capacity: int, kind: Kind, capped: bool, sink: bool
+    queries: Tensor, kv: PagedKV, summary: Tensor, most: tuple[int, int], kind: Kind, capped: bool, sink: bool
 ) -> Kernel:
-    features = find_kind(kind).cuda_features
+    features, (capacity, ranked) = find_kind(kind).cuda_features, most
     assert features is not None
     defines: dict[str, int | str] = {
         "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size,
         "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
         "HALF": int(queries.dtype == torch.float16), "FP8": int(summary.element_size() == 1), "WARPS": WARPS,
         "STAGES": STAGES, "CAPACITY": capacity, "CAPPED": int(capped), "SINK": int(sink),
-        "KEYS": _keys(kv.table.shape[1], capacity), "MORE": 0,
+        "KEYS": _keys(kv.table.shape[1], ranked), "MORE": 0,
     }  # fmt: skip
     return compile_kernel(
         SOURCES, "sift", tuple(defines.items()), WARPS * 32, WARPS * STAGES * STAGE_BYTES,

@@ -1,4 +1,4 @@
-"""Summaries of the pages that tokens have just filled, from the cache, for a whole step in one launch.
+"""Summaries of the pages that tokens fill, from the cache, for a whole step in one launch, which may write the tokens.
 
 A page's row is computed when its last token is written: until then the page is in the window of every query that sees
 it, so nobody reads its row. Nothing is kept between steps, so that a page may be filled in chunks, or again.
@@ -19,49 +19,65 @@ from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
 FEW = 1024  # tokens; of so many each has a program of its own
 
 
-def summarise_slots(kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages) -> None:
+def summarise_slots(
+    kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages,
+    tokens: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Write the rows of the pages whose last slot is among ``slots``.
 
     Args:
         kind: of summary; one with a Triton twin, or a sketch.
-        slots: int64 [num_tokens], where tokens have been written; negative ones are padding.
+        slots: int64 [num_tokens], of tokens in the order of their sequences; negative ones are padding.
         keys, values: [num_kv_heads, num_pages, page_size, head_dim] by page number (``BlockPages.split``).
         rows: [num_kv_heads, num_pages, width], the last stride 1.
         pages: of the cache.
+        tokens: keys and values of the slots, each [>= num_tokens, num_kv_heads, head_dim] with last strides (head_dim,
+            1), to be written first; by default they are there. Up to ``FEW``: a launch saved for steps that decode.
     """
     if not len(slots):
         return
     run = summarise_slots_triton if runs_on_triton(slots) else summarise_slots_reference
-    run(kind, slots, keys, values, rows, pages)
+    run(kind, slots, keys, values, rows, pages, tokens)
 
 
 def compile_ahead(kind: str, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages) -> None:
     """Compile what ``summarise_slots`` runs, for any number of tokens: Triton tells 1 and multiples of 16 apart."""
+    new = torch.empty(2, FEW + 16, 3, *keys.shape[::3], dtype=keys.dtype, device=keys.device)  # strides as of a model's
     for count in (1, 2, 16, FEW + 1, FEW + 16):
-        summarise_slots(kind, torch.full((count,), -1, device=keys.device), keys, values, rows, pages)
+        slots, tokens = torch.full((count,), -1, device=keys.device), tuple(new[:, :count, 0])
+        for each in (None, tokens) if count <= FEW else (None,):
+            summarise_slots(kind, slots, keys, values, rows, pages, each)
 
 
 def summarise_slots_reference(
-    kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages
-) -> None:
+    kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages,
+    tokens: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    if tokens is not None:
+        held = (slots >= 0).nonzero().squeeze(1)
+        for pool, new in zip((keys, values), tokens):
+            pool[:, pages.of_slots(slots[held]), slots[held] % pages.page_size] = new[held].transpose(0, 1)
     numbers = pages.of_slots(slots[(slots >= 0) & (slots % pages.page_size == pages.page_size - 1)])
     rows[:, numbers] = summarise(kind, keys[:, numbers], None, values[:, numbers])
 
 
 def summarise_slots_triton(
-    kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages
-) -> None:
+    kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages,
+    tokens: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
     count, heads = len(slots), keys.shape[0]
-    tokens = 1 if count <= FEW else pages.page_size  # of a program: one row in most of a long prompt
-    grid = (-(-count // tokens), heads)
-    layout = (pages.block_size, pages.step, pages.page_size)
+    of_program = 1 if count <= FEW else pages.page_size  # one row in most of a long prompt
+    grid = (-(-count // of_program), heads)
+    new_keys, new_values = tokens if tokens is not None else (keys, values)
+    new = (slots, count, new_keys, new_values, new_keys.stride(0), new_values.stride(0))
+    layout = (pages.block_size, pages.step, pages.page_size, of_program, tokens is not None)
     slots_of_page = max(16, power_of_two(pages.page_size))
     if kind in SKETCHES:
         sketch = SketchLayout(SKETCHES[kind], keys.shape[3], pages.page_size)
         _sketches_kernel[grid](
-            slots, count, keys, values, rotation(sketch.head_dim, rows.device), rows.view(torch.int32),
+            *new, keys, values, rotation(sketch.head_dim, rows.device), rows.view(torch.int32),
             rows.view(torch.float16), rows.view(torch.int8), *keys.stride()[:3], *values.stride()[:3],
-            *rows.stride()[:2], *layout, TOKENS=tokens, D=sketch.head_dim, DP=32 * power_of_two(sketch.words),
+            *rows.stride()[:2], *layout, D=sketch.head_dim, DP=32 * power_of_two(sketch.words),
             SLOTS=slots_of_page, BITS=sketch.bits, WORDS=sketch.words, FACTORS=sketch.factors,
             KEY_MEAN=sketch.key_mean, VALUE_MEAN=sketch.value_mean, SCALES=sketch.scales, WIDTH=sketch.width,
             num_warps=4 if slots_of_page <= 32 else 8,
@@ -69,50 +85,90 @@ def summarise_slots_triton(
         return
     assert row_twin(kind) is not None, f"{kind} has no twin"
     _rows_kernel[grid](
-        slots, count, keys, rows.view(torch.uint8) if rows.element_size() == 1 else rows, *keys.stride()[:3],
-        *rows.stride()[:2], *layout, TOKENS=tokens, SLOTS=slots_of_page, KIND=kind, D=keys.shape[3],
+        *new, keys, values, rows.view(torch.uint8) if rows.element_size() == 1 else rows, *keys.stride()[:3],
+        *values.stride()[:3], *rows.stride()[:2], *layout, SLOTS=slots_of_page, KIND=kind, D=keys.shape[3],
         DP=power_of_two(keys.shape[3]), num_warps=1,
     )  # fmt: skip
 
 
 @jit
-def filled_page(slots_ptr, token, count, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr):
-    """The page of a token, its place there, and whether that is the last."""
+def slot_of(slots_ptr, token, count, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr):
+    """The slot of a token, or -1, its page, and its place there."""
     slot = tl.load(slots_ptr + token, mask=token < count, other=-1).to(tl.int64)
-    place = slot % PAGE
-    return slot // BLOCK * STEP + slot % BLOCK // PAGE, place, (slot >= 0) & (place == PAGE - 1)
+    return slot, slot // BLOCK * STEP + slot % BLOCK // PAGE, slot % PAGE
+
+
+@jit
+def write_token(
+    keys_ptr, values_ptr, k_slot, v_slot, slots_ptr, slot, place, token, new_keys_ptr, new_values_ptr, nk_token,
+    nv_token, PAGE: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """A token into its page. The last one writes those of its step before it too: their programs may run later."""
+    d, slots = tl.arange(0, DP), tl.arange(0, SLOTS)
+    if slot >= 0:
+        key = tl.load(new_keys_ptr + token * nk_token + d, mask=d < D)
+        value = tl.load(new_values_ptr + token * nv_token + d, mask=d < D)
+        tl.store(keys_ptr + place * k_slot + d, key, mask=d < D)
+        tl.store(values_ptr + place * v_slot + d, value, mask=d < D)
+        if place == PAGE - 1:
+            others = token - place + slots
+            found = tl.load(slots_ptr + others, mask=(others >= 0) & (others < token), other=-1)
+            fresh = (found == slot - place + slots)[:, None] & (d < D)[None, :]
+            keys = tl.load(new_keys_ptr + (others * nk_token)[:, None] + d[None, :], mask=fresh)
+            values = tl.load(new_values_ptr + (others * nv_token)[:, None] + d[None, :], mask=fresh)
+            tl.store(keys_ptr + (slots * k_slot)[:, None] + d[None, :], keys, mask=fresh)
+            tl.store(values_ptr + (slots * v_slot)[:, None] + d[None, :], values, mask=fresh)
+            tl.debug_barrier()  # other threads read them
 
 
 @jit
 def _rows_kernel(
-    slots_ptr, count, keys_ptr, rows_ptr, k_head, k_page, k_slot, r_head, r_page, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr,
+    slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, rows_ptr, k_head, k_page,
+    k_slot, v_head, v_page, v_slot, r_head, r_page, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr,
+    TOKENS: tl.constexpr, NEW: tl.constexpr, SLOTS: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr,
 ):  # fmt: skip
     head, slots, d = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS), tl.arange(0, DP)
     for i in range(TOKENS):
-        page, place, filled = filled_page(slots_ptr, tl.program_id(0) * TOKENS + i, count, BLOCK, STEP, PAGE)
-        if filled:
-            valid = slots <= place
-            at = keys_ptr + head * k_head + page * k_page + (slots * k_slot)[:, None] + d[None, :]
+        token = tl.program_id(0) * TOKENS + i
+        slot, page, place = slot_of(slots_ptr, token, count, BLOCK, STEP, PAGE)
+        keys_of_page = keys_ptr + head * k_head + page * k_page
+        values_of_page = values_ptr + head * v_head + page * v_page
+        if NEW:
+            write_token(
+                keys_of_page, values_of_page, k_slot, v_slot, slots_ptr, slot, place, token, new_keys_ptr + head * D,
+                new_values_ptr + head * D, nk_token, nv_token, PAGE, SLOTS, D, DP,
+            )  # fmt: skip
+        if (slot >= 0) & (place == PAGE - 1):
+            valid = slots < PAGE
+            at = keys_of_page + (slots * k_slot)[:, None] + d[None, :]
             keys = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
             write_row(rows_ptr + head * r_head + page * r_page, keys, valid, KIND, D, DP)
 
 
 @jit
 def _sketches_kernel(
-    slots_ptr, count, keys_ptr, values_ptr, rotation_ptr, words_ptr, halves_ptr, octets_ptr, k_head, k_page, k_slot,
-    v_head, v_page, v_slot, head_bytes, page_bytes, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr,
-    TOKENS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr,
-    WORDS: tl.constexpr, FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr,
-    SCALES: tl.constexpr, WIDTH: tl.constexpr,
+    slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, rotation_ptr, words_ptr,
+    halves_ptr, octets_ptr, k_head, k_page, k_slot, v_head, v_page, v_slot, head_bytes, page_bytes,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, NEW: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SLOTS: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
+    FACTORS: tl.constexpr, KEY_MEAN: tl.constexpr, VALUE_MEAN: tl.constexpr, SCALES: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     for i in range(TOKENS):
-        page, place, filled = filled_page(slots_ptr, tl.program_id(0) * TOKENS + i, count, BLOCK, STEP, PAGE)
-        if filled:
+        token = tl.program_id(0) * TOKENS + i
+        slot, page, place = slot_of(slots_ptr, token, count, BLOCK, STEP, PAGE)
+        keys_of_page = keys_ptr + head * k_head + page * k_page
+        values_of_page = values_ptr + head * v_head + page * v_page
+        if NEW:
+            write_token(
+                keys_of_page, values_of_page, k_slot, v_slot, slots_ptr, slot, place, token, new_keys_ptr + head * D,
+                new_values_ptr + head * D, nk_token, nv_token, PAGE, SLOTS, D, DP,
+            )  # fmt: skip
+        if (slot >= 0) & (place == PAGE - 1):
             write_sketch(
-                keys_ptr + head * k_head + page * k_page, values_ptr + head * v_head + page * v_page, rotation_ptr,
-                words_ptr, halves_ptr, octets_ptr, head * head_bytes + page * page_bytes, place, k_slot, v_slot, D, DP,
-                PAGE, SLOTS, BITS, WORDS, FACTORS, KEY_MEAN, VALUE_MEAN, SCALES, WIDTH,
+                keys_of_page, values_of_page, rotation_ptr, words_ptr, halves_ptr, octets_ptr,
+                head * head_bytes + page * page_bytes, place, k_slot, v_slot, D, DP, PAGE, SLOTS, BITS, WORDS, FACTORS,
+                KEY_MEAN, VALUE_MEAN, SCALES, WIDTH,
             )  # fmt: skip

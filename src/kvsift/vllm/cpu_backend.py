@@ -99,7 +99,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         if self._state is None or step is None:
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
         shape = self._shape(layer)
-        dense_below, sparse = self._state.settings.dense_below, []
+        dense_below, sparse = self._state.settings.dense_below or 0, []
         for row in step.decodes:
             rule = row.sparse_rule(shape.layer, dense_below)
             if rule is None:

@@ -26,13 +26,13 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from kvsift.errors import InputError
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format
-from kvsift.kernels.summarise_slots import compile_ahead, summarise_slots
+from kvsift.kernels.summarise_slots import FEW, compile_ahead, summarise_slots
 from kvsift.layer.paged_decode import rule_of
 from kvsift.types import LayerShape
 from kvsift.vllm import compat, gpu_prefill
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.gpu_counters import GpuCounters
-from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages
+from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages, dense_below_of
 from kvsift.vllm.gpu_memory import GIB, hold
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 from kvsift.vllm.gpu_probes import GpuProbes
@@ -45,7 +45,7 @@ def sparse_state(config: Any) -> EngineState | None:
     if state is None or state.settings.plan.prefill is not None:
         return state
     for budget in (rule.budget for rule in state.settings.decode_rules):
-        if max(budget.limit(length), budget.min_context - 1, state.settings.dense_below - 1) < length:
+        if max(budget.limit(length), budget.min_context - 1, dense_below_of(state.settings) - 1) < length:
             return state
     return None
 
@@ -111,7 +111,11 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         state = sparse_state(vllm_config)
         self._buffers: DecodeBuffers | None = None
-        if state is None or getattr(kv_cache_spec, "sliding_window", None) is not None:
+        if state is None:
+            if state_of(vllm_config) is not None:
+                compat.logger.info_once("kvsift: up to max_model_len the plan skips nothing: vLLM's own attention.")
+            return
+        if getattr(kv_cache_spec, "sliding_window", None) is not None:
             return
         self._state, settings = state, state.settings
         check_block_size(self.block_size, settings)
@@ -120,7 +124,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         shape = LayerShape(-1, self.num_heads_q, heads, dim, dim**-0.5)
         self._buffers = DecodeBuffers(
             settings.decode_rules, shape, vllm_config.scheduler_config.max_num_seqs,
-            vllm_config.model_config.max_model_len, settings.dense_below, device, settings.allows_dense,
+            vllm_config.model_config.max_model_len, dense_below_of(settings), device, settings.allows_dense,
         )  # fmt: skip
         kind, page_size = settings.summaries[0]
         element = kv_cache_spec.dtype.itemsize
@@ -253,10 +257,13 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if any(self._is_sparse(layer)) and kv_cache.numel():
+        tokens = (key, value) if len(slot_mapping) <= FEW and key.dtype == kv_cache.dtype else None
+        summarises = any(self._is_sparse(layer)) and kv_cache.numel()
+        if tokens is None or not summarises:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        if summarises:
             own, (kind, _) = self._layer_pages(layer, kv_cache), self._summary
-            summarise_slots(kind, slot_mapping, own.keys, own.values, own.rows, own.pages)
+            summarise_slots(kind, slot_mapping, own.keys, own.values, own.rows, own.pages, tokens)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,

@@ -27,7 +27,9 @@ from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Rule
 from kvsift.types import LayerShape
 from kvsift.vllm.launch_spaces import LaunchSpaces
+from kvsift.vllm.settings import Settings
 
+DENSE_BELOW = 5120  # tokens; pages of shorter contexts are attended as fast without choosing any (H200)
 DENSE_BYTES = 64 << 20  # of the workspace of dense rows, at most
 
 
@@ -72,6 +74,7 @@ class DecodeBuffers:
         lengths = [0] * max_rows
         max_units, budgets = table.shape[1] * page_size // method.unit_size, [self._budget(rule) for rule in rules]
         capacity = max(list_capacity(budget, max_units, method.unit_size) for budget in budgets)
+        self._ranked = max(list_capacity(rule.budget, max_units, method.unit_size) for rule in rules)
         self._batch = DecodeBatch(table, lengths, page_size, budgets[:1] * max_rows, capacity, method.unit_size)
         rows = method.num_selections(shape)
         self._units = torch.zeros(max_rows, rows, self._batch.capacity, dtype=torch.int32, device=device)
@@ -170,7 +173,7 @@ class DecodeBuffers:
         if isinstance(method, Sketch):
             sketch_attention(rows=layer.rows, tokens=units, bits=method.bits, rest=method.rest, **arguments)
         else:
-            sifted_attention(summary=layer.rows, pages=units, kind=method.ranking, **arguments)
+            sifted_attention(summary=layer.rows, pages=units, kind=method.ranking, ranked=self._ranked, **arguments)
 
     @property
     def single_launches(self) -> str:
@@ -207,6 +210,13 @@ class DecodeBuffers:
         if isinstance(method, Sketch):
             return LaunchSpaces(sketch_launch.SketchSpace, of_sketches, sizes, queries.device)
         return LaunchSpaces(SiftSpace, of_pages, sizes, queries.device)
+
+
+def dense_below_of(settings: Settings) -> int:
+    """Return the context length below which rows are dense."""
+    if settings.dense_below is not None:
+        return settings.dense_below
+    return DENSE_BELOW if any(isinstance(rule.method, PagedMethod) for rule in settings.decode_rules) else 0
 
 
 def _sparse_from(budget: Budget) -> int:

@@ -23,14 +23,14 @@ class Settings:
     Attributes:
         plan: of requests that name none.
         plans: further plans, whose page summaries are maintained too.
-        dense_below: shorter contexts are decoded densely, in tokens.
+        dense_below: shorter contexts are decoded densely, in tokens; None: where that is as fast.
         log_every_s: seconds between two lines of counters; 0: no lines.
         probe_every: steps between two comparisons of one row in one layer with exact attention; 0: none.
     """
 
     plan: Plan = field(default_factory=Plan)
     plans: tuple[Plan, ...] = ()
-    dense_below: int = 0
+    dense_below: int | None = None
     log_every_s: float = 10.0
     probe_every: int = 64
 
@@ -57,7 +57,7 @@ class Settings:
         return cls(
             read_plan(given["plan"]),
             tuple(read_plan(plan) for plan in more),
-            _whole(given, "dense_below", cls.dense_below, "tokens"),
+            _whole(given, "dense_below", 0, "tokens") if "dense_below" in given else None,
             float(_number(given, "log_every_s", cls.log_every_s)),
             _whole(given, "probe_every", cls.probe_every, "steps"),
         )
