@@ -51,9 +51,7 @@ def fixed_drafts() -> Iterator[None]:
 def without_repeats() -> Iterator[None]:
     """Drafts alone."""
     begin = ExactDecoder.__init__
-    with patch.object(
-        ExactDecoder, "__init__", lambda self, ids, pace, drafts=True: begin(self, ids, pace, drafts, repeats=False)
-    ):
+    with patch.object(ExactDecoder, "__init__", lambda *given, **named: begin(*given, **named | {"repeats": False})):
         yield
 
 
