@@ -40,7 +40,8 @@ def test_pages_are_the_blocks_tokens_and_their_rows_share_no_memory(layout: str,
     assert torch.equal(keys[:, numbers, slots % PAGE], packed[..., :DIM])
     assert torch.equal(values[:, numbers, slots % PAGE], packed[..., DIM:])
     used = numbers[::PAGE]
-    rows[:, used] = torch.arange(HEADS * len(used) * 8.0, device=DEVICE).view(HEADS, len(used), 8)
+    for head, numbers in zip(rows, torch.arange(HEADS * len(used) * 8.0, device=DEVICE).view(HEADS, len(used), 8)):
+        head[used] = numbers
     assert len(rows[:, used].unique()) == HEADS * len(used) * 8
 
 

@@ -53,12 +53,16 @@ def summarise_slots_reference(
     kind: str, slots: Tensor, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages,
     tokens: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
+    # head by head: the pages of different heads may share numbers, which deterministic index_put on a GPU cannot write
     if tokens is not None:
         held = (slots >= 0).nonzero().squeeze(1)
+        numbers, places = pages.of_slots(slots[held]), slots[held] % pages.page_size
         for pool, new in zip((keys, values), tokens):
-            pool[:, pages.of_slots(slots[held]), slots[held] % pages.page_size] = new[held].transpose(0, 1)
+            for head, tokens_of_head in zip(pool, new[held].unbind(1)):
+                head[numbers, places] = tokens_of_head
     numbers = pages.of_slots(slots[(slots >= 0) & (slots % pages.page_size == pages.page_size - 1)])
-    rows[:, numbers] = summarise(kind, keys[:, numbers], None, values[:, numbers])
+    for head, summaries in zip(rows, summarise(kind, keys[:, numbers], None, values[:, numbers])):
+        head[numbers] = summaries
 
 
 def summarise_slots_triton(
