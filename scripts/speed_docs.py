@@ -245,14 +245,23 @@ def longest_kernels(result: dict[str, Any]) -> str:
 
 
 def in_vllm(result: dict[str, Any]) -> str:
-    """Return milliseconds per token in vLLM, its own attention beside plans in the same run."""
-    lines = ["| plan | context | batch | vLLM's own | with the plan | |", "|---|---|---|---|---|---|"]
+    """Return milliseconds per token in vLLM, its own attention beside plans in the same run, and kvsift.LLM's there."""
+    lines = [
+        "| plan | context | batch | vLLM's own | with the plan | | `kvsift.LLM` |",
+        "|---|---|---|---|---|---|---|",
+    ]
     stock = {run["call"]: run["points"] for run in result["runs"] if run["plan"] == "stock"}
+    of_llm = dict[tuple[Any, ...], str]()
+    for point in result["kvsift_llm"]["points"]:
+        for variant in point["variants"]:
+            key = (result["kvsift_llm"]["call"], variant["plan"], round(point["context"] / 1024), point["batch"])
+            of_llm[key] = f"{1e3 * median(variant['tpot_s']):.2f}"
     for run in (run for run in result["runs"] if run["plan"] != "stock" and run["call"] in stock):
         for own, point in zip(stock[run["call"]], run["points"]):
             times, where = (own["tpot_ms"], point["tpot_ms"]), f"{tokens(point['context'])} | {point['batch']}"
+            llm = of_llm.get((run["call"], run["plan"], round(point["context"] / 1024), point["batch"]), "")
             lines.append(
-                f"| `{run['plan']}` | {where} | {times[0]:.2f} | {times[1]:.2f} | {times[0] / times[1]:.2f}x |"
+                f"| `{run['plan']}` | {where} | {times[0]:.2f} | {times[1]:.2f} | {times[0] / times[1]:.2f}x | {llm} |"
             )
     return "\n".join(lines)
 
