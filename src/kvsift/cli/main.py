@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
+import os
 import sys
+from io import TextIOWrapper
 from typing import Any
 
 import typer
@@ -72,10 +76,30 @@ def options(
         print(ctx.get_help())
 
 
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What an encoding lacks as JSON has it, so that lines of JSON stay whole."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4)), error.end
+
+
 def main() -> None:
     """Run the command line; errors for the user become one message and exit code 2."""
+    codecs.register_error("escaped", _escaped)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="escaped")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except KVSiftError as error:
         print(f"kvsift: {plain(str(error))}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        print("kvsift: the output is cut: the disk that it goes to is full.", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
         sys.exit(2)
