@@ -218,7 +218,8 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     test_options_that_are_refused(monkeypatch, capfd, "", "lacks (uvicorn). Install them: pip install 'kvsift[serve]'")
 
 
-def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("more", "dense_below"), [("", None), (" --dense-below auto", None), (" --dense-below 7", 7)])
+def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch, more: str, dense_below: int | None) -> None:
     started: list[list[str]] = []
 
     def execute(path: str, command: list[str]) -> None:
@@ -229,8 +230,10 @@ def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.execv", execute)
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "here")
     given = "m --engine vllm --plan quest:budget=128 --port 81 --dtype float32 --max-model-len 512"
-    monkeypatch.setattr(sys, "argv", ["kvsift", "serve", *given.split()])
+    monkeypatch.setattr(sys, "argv", ["kvsift", "serve", *(given + more).split()])
     with pytest.raises(SystemExit):
         main()
     assert started[0][-6:] == ["--port", "81", "--dtype", "float32", "--max-model-len", "512"]
-    assert "quest:budget=128" in started[0][-7]
+    settings = json.loads(started[0][-7])["kvsift"]
+    assert settings["plan"].endswith("quest:budget=128")
+    assert settings.get("dense_below") == dense_below

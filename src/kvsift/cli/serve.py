@@ -131,8 +131,9 @@ def _replace_by_vllm(
         raise InputError(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")
     if dense_below != "auto" and not dense_below.isdecimal():
         raise InputError(f"--dense-below {dense_below} must be a number of tokens under --engine vllm.")
-    least = int(dense_below) if dense_below.isdecimal() else 0
-    settings: dict[str, Any] = {"plan": o.read_plan(plan), "plans": list(allow), "dense_below": least}
+    settings: dict[str, Any] = {"plan": o.read_plan(plan), "plans": list(allow)}
+    if dense_below != "auto":
+        settings["dense_below"] = int(dense_below)
     command = server_command(model, settings, passed_on)
     os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", tempfile.mkdtemp(prefix="kvsift-metrics-"))
     os.execv(command[0], command)
