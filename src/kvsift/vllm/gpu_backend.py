@@ -257,7 +257,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        tokens = (key, value) if len(slot_mapping) <= FEW and key.dtype == kv_cache.dtype else None
+        side_by_side = key.stride()[1:] == value.stride()[1:] == (self.head_size, 1) and key.dtype == kv_cache.dtype
+        tokens = (key, value) if side_by_side and len(slot_mapping) <= FEW else None
         summarises = any(self._is_sparse(layer)) and kv_cache.numel()
         if tokens is None or not summarises:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
