@@ -17,6 +17,9 @@ IN_VLLM = {
         {"call": call, "plan": plan, "points": [{"context": 32768, "batch": 4, "tpot_ms": call * times}]}
         for call, plan, times in ((1, "sketch", 3.0), (1, "stock", 6.0), (2, "stock", 4.0), (2, "quest", 4.5))
     ],
+    "kvsift_llm": {"call": 2, "points": [
+        {"context": 32768, "batch": 4, "variants": [{"plan": "quest", "tpot_s": [0.007, 0.005, 0.006]}]}
+    ]},
 }  # fmt: skip
 CHATS = {
     "machine": "NVIDIA H200", "commit": "0123456789",
@@ -115,7 +118,10 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 32K | 1.200 | chunks of 8192 | 0.600 | 2.00x | 4.00x |" in text["prefill"]
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
-    assert "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x |" in text["vllm"]
+    assert (
+        "| `sketch` | 32K | 4 | 6.00 | 3.00 | 2.00x |  |\n| `quest` | 32K | 4 | 8.00 | 9.00 | 0.89x | 6.00 |"
+        in text["vllm"]
+    )
     assert "| H200 | 8 | 2 of 128K | `quest` | 900 | 3.00x | 0.10 s | 0.20 s |" in text["chats"]
     assert "| prose | `sketch` | 0.950 | 1.50x | 1.25x | 3.0 |\n| prose | none |  | 1.50x |" in text["exact"]
     assert "10.0 to 11.0 ms a token" in text["exact"]
