@@ -25,3 +25,9 @@ def test_characters_that_an_encoding_lacks_are_escaped_as_in_json() -> None:
     run = subprocess.run([*COMMAND, "é😀"], capture_output=True, text=True, timeout=120, env=environment)
     assert run.returncode == 2
     assert r"unknown method '\u00e9\ud83d\ude00'" in run.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a shell that closes the output")
+def test_a_closed_output_is_no_error() -> None:
+    run = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (run.returncode, run.stderr) == (0, "")

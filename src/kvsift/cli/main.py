@@ -93,7 +93,8 @@ def main() -> None:
         try:
             app()
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # as it is where the caller has closed it
+                sys.stdout.flush()
     except KVSiftError as error:
         print(f"kvsift: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
