@@ -30,7 +30,7 @@ class Server:
 
     def __init__(self, spec: str, lengths: list[int], layout: str, block_size: int, device: str, **more: Any) -> None:
         torch.manual_seed(0)
-        dtype, self.dim = (torch.bfloat16, 128) if device == "cuda" else (torch.float32, 32)
+        self.dtype, self.dim = dtype, _ = (torch.bfloat16, 128) if device == "cuda" else (torch.float32, 32)
         plan = parse_plan(spec)
         assert plan.decode is not None
         self.kind, page_size = summaries_of(plan)[0]
@@ -39,6 +39,7 @@ class Server:
         num_blocks = sum(held) + 3
         shape = (HEADS, block_size) if layout == "HND" else (block_size, HEADS)
         cache = torch.randn(num_blocks, *shape, 2 * self.dim, device=device).to(dtype)
+        cache = cache.to(more.get("kept_as", dtype)).to(more.get("read_as", more.get("kept_as", dtype)))
         self.cache = cache if layout == "HND" else cache.transpose(1, 2)
         order = torch.randperm(num_blocks - 1) + 1
         self.blocks = torch.zeros(len(lengths), max(held) + 1, dtype=torch.int32)
@@ -62,7 +63,7 @@ class Server:
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         return self.blocks[row].long()[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def decode(self, queries: torch.Tensor) -> torch.Tensor:
+    def decode(self, queries: torch.Tensor, **how: Any) -> torch.Tensor:
         """One step, in which a row of padding follows the others."""
         device = self.cache.device
         lengths = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
@@ -71,7 +72,7 @@ class Server:
         padded = torch.cat([queries, torch.zeros_like(queries[:1])])
         self.buffers.begin(blocks, lengths, self.layer.pages)
         self.buffers.layers.add("a layer")
-        self.buffers.attend(padded, self.layer, self.shape.scale, None, None, out)
+        self.buffers.attend(padded, self.layer, self.shape.scale, None, None, out, **how)
         return out[:-1]
 
     def dense(self, queries: torch.Tensor, row: int) -> torch.Tensor:
@@ -82,7 +83,7 @@ class Server:
         return torch.einsum("hn,hnd->hd", weights.softmax(-1), values)
 
     def queries(self) -> torch.Tensor:
-        return torch.randn(len(self.lengths), HEADS * GROUP, self.dim).to(self.cache)
+        return torch.randn(len(self.lengths), HEADS * GROUP, self.dim).to(self.cache.device, self.dtype)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -95,6 +96,31 @@ def test_rows_within_the_budget_see_everything(plan: str, layout: str, block_siz
     for row in range(len(server.lengths)):
         expected = server.dense(queries, row)
         assert (found[row].float() - expected).norm() < 0.02 * expected.norm(), row
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize(("layout", "block_size"), [("NHD", 16), ("HND", 64)])
+@pytest.mark.parametrize("plan", ["quest:budget=256", "quest:budget=256:score_by=minmax_fp8", "sketch:budget=256"])
+def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(plan: str, layout: str, block_size: int, device: str) -> None:
+    lengths, how = [1, 17, 250, 900, 1500], {"kept_as": torch.float8_e4m3fn, "allows_dense": True}
+    server = Server(plan, lengths, layout, block_size, device, **how)
+    wide = Server(plan, lengths, layout, block_size, device, **how, read_as=server.dtype)
+    assert server.cache.element_size() == 1 < wide.cache.element_size()
+    for each in (server, wide):
+        each.buffers.set_rules([*[parse_plan(plan).decode] * 3, None, parse_plan(plan).decode])
+    if "sketch" in plan:  # products of wider keys are added up in another order
+        assert (server.layer.rows != wide.layer.rows).float().mean() < 1e-3
+        wide.layer.rows.copy_(server.layer.rows)
+    queries = server.queries()
+    found = server.decode(queries)
+    assert torch.equal(found, wide.decode(queries))
+    assert server.buffers.visible.tolist() == wide.buffers.visible.tolist()
+    for row in range(4):  # the last of them by its own rule
+        expected = server.dense(queries, row)
+        assert (found[row].float() - expected).norm() < 0.02 * expected.norm(), row
+    assert torch.equal(server.decode(queries, value_scale=0.25), found / 4)
+    if device == "cuda":
+        assert server.buffers.single_launches == "batches of up to 6 rows"
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])

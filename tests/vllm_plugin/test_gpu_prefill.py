@@ -68,6 +68,26 @@ def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layo
     assert counters.visible_tokens == float(total.visible_tokens) < counters.context_tokens == total.context_tokens
 
 
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("spec", PLANS)
+def test_prompts_over_a_cache_of_fp8_get_the_bits_of_its_numbers(spec: str, device: str) -> None:
+    how = {"kept_as": torch.float8_e4m3fn}
+    narrow = Server("quest:budget=256", [2500], "NHD", 32, device, **how)
+    wide = Server("quest:budget=256", [2500], "NHD", 32, device, **how, read_as=narrow.dtype)
+    rule = parse_plan(spec).prefill
+    assert rule is not None
+    queries = torch.randn(900, HEADS * GROUP, narrow.dim).to(narrow.cache.device, narrow.dtype)
+    outputs = []
+    for server in (narrow, wide):
+        counters, found = PhaseCounters("prefill"), torch.empty_like(queries)
+        prompt = PromptRow(0, slice(0, 900), 1600, rule, server.blocks[0].to(device))
+        messages = LayerMessages()
+        attend_prompt(prompt, server.shape, server.layer, server.kind, queries, messages, counters, None, found)
+        assert counters.sparse_queries == 900
+        outputs.append(found)
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("device", [GPU])
 @pytest.mark.parametrize("spec", [*PLANS, "prefill=quoka:budget=1024:queries=4:chunk=256"])
 def test_a_prompt_finds_its_kernels_compiled(spec: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +96,7 @@ def test_a_prompt_finds_its_kernels_compiled(spec: str, device: str, monkeypatch
     server = Server("quest:budget=256", [length], "NHD", 32, device)
     prefill, compiled = parse_plan(spec).prefill, list[str]()
     assert prefill is not None
-    compile_ahead(prefill, server.shape, server.layer, server.kind, length)
+    compile_ahead(prefill, server.shape, server.layer, server.kind, length, server.dtype)
     torch.cuda.synchronize()
     monkeypatch.setattr(knobs, "jit_post_compile_hook", lambda *_, fn, **__: compiled.append(fn.name))
     draw, start, size = random.Random(1), 0, prefill.method.segment_size

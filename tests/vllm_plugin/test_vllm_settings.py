@@ -142,9 +142,13 @@ def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):
     ],
 )
 def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, message):
+    check(plan, backend, more, message)
+
+
+def check(plan, backend, more, message, **cache):
     config = SimpleNamespace(
         model_config=SimpleNamespace(use_mla=False, runner_type="generate"),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(**{"cache_dtype": "auto", **cache}),
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         speculative_config=None,
         kv_transfer_config=None,
@@ -158,6 +162,22 @@ def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, me
     else:
         with pytest.raises(InputError, match=message):
             check_config(config, settings)
+
+
+@pytest.mark.parametrize(
+    ("backend", "cache", "message"),
+    [
+        ("CUSTOM", {"cache_dtype": "fp8"}, None),
+        ("CUSTOM", {"cache_dtype": "fp8_e4m3"}, None),
+        ("CUSTOM", {"cache_dtype": "fp8_e5m2"}, "no cache of fp8_e5m2 here, but of auto, .*, fp8, fp8_e4m3. Take"),
+        ("CUSTOM", {"cache_dtype": "nvfp4"}, "Take --kv-cache-dtype auto"),
+        ("CUSTOM", {"cache_dtype": "fp8", "calculate_kv_scales": True}, "Leave out --calculate-kv-scales"),
+        ("cpu", {"cache_dtype": "fp8"}, "no cache of fp8 here, but of auto, float16, bfloat16, float32. Take"),
+    ],
+)
+def test_caches_that_no_kernel_reads_are_refused_at_the_start(backend, cache, message):
+    for plan in ("quest", "sketch"):
+        check(plan, backend, {}, message, **cache)
 
 
 def test_on_a_gpu_requests_differ_in_what_one_kernel_can_do():

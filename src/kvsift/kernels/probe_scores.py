@@ -21,9 +21,10 @@ def probe_scores(
     """Score each key against the probe queries of each segment.
 
     Args:
-        probes: [num_segments, num_lists, num_probes, head_dim] in the dtype of the keys; num_lists is num_kv_heads or a
-            multiple of it, whose consecutive lists read the same KV head.
-        keys: [num_kv_heads, num_pages, page_size, head_dim], any strides, the last one 1.
+        probes: [num_segments, num_lists, num_probes, head_dim]; num_lists is num_kv_heads or a multiple of it, whose
+            consecutive lists read the same KV head.
+        keys: [num_kv_heads, num_pages, page_size, head_dim], any strides, the last one 1; in the dtype of the probes,
+            or float8_e4m3fn.
         table: int32 [max_pages], physical page of each logical page.
         tokens: positions of the keys to score.
         cosine: divide by the norm of the key.
@@ -91,7 +92,7 @@ def _probe_kernel(
         offset = (s * num_lists + row).to(tl.int64) * (PADDED * D) + m % PADDED * D
         mask = (s < num_segments)[:, None] & (d < D)[None, :]
         q = tl.load(probes_ptr + offset[:, None] + d[None, :], mask=mask, other=0.0)
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        products = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         if not MEAN:
             products = tl.where((m % PADDED < num_probes)[:, None], products, float("-inf"))
         products = tl.reshape(products, (SEGMENTS, PADDED, TOKENS))

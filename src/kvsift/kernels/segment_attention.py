@@ -148,6 +148,7 @@ def _load_tokens(pool_ptr, slots, inside, page_stride, token_stride, D: tl.const
 @jit
 def _attend(q, k, v, seen, top, total, acc, scale, softcap, CAPPED: tl.constexpr, MASKED: tl.constexpr):
     """Add a tile of tokens to the softmax of each row."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
     if MASKED:
         logits = tl.where(seen, logits, float("-inf"))

@@ -120,6 +120,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Ten
     shapes = (
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
+        and kv.keys.dtype in (queries.dtype, torch.float8_e4m3fn)
         and kv.head_dim in (64, 128)
         and kv.page_size % 8 == 0
         and pages.shape[1] == kv.num_kv_heads
@@ -189,8 +190,9 @@ def _kernel(
     defines: dict[str, int | str] = {
         "G": queries.shape[1] // kv.num_kv_heads, "D": kv.head_dim, "PAGE": kv.page_size,
         "FIRST_FEATURE": features[0], "SECOND_FEATURE": features[1], "ARGUMENT_BYTES": ctypes.sizeof(_Arguments),
-        "HALF": int(queries.dtype == torch.float16), "FP8": int(summary.element_size() == 1), "WARPS": WARPS,
-        "STAGES": STAGES, "CAPACITY": capacity, "CAPPED": int(capped), "SINK": int(sink),
+        "HALF": int(queries.dtype == torch.float16), "KV8": int(kv.keys.element_size() == 1),
+        "FP8": int(summary.element_size() == 1), "WARPS": WARPS, "STAGES": STAGES, "CAPACITY": capacity,
+        "CAPPED": int(capped), "SINK": int(sink),
         "KEYS": _keys(kv.table.shape[1], ranked), "MORE": 0,
     }  # fmt: skip
     return compile_kernel(

@@ -101,7 +101,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
     shapes = (
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
-        and kv.keys.dtype == queries.dtype
+        and kv.keys.dtype in (queries.dtype, torch.float8_e4m3fn)
         and kv.head_dim in (64, 128)
         and kv.page_size % SUB == 0
         and group <= 8
@@ -153,8 +153,8 @@ def sketch_attention_cuda(
     arguments = _SketchArguments(*pointers, *sizes, spill, *numbers, scale, softcap or 0.0)
     layout, spilled = SketchLayout(bits, kv.head_dim, kv.page_size), _spilled(kv, group, capacity, members)
     switches = {
-        "HALF": queries.dtype == torch.float16, "REST": rest, "SPILL": spilled, "CAPPED": softcap is not None,
-        "SINK": sink_logit is not None,
+        "HALF": queries.dtype == torch.float16, "KV8": kv.keys.element_size() == 1, "REST": rest, "SPILL": spilled,
+        "CAPPED": softcap is not None, "SINK": sink_logit is not None,
     }  # fmt: skip
     shared = _shared_bytes(kv, group, capacity, members, spilled=spilled)
     kernel = _kernel(layout, group, capacity, switches, shared, queries.device)

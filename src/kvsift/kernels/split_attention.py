@@ -74,6 +74,7 @@ def attend_group(
             keys_ptr, values_ptr, table_ptr, list_ptr, slot, end, length, key_page, key_token, value_page, value_token,
             D, DP, PAGE, UNIT, TILE, LISTED,
         )  # fmt: skip
+        k, v = k.to(q.dtype), v.to(q.dtype)
         logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, softcap, CAPPED)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         if SIZE > 1:

@@ -28,7 +28,8 @@ def summarise_slots(
     Args:
         kind: of summary; one with a Triton twin, or a sketch.
         slots: int64 [num_tokens], of tokens in the order of their sequences; negative ones are padding.
-        keys, values: [num_kv_heads, num_pages, page_size, head_dim] by page number (``BlockPages.split``).
+        keys, values: [num_kv_heads, num_pages, page_size, head_dim] by page number (``BlockPages.split``),
+            float8_e4m3fn among their dtypes.
         rows: [num_kv_heads, num_pages, width], the last stride 1.
         pages: of the cache.
         tokens: keys and values of the slots, each [>= num_tokens, num_kv_heads, head_dim] with last strides (head_dim,
@@ -45,7 +46,7 @@ def compile_ahead(kind: str, keys: Tensor, values: Tensor, rows: Tensor, pages: 
     new = torch.empty(2, FEW + 16, 3, *keys.shape[::3], dtype=keys.dtype, device=keys.device)  # strides as of a model's
     for count in (1, 2, 16, FEW + 1, FEW + 16):
         slots, tokens = torch.full((count,), -1, device=keys.device), tuple(new[:, :count, 0])
-        for each in (None, tokens) if count <= FEW else (None,):
+        for each in (None, tokens) if count <= FEW and keys.element_size() > 1 else (None,):
             summarise_slots(kind, slots, keys, values, rows, pages, each)
 
 
@@ -61,7 +62,11 @@ def summarise_slots_reference(
             for head, tokens_of_head in zip(pool, new[held].unbind(1)):
                 head[numbers, places] = tokens_of_head
     numbers = pages.of_slots(slots[(slots >= 0) & (slots % pages.page_size == pages.page_size - 1)])
-    for head, summaries in zip(rows, summarise(kind, keys[:, numbers], None, values[:, numbers])):
+    full_keys, full_values = keys[:, numbers], values[:, numbers]
+    if keys.element_size() == 1:
+        wide = rows.dtype if rows.element_size() > 1 else torch.float32
+        full_keys, full_values = full_keys.to(wide), full_values.to(wide)
+    for head, summaries in zip(rows, summarise(kind, full_keys, None, full_values)):
         head[numbers] = summaries
 
 
@@ -96,10 +101,24 @@ def summarise_slots_triton(
 
 
 @jit
-def slot_of(slots_ptr, token, count, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr):
-    """The slot of a token, or -1, its page, and its place there."""
+def take_token(
+    i, slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, k_head, k_page, k_slot,
+    v_head, v_page, v_slot, BLOCK: tl.constexpr, STEP: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr,
+    NEW: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+):  # fmt: skip
+    """Write the i-th token of a program if it is NEW; return whether it fills its page, the page, the token's place
+    there, and where the page's keys and values lie."""
+    head, token = tl.program_id(1).to(tl.int64), tl.program_id(0) * TOKENS + i
     slot = tl.load(slots_ptr + token, mask=token < count, other=-1).to(tl.int64)
-    return slot, slot // BLOCK * STEP + slot % BLOCK // PAGE, slot % PAGE
+    page, place = slot // BLOCK * STEP + slot % BLOCK // PAGE, slot % PAGE
+    keys_ptr += head * k_head + page * k_page
+    values_ptr += head * v_head + page * v_page
+    if NEW:
+        write_token(
+            keys_ptr, values_ptr, k_slot, v_slot, slots_ptr, slot, place, token, new_keys_ptr + head * D,
+            new_values_ptr + head * D, nk_token, nv_token, PAGE, SLOTS, D, DP,
+        )  # fmt: skip
+    return (slot >= 0) & (place == PAGE - 1), page, place, keys_ptr, values_ptr
 
 
 @jit
@@ -134,16 +153,11 @@ def _rows_kernel(
 ):  # fmt: skip
     head, slots, d = tl.program_id(1).to(tl.int64), tl.arange(0, SLOTS), tl.arange(0, DP)
     for i in range(TOKENS):
-        token = tl.program_id(0) * TOKENS + i
-        slot, page, place = slot_of(slots_ptr, token, count, BLOCK, STEP, PAGE)
-        keys_of_page = keys_ptr + head * k_head + page * k_page
-        values_of_page = values_ptr + head * v_head + page * v_page
-        if NEW:
-            write_token(
-                keys_of_page, values_of_page, k_slot, v_slot, slots_ptr, slot, place, token, new_keys_ptr + head * D,
-                new_values_ptr + head * D, nk_token, nv_token, PAGE, SLOTS, D, DP,
-            )  # fmt: skip
-        if (slot >= 0) & (place == PAGE - 1):
+        fills, page, _, keys_of_page, _ = take_token(
+            i, slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, k_head, k_page,
+            k_slot, v_head, v_page, v_slot, BLOCK, STEP, PAGE, TOKENS, NEW, SLOTS, D, DP,
+        )  # fmt: skip
+        if fills:
             valid = slots < PAGE
             at = keys_of_page + (slots * k_slot)[:, None] + d[None, :]
             keys = tl.load(at, mask=valid[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
@@ -161,16 +175,11 @@ def _sketches_kernel(
 ):  # fmt: skip
     head = tl.program_id(1).to(tl.int64)
     for i in range(TOKENS):
-        token = tl.program_id(0) * TOKENS + i
-        slot, page, place = slot_of(slots_ptr, token, count, BLOCK, STEP, PAGE)
-        keys_of_page = keys_ptr + head * k_head + page * k_page
-        values_of_page = values_ptr + head * v_head + page * v_page
-        if NEW:
-            write_token(
-                keys_of_page, values_of_page, k_slot, v_slot, slots_ptr, slot, place, token, new_keys_ptr + head * D,
-                new_values_ptr + head * D, nk_token, nv_token, PAGE, SLOTS, D, DP,
-            )  # fmt: skip
-        if (slot >= 0) & (place == PAGE - 1):
+        fills, page, place, keys_of_page, values_of_page = take_token(
+            i, slots_ptr, count, new_keys_ptr, new_values_ptr, nk_token, nv_token, keys_ptr, values_ptr, k_head, k_page,
+            k_slot, v_head, v_page, v_slot, BLOCK, STEP, PAGE, TOKENS, NEW, SLOTS, D, DP,
+        )  # fmt: skip
+        if fills:
             write_sketch(
                 keys_of_page, values_of_page, rotation_ptr, words_ptr, halves_ptr, octets_ptr,
                 head * head_bytes + page * page_bytes, place, k_slot, v_slot, D, DP, PAGE, SLOTS, BITS, WORDS, FACTORS,

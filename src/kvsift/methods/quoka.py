@@ -133,7 +133,7 @@ class QuoKA(ChunkedMethod):
             kept = kept.unflatten(2, (shape.group_size, -1)).flatten(1, 2)
         tokens = requests.choices.candidates[-1].tokens
         keys, table = reader.paged_keys(tokens.start, tokens.stop)
-        scores = probe_scores(kept.to(keys.dtype), keys, table, tokens, cosine=cosine, mean=self.reduce == "mean")
+        scores = probe_scores(kept.to(queries.dtype), keys, table, tokens, cosine=cosine, mean=self.reduce == "mean")
         if exact:
             scores = scores.unflatten(1, (shape.num_kv_heads, -1)).mean(2)
         return best_of_segments(scores, requests)

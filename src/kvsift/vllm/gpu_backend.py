@@ -36,7 +36,7 @@ from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages, dense_below_of
 from kvsift.vllm.gpu_memory import GIB, hold
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 from kvsift.vllm.gpu_probes import GpuProbes
-from kvsift.vllm.refusals import check_block_size
+from kvsift.vllm.refusals import FP8, check_block_size
 
 
 def sparse_state(config: Any) -> EngineState | None:
@@ -60,6 +60,10 @@ class SparseFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_impl_cls() -> type[SparseFlashImpl]:
         return SparseFlashImpl
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return False  # a layer has one scale for its keys and one for its values
 
     @staticmethod
     def get_builder_cls() -> type[SparseFlashMetadataBuilder]:
@@ -127,11 +131,10 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             vllm_config.model_config.max_model_len, dense_below_of(settings), device, settings.allows_dense,
         )  # fmt: skip
         kind, page_size = settings.summaries[0]
-        element = kv_cache_spec.dtype.itemsize
-        index_bytes = heads * row_bytes(kind, dim, page_size, kv_cache_spec.dtype) / page_size
+        element, dtype = kv_cache_spec.dtype.itemsize, vllm_config.model_config.dtype
+        index_bytes = heads * row_bytes(kind, dim, page_size, dtype) / page_size
         dense = settings.decode_rules[0].budget.dense_layers
         sparse = [name for name in layer_names if compat.layer_index(name) not in dense]
-        dtype = vllm_config.model_config.dtype
         self._probes, self._decoded = GpuProbes(self._buffers, sparse, settings.probe_every, dtype), 0
         self._counters = GpuCounters(self._buffers, self._probes, heads * 2 * dim * element, index_bytes)
 
@@ -224,6 +227,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._config = get_current_vllm_config()
+        self._dtype: torch.dtype = self._config.model_config.dtype
         state = sparse_state(self._config)
         if state is not None and (reason := self._stays_dense()):
             compat.logger.info_once("kvsift: layers with %s stay dense.", reason)
@@ -307,9 +311,10 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
             buffers.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
         new = layer.layer_name not in buffers.layers
         buffers.layers.add(layer.layer_name)
-        softcap = self.logits_soft_cap or None
-        step.probes.keep(layer.layer_name, query, own, self.scale, softcap)
-        buffers.attend(query, own, self.scale, softcap, self.sinks, output)
+        softcap, scale = self.logits_soft_cap or None, self._logit_scale(layer)
+        query = query.to(output.dtype)
+        step.probes.keep(layer.layer_name, query, own, scale, softcap)
+        buffers.attend(query, own, scale, softcap, self.sinks, output, self._value_scale(layer))
         if new and len(buffers.layers) == 1:
             compat.logger.info_once(
                 "kvsift: a single launch decodes %s; Triton kernels the others.", buffers.single_launches
@@ -317,14 +322,28 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
 
     def _read(self, layer: Any, prompt: PromptRow, own: LayerPages, query: Tensor, output: Tensor) -> None:
         assert self._state is not None
-        state, shape = self._state, self._shape(compat.layer_index(layer.layer_name))
+        state, shape = self._state, self._shape(compat.layer_index(layer.layer_name), self._logit_scale(layer))
         attend_prompt(
-            prompt, shape, own, self._summary[0], query, state.messages, state.prompts, self.sinks, output
+            prompt, shape, own, self._summary[0], query.to(output.dtype), state.messages, state.prompts, self.sinks,
+            output,
         )  # fmt: skip
+        if (scale := self._value_scale(layer)) != 1.0:
+            output.mul_(scale)
 
-    def _shape(self, index: int) -> LayerShape:
-        softcap = self.logits_soft_cap or None
-        return LayerShape(index, self.num_heads, self.num_kv_heads, self.head_size, self.scale, softcap)
+    def _shape(self, index: int = -1, scale: float | None = None) -> LayerShape:
+        softcap, scale = self.logits_soft_cap or None, self.scale if scale is None else scale
+        return LayerShape(index, self.num_heads, self.num_kv_heads, self.head_size, scale, softcap)
+
+    @property
+    def _is_fp8(self) -> bool:
+        """Whether keys and values are cached as numbers of a byte, times a scale of the layer; queries come so, too."""
+        return bool(self.kv_cache_dtype in FP8)
+
+    def _logit_scale(self, layer: Any) -> float:
+        return float(self.scale * layer._q_scale_float * layer._k_scale_float if self._is_fp8 else self.scale)
+
+    def _value_scale(self, layer: Any) -> float:
+        return float(layer._v_scale_float) if self._is_fp8 else 1.0
 
     @property
     def _summary(self) -> tuple[str, int]:
@@ -337,13 +356,14 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         state, prefill = self._state, self._state.settings.plan.prefill
         if prefill is not None:  # the profile run remembers the most that was taken at once
             torch.empty(
-                workspace_bytes(prefill, self._shape(-1), state.max_length, len(query), query.element_size()),
+                workspace_bytes(prefill, self._shape(), state.max_length, len(query), self._dtype.itemsize),
                 dtype=torch.uint8, device=query.device,
             )  # fmt: skip
         if state.held is None:
             kind, page_size = self._summary
-            summary = row_bytes(kind, self.head_size, page_size, query.dtype)
-            share = summary / (page_size * 2 * self.head_size * query.element_size())
+            summary = row_bytes(kind, self.head_size, page_size, self._dtype)
+            element = 1 if self._is_fp8 else self._dtype.itemsize
+            share = summary / (page_size * 2 * self.head_size * element)
             state.held = hold(self._config, share, query.device)
 
     def _layer_pages(self, layer: Any, kv_cache: Tensor) -> LayerPages:
@@ -363,14 +383,14 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         width, dtype = row_format(kind, self.head_size, page_size)
         old = self._layer.rows.untyped_storage().nbytes() if self._layer is not None else 0
         self._layer = None  # freed before the new one is made
-        keys, values = pages.split(kv_cache)
-        rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or kv_cache.dtype, kv_cache.device)
+        keys, values = pages.split(kv_cache.view(torch.float8_e4m3fn) if self._is_fp8 else kv_cache)
+        rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or self._dtype, kv_cache.device)
         self._layer, self._cache = LayerPages(pages, keys, values, rows), cache
         size = rows.untyped_storage().nbytes()
         if not state.summary_bytes:  # else the first prompt waits for it
             compile_ahead(kind, keys, values, rows, pages)
             if (prefill := state.settings.plan.prefill) is not None:
-                gpu_prefill.compile_ahead(prefill, self._shape(-1), self._layer, kind, state.max_length)
+                gpu_prefill.compile_ahead(prefill, self._shape(), self._layer, kind, state.max_length, self._dtype)
         state.summary_bytes += size - old
         compat.logger.info(
             "kvsift: layer %s keeps %.3f GiB of page summaries for %d blocks, %.3f GiB in all layers so far.",

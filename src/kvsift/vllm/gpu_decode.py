@@ -38,7 +38,7 @@ class LayerPages:
     """Keys, values and summaries of one layer, by page number."""
 
     pages: BlockPages
-    keys: Tensor  # [num_kv_heads, count, page_size, head_dim]
+    keys: Tensor  # [num_kv_heads, count, page_size, head_dim], of the model's dtype or float8_e4m3fn
     values: Tensor
     rows: Tensor  # [num_kv_heads, count, width]
 
@@ -114,9 +114,10 @@ class DecodeBuffers:
 
     def attend(
         self, queries: Tensor, layer: LayerPages, scale: float, softcap: float | None, sink_logit: Tensor | None,
-        out: Tensor,
+        out: Tensor, value_scale: float = 1.0,
     ) -> None:  # fmt: skip
-        """Attend one query of every row, [batch, num_query_heads, head_dim], into ``out``."""
+        """Attend one query of every row, [batch, num_query_heads, head_dim], into ``out``; ``value_scale`` is of the
+        values in the cache."""
         rows = len(queries)
         arguments: dict[str, Any] = {
             "queries": queries.contiguous(), "kv": self._kv(layer, rows), "scale": scale, "softcap": softcap,
@@ -126,15 +127,17 @@ class DecodeBuffers:
         lists = self._batch.spans[:rows], self._units[:rows], self._counts[:rows]
         if self._spaces is None:
             self._spaces = self._new_spaces(queries, layer)
-        if not self._allows_dense:  # a row that is short for its rule has a list of all its pages
+        if self._allows_dense:
+            if self._dense_space is None:
+                self._dense_space = self._new_dense_space(arguments["kv"])
+            with self._batch.fork() as side:
+                self._attend_sparse(layer, *lists, arguments)
+                with side:
+                    page_attention(units=None, counts=None, space=self._dense_space, **arguments)
+        else:  # a row that is short for its rule has a list of all its pages
             self._attend_sparse(layer, *lists, arguments)
-            return
-        if self._dense_space is None:
-            self._dense_space = self._new_dense_space(arguments["kv"])
-        with self._batch.fork() as side:
-            self._attend_sparse(layer, *lists, arguments)
-            with side:
-                page_attention(units=None, counts=None, space=self._dense_space, **arguments)
+        if value_scale != 1.0:
+            out.mul_(value_scale)
 
     def lists(
         self, row: int, queries: Tensor, layer: LayerPages, scale: float, softcap: float | None

@@ -168,8 +168,10 @@ def attend_prompt(
     counters.take(tally)
 
 
-def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, max_length: int) -> None:
-    """Compile the kernels that read prompts by a rule; otherwise the first prompt waits for seconds."""
+def compile_ahead(
+    rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, max_length: int, dtype: torch.dtype
+) -> None:
+    """Compile the kernels that read prompts by a rule, for queries of ``dtype``; else the first prompt waits."""
     size, budget, device = rule.method.segment_size, rule.budget, layer.keys.device
     start = 2 * size + -(-(max(budget.limit(2 * size), budget.min_context) + budget.window) // size) * size
     last = max_length // size * size - 2 * size
@@ -186,7 +188,7 @@ def compile_ahead(rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, m
         chunks += [(start, 2 * size), *((at, size - at % size) for at in starts_by_kind.values())]
     for start, count in chunks:
         count = min(count, max_length - start)
-        queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=layer.keys.dtype, device=device)
+        queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=dtype, device=device)
         blocks = torch.zeros(-(-max_length // layer.pages.block_size), dtype=torch.int32, device=device)
         row = PromptRow(0, slice(0, count), start, rule, blocks)
         attend_prompt(

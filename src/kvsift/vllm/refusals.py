@@ -10,6 +10,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.vllm.settings import Settings
 
 TAKE_DENSE = "Or start vLLM without the kvsift settings."
+WIDE, FP8 = ("auto", "float16", "bfloat16", "float32"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
 
 
 def check_config(config: Any, settings: Settings) -> None:
@@ -30,8 +31,8 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "Speculative decoding verifies several tokens at once, and kvsift decodes one. Leave it out."
     if config.kv_transfer_config is not None:
         yield "A KV connector fills the cache without page summaries. Leave out --kv-transfer-config."
-    if str(cache.cache_dtype).startswith("fp8"):
-        yield f"kvsift does not read a cache of {cache.cache_dtype}. Take --kv-cache-dtype auto."
+    if getattr(cache, "calculate_kv_scales", False):
+        yield "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"{name} divides a sequence among ranks, and kvsift selects within one. Take tensor parallelism."
@@ -41,6 +42,9 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
     device = config.device_config.device_type
     if device not in ("cpu", "cuda"):
         yield f"Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {device}."
+    dtypes, dtype = WIDE + FP8 * (device == "cuda"), str(config.cache_config.cache_dtype)
+    if dtype not in dtypes:
+        yield f"kvsift reads no cache of {dtype} here, but of {', '.join(dtypes)}. Take --kv-cache-dtype auto."
     if device != "cuda":
         for plan in (settings.plan, *settings.plans):
             yield from reasons_on_cpu(plan)

@@ -2,11 +2,6 @@
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return a.x * b.x + a.y * b.y + (a.z * b.z + a.w * b.w); }
 
-__device__ __forceinline__ void unpack_row(const uint4 &packed, float *x) {
-    unpack2(packed.x, x[0], x[1]), unpack2(packed.y, x[2], x[3]);
-    unpack2(packed.z, x[4], x[5]), unpack2(packed.w, x[6], x[7]);
-}
-
 struct Softmax {
     float top[G], total[G], acc[G][8];
 

@@ -53,12 +53,6 @@ __device__ __forceinline__ u16 split(float &x) {
     return bits;
 }
 
-// Two pairs of float16 from four numbers of a byte each.
-__device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((u16)four));
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((u16)(four >> 16)));
-}
-
 // 16 rows of features times 8 pages, 16 numbers at a time.
 __device__ __forceinline__ void multiply(float (&sums)[4], const uint4 &f, u32 first, u32 second) {
 #if HALF || FP8
@@ -74,6 +68,12 @@ __device__ __forceinline__ u32 shared_address(const void *at) { return (u32)__cv
 __device__ __forceinline__ void copy16(u32 to, const void *from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
                  : "memory");
+}
+__device__ __forceinline__ void copy_packed(u32 to, const void *from, u64 policy) {
+    if (sizeof(Packed) == 16) copy16(to, from, policy);
+    else
+        asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "l"(policy)
+                     : "memory");
 }
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait_for_all_but() {

@@ -54,6 +54,31 @@ __device__ __forceinline__ void unpack2(u32 pair, float &low, float &high) {
 #endif
 }
 
+// Eight numbers of a key or value, as they lie in the cache.
+#if KV8
+typedef uint2 Packed;
+#else
+typedef uint4 Packed;
+#endif
+
+__device__ __forceinline__ void unpack_row(const uint4 &packed, float *x) {
+    unpack2(packed.x, x[0], x[1]), unpack2(packed.y, x[2], x[3]);
+    unpack2(packed.z, x[4], x[5]), unpack2(packed.w, x[6], x[7]);
+}
+
+// Two pairs of float16 from four numbers of a byte each.
+__device__ __forceinline__ void widen(u32 four, u32 &first, u32 &second) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(first) : "h"((u16)four));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(second) : "h"((u16)(four >> 16)));
+}
+
+__device__ __forceinline__ void unpack_row(const uint2 &packed, float *x) {
+    u32 pairs[4];
+    widen(packed.x, pairs[0], pairs[1]), widen(packed.y, pairs[2], pairs[3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[2 * i] = from_half(pairs[i] & 0xffff), x[2 * i + 1] = from_half(pairs[i] >> 16);
+}
+
 // What is read once must not push tables, scores and code out of the L2 cache.
 __device__ __forceinline__ u64 read_once() {
     u64 policy;

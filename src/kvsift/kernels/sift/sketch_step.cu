@@ -8,9 +8,9 @@
 //      window, and the means of the pages for what is not visible; the last to finish merges the parts.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, BITS and the places of a row's parts, ERROR of codes,
-// HALF (float16, else bfloat16), REST (estimate what is not visible), SPILL (1: weights lie in global memory, 2: bases too, 3: unseen
-// and scales too), WARPS,
-// CAPACITY of a list and LIST in shared memory, MORE floats of a record, CAPPED, SINK.
+// HALF (float16, else bfloat16), KV8 (keys and values of one byte per number), REST (estimate what is not visible),
+// SPILL (1: weights lie in global memory, 2: bases too, 3: unseen and scales too), WARPS, CAPACITY of a list and LIST in
+// shared memory, MORE floats of a record, CAPPED, SINK.
 
 // This member's share of the tokens that are visible anyway: sinks and window, behind `listed` others.
 __device__ __forceinline__ int list_ends(
@@ -33,22 +33,22 @@ struct Gather {
     const Arrays &arrays;
     int listed, unit;
     const char *keys, *values;
-    uint4 rows[AHEAD];
+    Packed rows[AHEAD];
 
     __device__ __forceinline__ Gather(const Arguments &a, const Arrays &arrays, int head, int listed)
         : a(a), arrays(arrays), listed(listed), unit(threadIdx.x / 32 * UNIT) {
-        int part = (threadIdx.x & 31) % TOKEN_LANES * 16;
+        int part = (threadIdx.x & 31) % TOKEN_LANES * sizeof(Packed);
         keys = (const char *)a.keys + head * a.key_head + part;
         values = (const char *)a.values + head * a.value_head + part;
         if (unit < listed) request();
     }
 
-    __device__ __forceinline__ uint4 load(int i) const {
+    __device__ __forceinline__ Packed load(int i) const {
         int at = min(unit + i % TOKEN_STEPS * TOKENS_AT_ONCE + (threadIdx.x & 31) / TOKEN_LANES, listed - 1);
         int within = arrays.listed[at] % PAGE;
         i64 page = arrays.physical[at];
-        return __ldcs((const uint4 *)(i < TOKEN_STEPS ? keys + page * a.key_page + within * a.key_token
-                                                      : values + page * a.value_page + within * a.value_token));
+        return __ldcs((const Packed *)(i < TOKEN_STEPS ? keys + page * a.key_page + within * a.key_token
+                                                       : values + page * a.value_page + within * a.value_token));
     }
 
     __device__ __forceinline__ void request() {
