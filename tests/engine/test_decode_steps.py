@@ -228,6 +228,18 @@ def test_a_stream_gives_the_text_and_then_the_answer(path: str, llama: Path) -> 
     assert stream.answer.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("path", ["eager", "auto"])
+def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
+    llm = LLM(llama, QUEST, path=path)
+    stream = llm.stream(TEXTS[0], max_new_tokens=50)
+    next(stream)
+    assert len(llm.loop.rows) == 1
+    stream.close()
+    assert llm.loop.rows == []
+    assert list(stream) == []
+    assert stream.answer is None
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> None:
     questions = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")

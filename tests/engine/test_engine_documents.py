@@ -297,6 +297,13 @@ def test_a_question_as_long_as_its_template_may_be_asked_of_a_short_text(llama: 
     assert LLM(llama).read("It is 5.").ask("Is it 5?", max_new_tokens=2).prompt_tokens > 0
 
 
+def test_a_short_text_may_be_asked_a_longer_question(llama: Path) -> None:
+    document, question = LLM(llama).read(text_of(40)), text_of(300)
+    assert document.ask(question, max_new_tokens=4).token_ids
+    with pytest.raises(InputError, match="Were they swapped"):
+        document.ask(question * 3)
+
+
 def test_a_tokenizer_that_joins_the_question_to_the_document_is_refused(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

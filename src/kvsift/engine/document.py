@@ -34,6 +34,8 @@ from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import parse_plan
 
+LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
+
 
 class Document(Uncopied):
     """A prefilled context. Every question starts from the same cache and leaves it unchanged.
@@ -89,13 +91,13 @@ class Document(Uncopied):
             Its whole prompt.
 
         Raises:
-            InputError: if it is empty, longer than the document, or makes the prompt too long.
+            InputError: if it is empty, longer than ``LONG`` and the document, or makes the prompt too long.
         """
         require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
         length = len(self._runner.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
-        if length > self.num_tokens:
+        if length > max(self.num_tokens, LONG):
             raise InputError(
                 f"the question has {length} tokens and the context only {self.num_tokens}. Were they swapped? The long "
                 "text is the context."

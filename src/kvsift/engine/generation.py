@@ -61,7 +61,7 @@ class Generation:
         """Answers of finished requests, in their order."""
         return [answer for _, answer in sorted(self._answers.items())]
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __iter__(self) -> Generator[tuple[int, str], None, None]:
         runner = self._runner
         reason = runner.composed_reason(self._plan)
         # Which rows of the loop share a step depends on the time that each takes. Prompts of one call start together
@@ -90,7 +90,7 @@ class Generation:
             groups.setdefault(self._runner.rotation(request.length), []).append(index)
         return groups.values()
 
-    def _in_rows(self, reason: str) -> Iterator[tuple[int, str]]:
+    def _in_rows(self, reason: str) -> Generator[tuple[int, str], None, None]:
         runner, plan = self._runner, self._runner.composed_plan(self._plan)
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
         rows = [
@@ -170,6 +170,10 @@ class TextStream(Uncopied):
 
     def __iter__(self) -> Iterator[str]:
         return self
+
+    def close(self) -> None:
+        """End the answer here, as when the stream is let go of; ``answer`` stays None."""
+        self._pieces.close()
 
     def __next__(self) -> str:
         try:
