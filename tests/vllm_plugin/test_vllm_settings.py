@@ -147,7 +147,7 @@ def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, me
 
 def check(plan, backend, more, message, **cache):
     config = SimpleNamespace(
-        model_config=SimpleNamespace(use_mla=False, runner_type="generate"),
+        model_config=SimpleNamespace(use_mla=False, runner_type="generate", dtype=cache.pop("dtype", "torch.bfloat16")),
         cache_config=SimpleNamespace(**{"cache_dtype": "auto", **cache}),
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         speculative_config=None,
@@ -169,15 +169,29 @@ def check(plan, backend, more, message, **cache):
     [
         ("CUSTOM", {"cache_dtype": "fp8"}, None),
         ("CUSTOM", {"cache_dtype": "fp8_e4m3"}, None),
-        ("CUSTOM", {"cache_dtype": "fp8_e5m2"}, "no cache of fp8_e5m2 here, but of auto, .*, fp8, fp8_e4m3. Take"),
-        ("CUSTOM", {"cache_dtype": "nvfp4"}, "Take --kv-cache-dtype auto"),
+        (
+            "CUSTOM",
+            {"cache_dtype": "fp8_e5m2"},
+            "of auto, .*, fp8, fp8_e4m3. Take --kv-cache-dtype bfloat16",
+        ),
+        ("CUSTOM", {"cache_dtype": "nvfp4"}, "Take --kv-cache-dtype bfloat16"),
+        ("CUSTOM", {"cache_dtype": "auto", "calculate_kv_scales": True}, None),
         ("CUSTOM", {"cache_dtype": "fp8", "calculate_kv_scales": True}, "Leave out --calculate-kv-scales"),
-        ("cpu", {"cache_dtype": "fp8"}, "no cache of fp8 here, but of auto, float16, bfloat16, float32. Take"),
+        (
+            "cpu",
+            {"cache_dtype": "fp8"},
+            "of auto, float16, bfloat16. Take --kv-cache-dtype auto, and",
+        ),
     ],
 )
 def test_caches_that_no_kernel_reads_are_refused_at_the_start(backend, cache, message):
     for plan in ("quest", "sketch"):
         check(plan, backend, {}, message, **cache)
+
+
+def test_variances_of_fp8_keys_are_not_kept_in_float16():
+    for dtype, message in (("torch.float16", "Take --dtype bfloat16"), ("torch.bfloat16", None)):
+        check("quest:score_by=log_mass", "CUSTOM", {}, message, cache_dtype="fp8", dtype=dtype)
 
 
 def test_on_a_gpu_requests_differ_in_what_one_kernel_can_do():

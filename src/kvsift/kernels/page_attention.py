@@ -177,7 +177,7 @@ def logit_factors(scale: float, softcap: float | None) -> tuple[float, float]:
 
 def tile_tokens(kv: PagedKV) -> int:
     """Return the tokens attended at once; at least a page."""
-    return min(TILE_TOKENS, TILE_BYTES // (power_of_two(kv.head_dim) * kv.keys.element_size()))
+    return min(TILE_TOKENS, TILE_BYTES // (power_of_two(kv.head_dim) * max(2, kv.keys.element_size())))
 
 
 def attention_constants(

@@ -47,7 +47,7 @@ class SummaryKind(NamedTuple):
     rows: Callable[[Tensor, Tensor | None], Tensor]  # keys [.., page_size, head_dim], valid [.., page_size, 1] or None
     features: Callable[[Tensor], Tensor]  # scaled queries [.., head_dim] float32 -> [.., width]
     is_bound: bool = False  # score >= the true maximum logit of the page
-    dtype: torch.dtype | None = None  # of the rows; None is the KV dtype
+    dtype: torch.dtype | None = None  # of the rows; None is the KV dtype, or under caches of a byte the model's
     merge: Callable[[Tensor], Tensor] | None = None  # rows [.., num_pages, width] -> the row of them all, [.., width]
     row_twin: Any = None  # Triton's ``rows``, of one page
     features_twin: Any = None  # Triton's ``features``
@@ -77,7 +77,7 @@ def row_twin(kind: str) -> Any:
 
 
 def row_format(kind: str, head_dim: int, page_size: int) -> tuple[int, torch.dtype | None]:
-    """Numbers per row of a kind, or of a sketch, and their dtype; None is the KV dtype."""
+    """Numbers per row of a kind, or of a sketch, and their dtype; None: as of ``SummaryKind``."""
     if kind in SKETCHES:
         return SketchLayout(SKETCHES[kind], head_dim, page_size).width, torch.uint8
     return SUMMARIES[kind].width(head_dim), SUMMARIES[kind].dtype

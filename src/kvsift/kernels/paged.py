@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,6 +31,10 @@ class PagedKV(NamedTuple):
     @property
     def head_dim(self) -> int:
         return self.keys.shape[3]
+
+    def read_in_launches_of(self, dtype: torch.dtype) -> bool:
+        """Whether single launches read this cache for queries of a dtype; e4m3 was tested at head_dim 128."""
+        return self.keys.dtype in ((dtype, torch.float8_e4m3fn) if self.head_dim == 128 else (dtype,))
 
     @property
     def batch(self) -> int:

@@ -120,7 +120,7 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, summary: Tensor, pages: Ten
     shapes = (
         queries.is_cuda
         and queries.dtype in (torch.bfloat16, torch.float16)
-        and kv.keys.dtype in (queries.dtype, torch.float8_e4m3fn)
+        and kv.read_in_launches_of(queries.dtype)
         and kv.head_dim in (64, 128)
         and kv.page_size % 8 == 0
         and pages.shape[1] == kv.num_kv_heads

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
@@ -30,6 +31,7 @@ class EngineState:
         max_length: of a request, in tokens.
         on_gpu: one kernel decodes all rows, so that their plans have much in common.
         held: memory on a GPU for summaries to come (``gpu_memory``).
+        compiled: dtypes of caches whose kernels are.
     """
 
     settings: Settings
@@ -42,6 +44,7 @@ class EngineState:
     max_length: int = 0
     on_gpu: bool = False
     held: Tensor | None = None
+    compiled: set[torch.dtype] = field(default_factory=set)
 
     def plan(self, row: int) -> Plan:
         """Return the plan of a row or slot."""

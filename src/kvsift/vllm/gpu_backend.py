@@ -61,10 +61,6 @@ class SparseFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
     def get_impl_cls() -> type[SparseFlashImpl]:
         return SparseFlashImpl
 
-    @classmethod
-    def supports_per_head_quant_scales(cls) -> bool:
-        return False  # a layer has one scale for its keys and one for its values
-
     @staticmethod
     def get_builder_cls() -> type[SparseFlashMetadataBuilder]:
         return SparseFlashMetadataBuilder
@@ -340,6 +336,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         return bool(self.kv_cache_dtype in FP8)
 
     def _logit_scale(self, layer: Any) -> float:
+        """Of this moment: graphs keep it, and weights that are loaded again later must have the same scales."""
         return float(self.scale * layer._q_scale_float * layer._k_scale_float if self._is_fp8 else self.scale)
 
     def _value_scale(self, layer: Any) -> float:
@@ -355,14 +352,13 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         assert self._state is not None
         state, prefill = self._state, self._state.settings.plan.prefill
         if prefill is not None:  # the profile run remembers the most that was taken at once
-            torch.empty(
-                workspace_bytes(prefill, self._shape(), state.max_length, len(query), self._dtype.itemsize),
-                dtype=torch.uint8, device=query.device,
-            )  # fmt: skip
+            most = workspace_bytes(prefill, self._shape(), state.max_length, len(query), self._dtype.itemsize)
+            most += self._dtype.itemsize * query.numel() * self._is_fp8  # queries, widened
+            torch.empty(most, dtype=torch.uint8, device=query.device)
         if state.held is None:
             kind, page_size = self._summary
             summary = row_bytes(kind, self.head_size, page_size, self._dtype)
-            element = 1 if self._is_fp8 else self._dtype.itemsize
+            element = 1 if self._config.cache_config.cache_dtype in FP8 else self._dtype.itemsize  # of most layers
             share = summary / (page_size * 2 * self.head_size * element)
             state.held = hold(self._config, share, query.device)
 
@@ -377,6 +373,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
                 f"this vLLM keeps its KV cache as {list(kv_cache.shape)}, in a way that kvsift does not know. Start it "
                 "without the kvsift settings."
             )
+        if self._is_fp8 and layer._k_scale.numel() > 1:
+            raise InputError("kvsift reads fp8 caches with one scale for all heads. Take --kv-cache-dtype bfloat16.")
         state, (kind, page_size) = self._state, self._summary
         state.held = None  # what the profile run held is for this
         pages = BlockPages.of(kv_cache, page_size)
@@ -387,7 +385,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or self._dtype, kv_cache.device)
         self._layer, self._cache = LayerPages(pages, keys, values, rows), cache
         size = rows.untyped_storage().nbytes()
-        if not state.summary_bytes:  # else the first prompt waits for it
+        if keys.dtype not in state.compiled:  # else the first prompt waits for it
+            state.compiled.add(keys.dtype)
             compile_ahead(kind, keys, values, rows, pages)
             if (prefill := state.settings.plan.prefill) is not None:
                 gpu_prefill.compile_ahead(prefill, self._shape(), self._layer, kind, state.max_length, self._dtype)

@@ -10,7 +10,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.vllm.settings import Settings
 
 TAKE_DENSE = "Or start vLLM without the kvsift settings."
-WIDE, FP8 = ("auto", "float16", "bfloat16", "float32"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
+WIDE, FP8 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
 
 
 def check_config(config: Any, settings: Settings) -> None:
@@ -20,7 +20,7 @@ def check_config(config: Any, settings: Settings) -> None:
 
 
 def _reasons(config: Any) -> Iterator[str]:
-    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    model, parallel = config.model_config, config.parallel_config
     if model.use_mla:
         yield "This model has multi-head latent attention (MLA), whose cache holds no keys; kvsift needs GQA or MHA."
     if model.runner_type == "pooling":
@@ -31,8 +31,6 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "Speculative decoding verifies several tokens at once, and kvsift decodes one. Leave it out."
     if config.kv_transfer_config is not None:
         yield "A KV connector fills the cache without page summaries. Leave out --kv-transfer-config."
-    if getattr(cache, "calculate_kv_scales", False):
-        yield "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             yield f"{name} divides a sequence among ranks, and kvsift selects within one. Take tensor parallelism."
@@ -42,9 +40,7 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
     device = config.device_config.device_type
     if device not in ("cpu", "cuda"):
         yield f"Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {device}."
-    dtypes, dtype = WIDE + FP8 * (device == "cuda"), str(config.cache_config.cache_dtype)
-    if dtype not in dtypes:
-        yield f"kvsift reads no cache of {dtype} here, but of {', '.join(dtypes)}. Take --kv-cache-dtype auto."
+    yield from _reasons_of_cache(config, settings, WIDE + FP8 * (device == "cuda"))
     if device != "cuda":
         for plan in (settings.plan, *settings.plans):
             yield from reasons_on_cpu(plan)
@@ -68,6 +64,20 @@ def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
             yield f"On a GPU all prompts are read by the server's rule or densely: leave out prefill={plan.prefill}."
         if plan.decode is not None and (reason := reason_against_sharing(plan.decode, settings.plan)):
             yield reason
+
+
+def _reasons_of_cache(config: Any, settings: Settings, dtypes: tuple[str, ...]) -> Iterator[str]:
+    cache, model = config.cache_config, str(config.model_config.dtype).removeprefix("torch.")
+    dtype = str(cache.cache_dtype)
+    if dtype not in dtypes:  # what a checkpoint asks for has taken the place of auto
+        nearest = model if "fp8" in dtypes else "auto, and a checkpoint without a quantised cache"
+        yield f"kvsift reads no cache of {dtype} here, but of {', '.join(dtypes)}. Take --kv-cache-dtype {nearest}."
+    if dtype not in FP8:
+        return
+    if getattr(cache, "calculate_kv_scales", False):
+        yield "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."
+    if model == "float16" and "log_mass" in dict(settings.summaries):
+        yield "Variances of fp8 keys, which log_mass keeps, overflow float16. Take --dtype bfloat16."
 
 
 def reason_against_sharing(rule: Rule, server: Plan) -> str | None:

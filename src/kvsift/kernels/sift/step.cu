@@ -5,7 +5,7 @@
 //   1. score a share of its pages each, and wait for one another,
 //   2. choose its best pages, each for itself: cheaper than to pass the list on,
 //   3. attend a share of the listed tokens each; the last to finish merges the parts.
-// Every warp streams 4 KiB stages through a ring of its own in shared memory, so that enough bytes are in flight and
+// Every warp streams stages of 4 KiB at most through a ring of its own in shared memory, so that enough bytes are in flight and
 // no barrier stands between memory and arithmetic.
 //
 // Compiled for: G query heads per KV head, D head_dim, PAGE tokens, FIRST_FEATURE and SECOND_FEATURE of the
