@@ -14,7 +14,7 @@ import torch
 from engine.tiny_directory import POSITIONS, text_of, write_model
 
 from kvsift import LLM, InputError
-from kvsift.engine.memory import GIB, RUNTIME_BYTES, available_bytes, predict_bytes
+from kvsift.engine.memory import GIB, RUNTIME_BYTES, _cgroup, available_bytes, predict_bytes
 from kvsift.models.transformers_load import ModelDirectory
 
 # Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
@@ -104,6 +104,15 @@ def test_a_tokenizer_with_more_entries_than_the_model_is_refused(tmp_path: Path)
 def test_what_is_available_is_known_here() -> None:
     available = available_bytes(torch.device("cpu"))
     assert available is None or 0 < available < 1 << 50
+
+
+def test_pages_of_files_are_free_memory_of_a_container(tmp_path: Path) -> None:
+    files = {"memory.max": "1000\n", "memory.current": "900\n", "memory.stat": "anon 500\ninactive_file 300\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert _cgroup(tmp_path) == 400
+    (tmp_path / "memory.max").write_text("max\n")
+    assert _cgroup(tmp_path) is None
 
 
 def test_memory_that_nobody_knows_refuses_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,3 +152,7 @@ def test_answers_that_begin_at_seeds_side_by_side_share_no_seed() -> None:
     assert len(set(seeds)) == len(seeds)
     assert Sampling(0.7, 0.9, 3).nth(0) == Sampling(0.7, 0.9, 3)
     assert Sampling(0.7, 0.9, 3).nth(5).top_p == 0.9
+
+
+def test_what_chooses_makes_nothing_on_its_device_before_the_first_token() -> None:
+    assert Sampling(temperature=0.8).chooser(torch.device("cuda"))  # whether there is one or not

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -81,6 +81,32 @@ def test_asking_a_document_while_it_answers_is_refused_and_the_answer_goes_on(ll
     assert facts(document.ask(QUESTIONS[0], max_new_tokens=8, on_text=on_text)) == expected
     assert refused
     assert facts(document.ask(QUESTIONS[0], max_new_tokens=8)) == expected
+
+
+def test_a_stream_is_closed_while_another_thread_waits_for_its_pieces(llama: Path) -> None:
+    llm, pieces, begun = LLM(llama, QUEST), list[str](), Event()
+    stream = llm.stream(text_of(200), max_new_tokens=3000)
+
+    def read() -> None:
+        for piece in stream:
+            pieces.append(piece)
+            begun.set()
+
+    thread = Thread(target=read)
+    thread.start()
+    assert begun.wait(60)
+    stream.close()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert llm.loop.rows == []
+    assert 0 < len(pieces) < 3000
+
+
+def test_more_prompts_than_fit_the_line_wait_for_it(llama: Path) -> None:
+    llm, prompts = LLM(llama, QUEST), [text_of(40 + size) for size in range(12)]
+    expected = [facts(answer) for answer in llm.generate(prompts, max_new_tokens=2)]
+    llm.loop._schedule._max_waiting = 2
+    assert [facts(answer) for answer in llm.generate(prompts, max_new_tokens=2)] == expected
 
 
 def test_a_stream_that_is_dropped_leaves_the_model_to_others(llama: Path) -> None:

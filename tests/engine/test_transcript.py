@@ -83,10 +83,22 @@ def test_a_stop_far_into_the_text_is_found(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "stops", "count"),
-    [("abc", (), 0), ("abE", ("END",), 1), ("abEN", ("END", "NO"), 2), ("ab\ufffd", ("END",), 1), ("", ("x",), 0)],
+    [
+        ("abc", (), 0),
+        ("abE", ("END",), 1),
+        ("abEN", ("END", "NO"), 2),
+        ("ab\ufffd", ("END",), 1),
+        ("", ("x",), 0),
+        ("ab\n\ufffd", ("\n☃",), 2),
+    ],
 )
 def test_what_may_still_change_is_held_back(text: str, stops: tuple[str, ...], count: int) -> None:
     assert undecided(text, stops) == count
+
+
+def test_a_stop_that_begins_before_a_character_in_parts_is_in_no_piece(tokenizer: Any) -> None:
+    transcript, pieces = said(tokenizer, "foo\n☃ bar", streamed=True, stops=("\n☃",))
+    assert transcript.text == "".join(pieces) == "foo"
 
 
 def test_times_are_those_of_the_tokens(tokenizer: Any) -> None:

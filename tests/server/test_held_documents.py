@@ -31,8 +31,9 @@ class Held:
             lambda question, reason: self.refused.append((question, reason)), lambda: None,
         )  # fmt: skip
 
-    def add(self, key: str, text: str) -> None:
-        message = {"op": "read", "document": key, "text": text, "client": "me", "salt": "", "kept": None}
+    def add(self, key: str, text: str, kept: Path | None = None) -> None:
+        path = None if kept is None else str(kept)
+        message = {"op": "read", "document": key, "text": text, "client": "me", "salt": "", "kept": path}
         self.documents.add(message)
 
     def step(self, done: Callable[[], object]) -> None:
@@ -89,6 +90,25 @@ def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(mod
     held.documents.forget("b")
     assert held.llm.loop.kv.pages.num_used == 0
     assert not held.begun
+
+
+@pytest.mark.parametrize("when", ["before it is written", "after"])
+def test_a_document_that_is_deleted_while_it_is_kept_leaves_no_file(
+    when: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, kept = Held(model), tmp_path / "a.kvsift"
+
+    def keep(path: Path, *_: object) -> None:
+        if when == "after":
+            path.write_bytes(b"keys and values")
+        held.documents.forget("a")
+        if when != "after":
+            path.write_bytes(b"keys and values")
+
+    monkeypatch.setattr("kvsift.server.held_documents.keep", keep)
+    held.add("a", text_of(300), kept)
+    held.step(lambda: "a" not in held.documents._held)
+    assert not kept.exists()
 
 
 def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
 T = TypeVar("T")
 DEVICE = Placement()
+GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole process
 SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
 
 
@@ -83,7 +84,7 @@ class FastPath:
             raise unknown("path", str(path), PATHS)
         self.deterministic = deterministic
         self._path, self._device, self._dense_below, self._place = path, device, dense_below, place
-        self.turn: AbstractContextManager[object] = RLock() if device.type == "cuda" else nullcontext()
+        self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step, the trial and the kept session
         self._step: DecoderStep | None = None
         self._prefill: DecoderPrefill | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 
@@ -55,6 +56,12 @@ class Generation:
         self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
         self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
         self._answers: dict[int, Answer] = {}
+        self._rows: list[Row] = []  # of the loop
+
+    def close(self) -> None:
+        """End all answers; any thread may."""
+        for row in self._rows:
+            self._loop.close(row)
 
     @property
     def answers(self) -> list[Answer]:
@@ -93,7 +100,7 @@ class Generation:
     def _in_rows(self, reason: str) -> Generator[tuple[int, str], None, None]:
         runner, plan = self._runner, self._runner.composed_plan(self._plan)
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
-        rows = [
+        self._rows = rows = [
             Row(
                 request.ids,
                 plan,
@@ -172,8 +179,10 @@ class TextStream(Uncopied):
         return self
 
     def close(self) -> None:
-        """End the answer here, as when the stream is let go of; ``answer`` stays None."""
-        self._pieces.close()
+        """End the answer here, as when the stream is let go of. A thread that waits for a piece gets no further one."""
+        self._generation.close()
+        with suppress(ValueError):  # such a thread is in the iterator, and ends it
+            self._pieces.close()
 
     def __next__(self) -> str:
         try:

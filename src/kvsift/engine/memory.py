@@ -18,6 +18,7 @@ SUMMARY_SHARE = 1 / 16  # page summaries beside the keys and values they describ
 ROOM_SHARE = 1 / 16  # captured steps reserve pages in round numbers, and a table of all rotary angles
 RUNTIME_BYTES = GIB // 2  # torch, transformers and the interpreter
 DEVICE, DENSE = Placement(), Plan()
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int | None:
@@ -127,9 +128,10 @@ def _meminfo() -> int | None:
         return None
 
 
-def _cgroup() -> int | None:
-    root = Path("/sys/fs/cgroup")
+def _cgroup(root: Path = CGROUP) -> int | None:
     try:
-        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+        most, used = (int((root / f"memory.{name}").read_text()) for name in ("max", "current"))
+        rows = (line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return most - used + int(dict(rows).get("inactive_file", 0))  # pages of files go when memory is needed
     except (OSError, ValueError):  # no cgroup, or "max": no limit
         return None

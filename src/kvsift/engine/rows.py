@@ -24,6 +24,7 @@ from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.row_groups import Group, PoolSession, RowGroup
 from kvsift.engine.session import Session
 from kvsift.engine.transcript import Request, Transcript
+from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_prefill import MAX_SEQUENCES, DecoderPrefill
@@ -342,10 +343,21 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
         reads = any(output.num_read != done for output, done in zip(outputs, told))
         return reads or any(output.pieces for output in outputs) or all(row.is_ended for row in rows)
 
+    coming = deque(rows)
+
+    def submit() -> None:
+        while coming:
+            try:
+                loop.submit(coming[0])
+            except InputError:  # the line is full, maybe of these
+                if all(row.is_ended for row in rows[: len(rows) - len(coming)]):
+                    raise
+                return
+            coming.popleft()
+
     try:
-        for row in rows:
-            loop.submit(row)
         while True:
+            submit()
             all_ended = all(row.is_ended for row in rows)  # before what they have said is fetched
             for index, (row, output) in enumerate(zip(rows, outputs)):
                 if output.num_read != told[index]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from sys import float_info
 from typing import Literal, get_args
 
@@ -84,10 +85,14 @@ class Chooser:
 
     def __init__(self, sampling: Sampling, device: torch.device) -> None:
         self._sampling, self._device = sampling, device
-        numbers = [[sampling.temperature], [sampling.top_p]]
-        self._temperature, top_p = torch.tensor(numbers, dtype=torch.float64, device=device)
-        self._top_p = top_p if choice_of([sampling]) == "nucleus" else None
         self._token, self._drawn = 0, sampling.noise(0)
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor | None]:
+        """Temperature and top_p; made with the first token, in a step: no thread may copy while another captures."""
+        numbers = [[self._sampling.temperature], [self._sampling.top_p]]
+        temperature, top_p = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        return temperature, top_p if choice_of([self._sampling]) == "nucleus" else None
 
     def __call__(self, logits: Tensor) -> int:
         """The next token, from logits [vocabulary]; to be called once per token."""
@@ -103,7 +108,8 @@ class Chooser:
         if token >= len(self._drawn):
             self._drawn = self._sampling.noise(2 * token + 1)
         noise = self._drawn[token : token + 1].to(self._device)
-        return int(draw(logits.float().unsqueeze(0), self._temperature, noise, self._top_p))
+        temperature, top_p = self._factors
+        return int(draw(logits.float().unsqueeze(0), temperature, noise, top_p))
 
 
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> Tensor:

@@ -149,6 +149,6 @@ class Transcript:
 
 def undecided(text: str, stops: Sequence[str] = ()) -> int:
     """Return how many characters at the end of a text may still change or begin a stop."""
-    incomplete = len(text) - len(text.rstrip("\ufffd"))  # characters with missing bytes
-    starts = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
-    return max([incomplete, *starts])
+    whole = text.rstrip("\ufffd")  # behind it are characters with missing bytes, which may go on with a stop
+    starts = [n for stop in stops for n in range(1, min(len(stop), len(whole) + 1)) if whole.endswith(stop[:n])]
+    return len(text) - len(whole) + max(starts, default=0)

@@ -117,17 +117,23 @@ class HeldDocuments(Generic[Question]):
             message["document"], message["text"], message["client"], message["salt"],
             None if message["kept"] is None else Path(message["kept"]),
         )  # fmt: skip
-        self.forget(document.key)
+        self._let_go(document.key)
         self._held[document.key] = document
         self._line.put(document)
 
     def forget(self, key: str) -> None:
-        """Let go of a document, and refuse the questions that wait for it."""
+        """Let go of a deleted document, refuse the questions that wait for it, and delete what was written since."""
+        document = self._let_go(key)
+        if document is not None and document.kept is not None:
+            document.kept.unlink(missing_ok=True)
+
+    def _let_go(self, key: str) -> HeldDocument[Question] | None:
         document = self._held.pop(key, None)
         if document is not None:
             self._settle(document, DELETED)
             if document.row is not None:
                 self._llm.loop.close(document.row)
+        return document
 
     def text(self, key: str) -> str:
         """Return the text of a document.
@@ -232,6 +238,8 @@ class HeldDocuments(Generic[Question]):
         def on_end() -> None:
             if document.kept is not None and row.source is None and self._held.get(document.key) is document:
                 keep(document.kept, self._llm, row, document.text)
+                if self._held.get(document.key) is None:  # deleted meanwhile
+                    document.kept.unlink(missing_ok=True)
 
         document.output = DocumentReading(on_end)
         plan = self._llm.composed_plan(self._plan)

@@ -164,6 +164,10 @@ class Worker:
         except InputError as error:
             self._cancel(opened.request)
             self._refuse(opened.request, 429, error, "rate_limit_exceeded")
+        with self._lock:
+            is_gone = opened not in self._rows
+        if is_gone:  # cancelled while it came into the line
+            self._llm.loop.close(opened.row)
         self._work.set()
 
     def _refuse_row(self, opened: OpenRow, reason: str) -> None:
