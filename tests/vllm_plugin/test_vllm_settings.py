@@ -110,7 +110,21 @@ def test_the_command_passes_other_options_on(monkeypatch):
     monkeypatch.setattr(serve, "_on_gpu", lambda: True)
     assert serve.server_command("there", settings, given)[6:8] == ["--attention-backend", "CUSTOM"]
     with pytest.raises(InputError, match="give them as options"):
-        serve.server_command("there", settings, ['--additional-config={"kvsift": {}}'])
+        serve.server_command("there", settings, ['--additional_config={"kvsift": {}}'])
+    with pytest.raises(InputError, match="as one JSON object"):
+        serve.server_command("there", settings, ["--additional-config.a", "1"])
+
+
+def test_vllm_listens_where_the_help_says(monkeypatch):
+    commands = []
+    monkeypatch.setattr(serve, "server_command", lambda model, settings, passed_on: commands.append(passed_on) or ["x"])
+    monkeypatch.setattr(serve.os, "execv", lambda *_: sys.exit(0))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
+    for given in ([], ["--host", "0.0.0.0", "--port", "1"]):
+        monkeypatch.setattr(sys, "argv", ["kvsift", "serve", "there", "--engine", "vllm", *given])
+        with suppress(SystemExit):
+            main()
+    assert commands == [["--host", "127.0.0.1"], ["--host", "0.0.0.0", "--port", "1"]]
 
 
 def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):
@@ -145,9 +159,11 @@ def test_what_a_device_cannot_do_is_refused_at_the_start(plan, backend, more, me
     check(plan, backend, more, message)
 
 
-def check(plan, backend, more, message, **cache):
+def check(plan, backend, more, message, model=None, **cache):
     config = SimpleNamespace(
-        model_config=SimpleNamespace(use_mla=False, runner_type="generate", dtype=cache.pop("dtype", "torch.bfloat16")),
+        model_config=SimpleNamespace(
+            **{"use_mla": False, "runner_type": "generate", "dtype": "torch.bfloat16", **(model or {})}
+        ),
         cache_config=SimpleNamespace(**{"cache_dtype": "auto", **cache}),
         parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1),
         speculative_config=None,
@@ -189,9 +205,14 @@ def test_caches_that_no_kernel_reads_are_refused_at_the_start(backend, cache, me
         check(plan, backend, {}, message, **cache)
 
 
+def test_what_moves_or_copies_memory_is_refused_at_the_start():
+    check("quest", "CUSTOM", {}, "Leave out --enable-sleep-mode", {"enable_sleep_mode": True})
+    check("quest", "CUSTOM", {}, "Leave out --prefix-match-unit", prefix_match_unit=16)
+
+
 def test_variances_of_fp8_keys_are_not_kept_in_float16():
     for dtype, message in (("torch.float16", "Take --dtype bfloat16"), ("torch.bfloat16", None)):
-        check("quest:score_by=log_mass", "CUSTOM", {}, message, cache_dtype="fp8", dtype=dtype)
+        check("quest:score_by=log_mass", "CUSTOM", {}, message, {"dtype": dtype}, cache_dtype="fp8")
 
 
 def test_on_a_gpu_requests_differ_in_what_one_kernel_can_do():

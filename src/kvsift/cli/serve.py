@@ -83,7 +83,8 @@ def serve(
         raise unknown("engine", engine, ["kvsift", "vllm"])
     given = {name for name in ctx.params if (source := ctx.get_parameter_source(name)) and source.name != "DEFAULT"}
     if engine == "vllm":
-        values = {name: str(ctx.params[name]) for name in PASSED_ON if name in given}
+        # without a host vLLM listens on all addresses
+        values = {name: str(ctx.params[name]) for name in PASSED_ON if name in given or name == "host"}
         _replace_by_vllm(model, plan, allow or [], options.dense_below, given, [*_as_options(values), *ctx.args])
     if others := [*([model] if model is not None and model.startswith("-") else []), *ctx.args]:
         known = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
@@ -173,6 +174,9 @@ def _without_config(passed_on: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the additional configuration among options, and the other options."""
     for index, option in enumerate(passed_on):
         name, equals, text = option.partition("=")
+        name = name.replace("_", "-")
+        if name.startswith(f"{CONFIG}."):
+            raise InputError(f"{option}: give {CONFIG} as one JSON object, to which the settings of kvsift are added.")
         if name != CONFIG:
             continue
         stop = index + (1 if equals else 2)

@@ -26,6 +26,7 @@ SUB, TILE = 16, 8  # tokens weighed together; of them, weighed by a warp
 BINS, COARSE = 4096, 64
 MOST_TOKENS = 1 << 19  # of a member, whose marks and sums take shared memory
 MOST_SHARED = 212 << 10  # bytes a block asks for besides the static ones
+MOST_SPILL = 1 << 30  # bytes of a batch that lie in global memory; larger ones are left to the Triton kernels
 
 
 class SketchSpace(NamedTuple):
@@ -46,8 +47,7 @@ class SketchSpace(NamedTuple):
     def shapes(cls, kv: PagedKV, group: int, capacity: int) -> tuple[SpaceShape, ...]:
         rows, members = kv.batch * kv.num_kv_heads, _members(kv)
         record = -(-(group * (kv.head_dim + 2) + 1 + group) // 4) * 4
-        subs = _own_subs(kv, members)
-        spill = subs * sum(_numbers(group)[: _spilled(kv, group, capacity, members)])
+        spill = _spill_bytes(kv, group, capacity, members)
         return (
             ((rows, members, 2 * group), torch.float32),
             ((rows, members, BINS), torch.int32),
@@ -85,6 +85,11 @@ def _spilled(kv: PagedKV, group: int, capacity: int, members: int) -> int:
     return next((n for n in range(3) if _shared_bytes(kv, group, capacity, members, spilled=n) <= MOST_SHARED), 3)
 
 
+def _spill_bytes(kv: PagedKV, group: int, capacity: int, members: int) -> int:
+    """Bytes of a member in global memory."""
+    return _own_subs(kv, members) * sum(_numbers(group)[: _spilled(kv, group, capacity, members)])
+
+
 def _shared_bytes(kv: PagedKV, group: int, capacity: int, members: int, *, spilled: int) -> int:
     """Bytes of dynamic shared memory: ``Arrays`` of the source, whose last part holds weights and then parts."""
     subs = _own_subs(kv, members)
@@ -109,6 +114,8 @@ def single_launch_runs(queries: Tensor, kv: PagedKV, capacity: int) -> bool:
     if not shapes or not have_nvrtc():
         return False
     members = _members(kv)
+    if kv.batch * kv.num_kv_heads * members * _spill_bytes(kv, group, capacity, members) > MOST_SPILL:
+        return False
     fits = _shared_bytes(kv, group, capacity, members, spilled=3) <= MOST_SHARED
     return fits and _own_subs(kv, members) * SUB <= MOST_TOKENS
 

@@ -23,7 +23,8 @@ def hold(config: Any, summary_share: float, device: torch.device) -> Tensor:
     if cache.kv_cache_memory_bytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
     free, total = torch.cuda.mem_get_info(device)
-    left = max(0, int(total * cache.gpu_memory_utilization) - (total - free))
+    planned = int(total * cache.gpu_memory_utilization) - torch.cuda.memory_allocated(device)  # of other processes none
+    left = max(0, min(free, planned))
     held = int(left * summary_share / (1 + summary_share))
     compat.logger.info("kvsift: %.2f GiB of the memory planned for the KV cache is for page summaries.", held / GIB)
     return torch.empty(held, dtype=torch.uint8, device=device)

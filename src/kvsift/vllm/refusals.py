@@ -29,6 +29,10 @@ def _reasons(config: Any) -> Iterator[str]:
         yield "An encoder-decoder model has cross attention, which kvsift does not select for."
     if config.speculative_config is not None:
         yield "Speculative decoding verifies several tokens at once, and kvsift decodes one. Leave it out."
+    if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
+        yield "Sleep mode takes memory that steps read. Leave out --enable-sleep-mode and --enable-cumem-allocator."
+    if getattr(config.cache_config, "prefix_match_unit", None) is not None:
+        yield "Blocks that vLLM copies have no page summaries. Leave out --prefix-match-unit."
     if config.kv_transfer_config is not None:
         yield "A KV connector fills the cache without page summaries. Leave out --kv-transfer-config."
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
