@@ -41,7 +41,7 @@ def piped(run: Run, monkeypatch: pytest.MonkeyPatch) -> Piped:
 
     def piped(lines: str | bytes, *arguments: object) -> Outcome:
         data = lines.encode() if isinstance(lines, str) else lines
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", "surrogateescape"))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8"))  # strict, as Python opens it
         return run("chat", *arguments, "--threads", "1")
 
     return piped
@@ -155,6 +155,16 @@ def test_another_context_begins_a_new_conversation(piped: Piped, manual: Path, t
     assert out[4] == out[1], "a file that is missing changes nothing"
     assert "no turn to undo" in done.err
     assert "none.txt does not exist" in done.err
+
+
+def test_a_tilde_is_the_home_folder_in_every_command(
+    piped: Piped, manual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "ship.txt").write_text("The captain of the ship Aurora is Elena Voss.\n")
+    done = piped("/context ~/ship.txt\nWho?\n/save ~/chat.md\n", "--context", manual)
+    assert "ship.txt, " in done.out
+    assert (tmp_path / "chat.md").exists()
 
 
 @pytest.mark.parametrize(

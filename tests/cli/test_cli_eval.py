@@ -14,6 +14,7 @@ import pytest
 from cli.watched import Refused, Run, files_in
 
 from kvsift.cli.eval import TimeLeft, progress_text
+from kvsift.eval import runner
 from kvsift.eval.runner import RunProgress
 
 RECIPE = """
@@ -82,6 +83,21 @@ def test_several_recipes_share_the_time_and_have_a_directory_each(
     first, second = (stop_at for *_, stop_at in tables)
     assert first == second
     assert before + 60 <= first <= time.monotonic() + 60
+
+
+def test_a_recipe_runs_as_it_was_read_whatever_becomes_of_its_file(
+    run: Run, recipe: Path, tables: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, answer = tmp_path / "other.toml", runner.run
+
+    def changing(*arguments: Any) -> Any:
+        other.unlink(missing_ok=True)
+        return answer(*arguments)
+
+    other.write_text(recipe.read_text())
+    monkeypatch.setattr(runner, "run", changing)
+    assert run("eval", recipe, other).code == 0
+    assert [text for _, text, *_ in tables] == [recipe.read_text()] * 2
 
 
 @pytest.mark.parametrize(

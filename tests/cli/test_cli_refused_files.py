@@ -297,3 +297,8 @@ def test_a_document_is_saved_over_no_other_file(refused: Refused, model: Path, t
 def test_standard_input_is_read_for_one_thing(refused: Refused, model: Path) -> None:
     said = refused("ask", "--model", model, "--context", "-", "--questions-file", "-")
     assert said.startswith("standard input (-) cannot be both the context and the questions.")
+
+
+def test_one_file_for_the_answers_and_the_document_is_refused(refused: Refused, model: Path, text: Path) -> None:
+    command = ("ask", "--model", model, "--context", text, "--question", "Why?", "--out", "x", "--save", "./x")
+    assert refused(*command) == "--out and --save are both x, and one would replace the other. Name two files."

@@ -31,3 +31,11 @@ def test_characters_that_an_encoding_lacks_are_escaped_as_in_json() -> None:
 def test_a_closed_output_is_no_error() -> None:
     run = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *COMMAND], stderr=subprocess.PIPE, text=True, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe that nobody reads")
+@pytest.mark.parametrize("arguments", [["--version"], ["methods", "quest"]])
+def test_a_reader_that_has_gone_is_no_error(arguments: list[str]) -> None:
+    command = ["sh", "-c", '"$@" | true', "sh", *COMMAND[:3], *arguments]
+    run = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert run.stderr == ""

@@ -84,6 +84,8 @@ def ask(
     o.require_writable(out, "--out", read)
     o.require_writable(save, "--save", read)
     o.require_replaceable(save, "--save")
+    if out is not None and save is not None and out.resolve() == save.resolve():
+        raise InputError(f"--out and --save are both {out}, and one would replace the other. Name two files.")
     saved = o.saved_document(context)
     if saved is not None and (template is not None or system is not None):
         raise InputError(

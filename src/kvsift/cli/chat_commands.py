@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -91,7 +92,7 @@ class ChatCommands:
         if files := _words(names):
             if "-" in files:
                 raise InputError("/context -: standard input has the questions. Name files.")
-            conversation.begin(ChatContext.read(files))
+            conversation.begin(ChatContext.read([os.path.expanduser(file) for file in files]))
         about = ", ".join(conversation.context.names)
         show(f"context: {about}, {conversation.num_tokens:,} tokens" if about else "there is no context.")
 

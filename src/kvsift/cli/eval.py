@@ -44,15 +44,15 @@ def evaluate(
     as_json: o.JsonOption = False,
 ) -> None:
     """Score the answers of plans at equal budgets on the same prefilled contexts."""
-    loaded = _load(recipes, device)
+    loaded, texts = _load(recipes, device), [path.read_text() for path in recipes]
     _require_directory(out)
     from kvsift.eval.runner import run
 
     stop_at = None if max_seconds is None else monotonic() + max_seconds
     made = []
-    for path, recipe in zip(recipes, loaded, strict=True):
+    for path, recipe, text in zip(recipes, loaded, texts, strict=True):
         with _progress(path.stem) as on_progress:
-            tables = run(recipe, path.read_text(), out / path.stem, workers, stop_at, on_progress, threads)
+            tables = run(recipe, text, out / path.stem, workers, stop_at, on_progress, threads)
         made.append({"recipe": path.stem, "results": str(out / path.stem), **tables})
         if not as_json:
             _print(made[-1], recipe)

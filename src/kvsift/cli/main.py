@@ -86,9 +86,9 @@ def _escaped(error: UnicodeError) -> tuple[str, int]:
 def main() -> None:
     """Run the command line; errors for the user become one message and exit code 2."""
     codecs.register_error("escaped", _escaped)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="escaped")
+    for stream, errors in ((sys.stdout, "escaped"), (sys.stderr, "escaped"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, TextIOWrapper):  # what is no text is refused where it is read, not by a traceback
+            stream.reconfigure(errors=errors)
     try:
         try:
             app()
@@ -99,8 +99,9 @@ def main() -> None:
         print(f"kvsift: {plain(str(error))}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if error.errno != errno.ENOSPC:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
-        print("kvsift: the output is cut: the disk that it goes to is full.", file=sys.stderr)
+        if error.errno == errno.ENOSPC:
+            print("kvsift: the output is cut: the disk that it goes to is full.", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
-        sys.exit(2)
+        sys.exit(2 if error.errno == errno.ENOSPC else 1)  # nobody reads on: as typer ends

@@ -18,7 +18,7 @@ from kvsift.models.transformers_attention import NAME, UnsupportedModel, attenti
 from kvsift.models.transformers_cache import SparseBlock, SparseCache, take_layers
 from kvsift.models.transformers_calls import WATCHED, Calls, Watched
 from kvsift.models.transformers_foresight import Foresight
-from kvsift.models.transformers_inputs import check_call, check_uncached, count_decode_tokens
+from kvsift.models.transformers_inputs import check_call, check_intact, check_uncached, count_decode_tokens
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.models.transformers_origin import origin_of
 from kvsift.models.transformers_pinning import RopePinning
@@ -212,6 +212,7 @@ class Adapter:
         layers = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, SparseLayer)]
         if layers:
             check_call(self.model.config, kwargs)
+            check_intact(layers)
             tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
             if not tokens.is_cuda:
                 yield_to_others(tokens.shape[1])

@@ -60,6 +60,11 @@ class AttendingLayer(CacheLayerMixin):
         self._pending = key_states, value_states
         return self, self
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the tokens of the last ``update`` were never attended."""
+        return self._pending is not None
+
     def taken(self) -> tuple[Tensor, Tensor]:
         """Return and clear the keys and values of the last ``update``."""
         if self._pending is None:
@@ -73,6 +78,14 @@ class AttendingLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def check_gradients(tensor: Tensor) -> None:
+    """Refuse a tensor through which gradients would flow (``InputError``)."""
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise InputError(
+            "kvsift supports inference only: call the model under torch.inference_mode() or torch.no_grad()."
+        )
 
 
 @torch.compiler.disable  # or it would be compiled anew for every length
@@ -89,10 +102,7 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend as the implementation "kvsift": sparsely for kvsift's cache layers, densely for everything else."""
-    if torch.is_grad_enabled() and query.requires_grad:
-        raise InputError(
-            "kvsift supports inference only: call the model under torch.inference_mode() or torch.no_grad()."
-        )
+    check_gradients(query)
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
     if isinstance(key, AttendingLayer):
         if not getattr(module, "is_causal", True):

@@ -42,12 +42,40 @@ class Watched:
             self._adapter.check_generate(kwargs)
         else:
             calls.chunked = _is_chunked(*args, **kwargs)
+            _check_prompt(self._adapter, *args, **kwargs)
         outer = getattr(calls, flag)  # a model that drafts for itself calls generate() inside generate()
         setattr(calls, flag, True)
         try:
             return self.__wrapped__(*args, **kwargs)
         finally:
             setattr(calls, flag, outer)
+
+
+def _check_prompt(
+    adapter: Any, input_ids: Tensor, generation_config: Any, model_kwargs: Mapping[str, Any],
+    is_first_iteration: bool = True, **kwargs: Any,
+) -> None:  # fmt: skip
+    """Refuse a whole sequence that is no longer than a cache of ours: transformers would feed its end again.
+
+    Raises:
+        InputError: with both lengths.
+    """
+    cache, embeds = model_kwargs.get("past_key_values"), model_kwargs.get("inputs_embeds")
+    past = 0 if cache is None else cache.get_seq_length()
+    if past == 0 or not adapter.is_sparse(cache):
+        return
+    length = input_ids.shape[1]
+    if embeds is not None and is_first_iteration:
+        length = embeds.shape[1]
+    else:
+        mask = model_kwargs.get("attention_mask")
+        if (getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]) != length:
+            return  # new tokens alone
+    if length <= past:
+        raise InputError(
+            f"the cache holds {past} tokens and the prompt has {length}. Give the whole conversation, which begins "
+            "with what is cached, or an empty cache: cache.reset()."
+        )
 
 
 def _is_chunked(

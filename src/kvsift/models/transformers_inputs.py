@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvsift.errors import InputError
@@ -30,6 +31,19 @@ def check_call(config: Any, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("cu_seq_lens_q") is not None:
         raise _packed("cu_seq_lens_q packs")
+
+
+def check_intact(layers: Sequence[Any]) -> None:
+    """Refuse a cache that a forward pass has left in its middle.
+
+    Raises:
+        InputError: if its layers hold different tokens.
+    """
+    if len({layer.columns for layer in layers}) > 1 or any(layer.is_waiting for layer in layers):
+        raise InputError(
+            "a forward pass with this cache has failed or was interrupted in its middle, so that its layers hold "
+            "different tokens. Call cache.reset(), or make a new one."
+        )
 
 
 def check_uncached(kwargs: dict[str, Any], calls: Calls) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
-from kvsift.models.transformers_attention import NAME, AttendingLayer, UnsupportedModel
+from kvsift.models.transformers_attention import NAME, AttendingLayer, UnsupportedModel, check_gradients
 from kvsift.models.transformers_run import SparseRun
 from kvsift.types import Chunk, LayerShape
 
@@ -64,6 +64,7 @@ class SparseLayer(AttendingLayer):
 
     @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        check_gradients(key_states)
         self.columns += key_states.shape[2]
         return super().update(key_states, value_states)
 
