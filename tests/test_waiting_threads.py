@@ -175,7 +175,16 @@ def test_a_model_that_runs_looks_at_the_processors(machine: Processors) -> None:
     machine.after(1.0, 4.0)
     with kvsift.sparse(model, SPARSE):
         greedy(model, prompt(), 2)
-    assert machine.threads == 1
+        assert machine.threads == 1
+    assert machine.threads == 4, "the caller's own work has all of them"
+
+
+def test_a_number_that_the_user_set_inside_a_block_stays(machine: Processors) -> None:
+    machine.after(1.0, 4.0)
+    threads.yield_to_others(1)
+    machine.set(2)
+    threads.give_back()
+    assert machine.threads == 2
 
 
 # --- scripts/busy_machine.py

@@ -69,6 +69,12 @@ def yield_to_others(num_tokens: int) -> None:
         _share.update(num_tokens <= FEW_TOKENS)
 
 
+def give_back() -> None:
+    """Let the caller compute with all threads again, unless the user has set their number since."""
+    if _START is not None and _most_threads() > 1:
+        _share.set(_most_threads())
+
+
 def report() -> dict[str, Any]:
     """Return the number of threads, how they wait, and the reason."""
     import torch
@@ -149,8 +155,12 @@ class _Share(threading.local):
             self.before = _read()
         elif monotonic() - self.before.clock >= PERIOD_S:
             self._choose()
-        number = self.chosen if few_tokens else _most_threads()
-        if number != self.number:
+        self.set(self.chosen if few_tokens else _most_threads())
+
+    def set(self, number: int) -> None:
+        import torch
+
+        if self.before is not None and torch.get_num_threads() == self.number != number:
             torch.set_num_threads(number)
             self.number = number
 

@@ -24,6 +24,7 @@ from kvsift.models.transformers_run import SparseRun
 from kvsift.plan.placement import PlacementSpec
 from kvsift.plan.refusals import check_drafts
 from kvsift.plan.syntax import parse_plan
+from kvsift.threads import give_back
 
 __all__ = ["PlanSpec", "SparseBlock", "SparseCache", "SparseRun", "feeding", "make_cache", "register", "sparse"]
 
@@ -55,8 +56,11 @@ def sparse(
     check_drafts(parsed)
     checks.flag("strict", strict)
     run = SparseRun(parsed, RunStats(probe_every), reserve, placement=placement)
-    with Adapter.block_of(model, run) as block:
-        yield block
+    try:
+        with Adapter.block_of(model, run) as block:
+            yield block
+    finally:
+        give_back()
     block.check(strict)
 
 
