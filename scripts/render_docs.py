@@ -80,7 +80,7 @@ def task_table() -> str:
     """Return the tasks as a Markdown table."""
     lines = ["| task | question | scorer |", "|---|---|---|"]
     for task in TASKS.values():
-        scorer = "exp of the mean NLL" if task.kind == "perplexity" else f"`{task.style.scorer}`"
+        scorer = "exp of minus the mean NLL" if task.kind == "perplexity" else f"`{task.style.scorer}`"
         lines.append(f"| `{task.name}` | {task.about} | {scorer} |")
     return "\n".join(lines)
 

@@ -125,6 +125,12 @@ def test_queries_are_foreseen_for_a_method_beside_the_run(tiny: LLM) -> None:
     assert counts[0] == counts[1] < 96
 
 
+def test_methods_that_foresee_and_that_hear_of_the_layer_below_stand_side_by_side(tiny: LLM) -> None:
+    both = explained(tiny, plan=QUEST, methods=["infinigen:alpha=1.0", "less_is_more"], token=1)
+    alone = [explained(tiny, plan=QUEST, methods=[name], token=1) for name in ("infinigen:alpha=1.0", "less_is_more")]
+    assert [each.passages for each in both.choices[1:]] == [found.choices[1].passages for found in alone]
+
+
 def test_methods_have_the_same_budget_and_none_beats_the_oracle(tiny: LLM) -> None:
     methods = ["oracle_tokens:heads=query", "quest:page_size=8", "loki", "magicpig", "pqcache", "random:page_size=8"]
     found = explained(tiny, plan=QUEST, methods=methods)

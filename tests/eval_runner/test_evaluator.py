@@ -13,7 +13,9 @@ from engine.tiny_directory import CHAT_TEMPLATE, write_model
 from eval_runner.samples import recipe_of, recipe_text
 
 from kvsift.engine.llm import LLM
+from kvsift.errors import InputError
 from kvsift.eval.evaluator import Evaluator
+from kvsift.eval.fingerprint import difference, document_of, is_extended
 from kvsift.eval.recipe import EvalRecipe, Job
 from kvsift.eval.tasks import Question, Sample
 
@@ -134,9 +136,11 @@ def test_a_conversation_cut_short_is_held_again_up_to_what_lacks(talk: tuple[Eva
     assert (last["question"], last["answer"]) == (2, every[2]["answer"])
 
 
+@pytest.mark.parametrize("template", [None, CHAT_TEMPLATE], ids=["no template", "a chat template"])
 def test_perplexity_is_that_of_one_forward_pass_when_nothing_is_hidden(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    template: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    model = write_model(tmp_path / "model", chat_template=template)
     asked = evaluator(tmp_path, model, (PLANS, '"dense", "quest:budget={budget}:window=16"'))
     ids = asked.contexts.sample(asked.recipe.jobs[0]).context_ids
     sample = Sample("passkey", "", ids[:600], (), targets=ids[600:620])
@@ -170,6 +174,32 @@ def test_files_are_tasks(model: Path, tmp_path: Path) -> None:
     assert len(found) == 3
     assert {(each["task"], each["length"]) for each in found} == {("mine", None)}
     assert all(each["references"] == ["17"] for each in found)
+
+
+def test_two_files_of_one_name_are_refused(model: Path, tmp_path: Path) -> None:
+    files = ""
+    for task in ("vt", "qa_1"):
+        (tmp_path / task).mkdir()
+        (tmp_path / task / "validation.jsonl").write_text("{}\n")
+        files += f"[[files]]\nkind = 'longbench'\npath = '{tmp_path / task / 'validation.jsonl'}'\n"
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe_text(model=model) + files)
+    with pytest.raises(InputError, match="two files of the recipe are named 'validation'"):
+        EvalRecipe.load(path)
+
+
+def test_files_of_plans_are_part_of_a_recipe(model: Path, tmp_path: Path) -> None:
+    anchors = tmp_path / "anchors.json"
+    anchors.write_text((Path(__file__).parents[2] / "recipes/anchors.json").read_text())
+    plans = (PLANS, f'"dense", "sketch:budget={{budget}}:anchors={anchors}"')
+    recipe = recipe_of(tmp_path, ("[64, 256]", "[128]"), plans, model=model)
+    first = document_of(recipe)
+    anchors.write_text(anchors.read_text() + "\n")
+    second = document_of(recipe)
+    assert list(first["digests"]) == [str(anchors)]
+    assert not is_extended(first, second)
+    assert "digests" in difference(first, second)
+    assert is_extended({**first, "digests": {}}, second), "older results have none"
 
 
 def test_a_model_with_a_chat_template_is_asked_in_its_own_format(tmp_path: Path) -> None:

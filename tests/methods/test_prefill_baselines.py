@@ -12,7 +12,7 @@ from contracts.harness import Case as ContractCase
 from torch import Tensor
 
 from kvsift.methods.base import Method
-from kvsift.methods.keydiff import KeyDiff
+from kvsift.methods.keydiff import KeyDiff, unlike_mean
 from kvsift.methods.less_is_more import LessIsMore
 from kvsift.methods.loki import Loki, principal_axes
 from kvsift.methods.sample_attention import SampleAttention, sampled
@@ -117,6 +117,15 @@ def test_keydiff_takes_the_keys_least_like_the_mean_direction() -> None:
     silent = odd._replace(queries=-odd.queries)
     for a, b in zip(asked_of(KeyDiff(chunk=32), odd), asked_of(KeyDiff(chunk=32), silent)):
         assert torch.equal(a.selection.units, b.selection.units), "KeyDiff asked a query"
+
+
+def test_keydiff_adds_up_more_keys_than_float16_can_count() -> None:
+    keys = torch.zeros(1, 90_000, 8, dtype=torch.float16)
+    keys[..., 0] = 1.0
+    keys[0, 70_000] = torch.tensor([0, 1.0, 0, 0, 0, 0, 0, 0])
+    scores = unlike_mean(keys, torch.ones(1, 90_000))
+    assert int(scores.argmax()) == 70_000
+    assert scores[0, 0] == pytest.approx(-1, abs=1e-3)
 
 
 def test_sparq_s_worked_example() -> None:

@@ -58,7 +58,7 @@ class Evaluator:
                     yield {**key, "plan": row.plan, "budget": row.budget, **notes, **result}
 
     def _document(self, sample: Sample) -> Document:
-        if self.llm.tokenizer.chat_template:
+        if self.llm.tokenizer.chat_template and not sample.targets:
             return self.llm.read(sample.context, plan="dense")
         ids = list(sample.context_ids)
         ids = ids[:-1] if sample.targets else ids  # the plan decodes the last token to predict the first target

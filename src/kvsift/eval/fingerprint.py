@@ -10,6 +10,7 @@ from typing import Any
 
 from kvsift.eval.recipe import EvalRecipe
 from kvsift.eval.task_files import digest
+from kvsift.plan.syntax import parse_plan
 
 NOT_PART_OF_A_RESULT = {"device"}
 MAY_GROW = {
@@ -24,10 +25,17 @@ MAY_GROW = {
 
 def document_of(recipe: EvalRecipe) -> dict[str, Any]:
     """Return a recipe for JSON, with its rows and the digests of its files."""
-    digests = {file.path: digest(Path(file.path)) for file in recipe.files}
+    digests = {path: digest(Path(path)) for path in [file.path for file in recipe.files] + _files_of_plans(recipe)}
     rows = [asdict(row) for row in recipe.rows]
     document: dict[str, Any] = json.loads(json.dumps({**asdict(recipe), "rows": rows, "digests": digests}))
     return document
+
+
+def _files_of_plans(recipe: EvalRecipe) -> list[str]:
+    rules = [rule for row in recipe.rows for rule in (parse_plan(row.plan).prefill, parse_plan(row.plan).decode)]
+    methods = [rule.method for rule in rules if rule is not None]
+    named = {getattr(method, name, None) for method in methods for name in ("anchors", "calibration")}
+    return sorted(str(path) for path in named if path is not None and Path(path).is_file())
 
 
 def fingerprint(document: dict[str, Any]) -> str:
@@ -40,7 +48,9 @@ def is_extended(before: dict[str, Any], now: dict[str, Any]) -> bool:
     """Return whether every sample of a recipe is one of another, which may add contexts and rows."""
 
     def rest(document: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in document.items() if key not in MAY_GROW | NOT_PART_OF_A_RESULT}
+        known = {path: of_file for path, of_file in document["digests"].items() if path in before["digests"]}
+        kept = {key: value for key, value in document.items() if key not in MAY_GROW | NOT_PART_OF_A_RESULT}
+        return kept | {"digests": known}  # those of plans were not always kept
 
     more = before["questions_per_task"] <= now["questions_per_task"] and _rows(before) <= _rows(now)
     wider = all(set(before[key]) <= set(now[key]) for key in ("tasks", "lengths"))

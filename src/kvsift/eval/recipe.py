@@ -120,6 +120,9 @@ class EvalRecipe:
         object.__setattr__(self, "tasks", task_names(self.tasks))
         if bool(self.tasks) != bool(self.lengths):
             raise InputError("a recipe with tasks needs lengths, and one with lengths needs tasks.")
+        names = [file.name for file in self.files]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"two files of the recipe are named {twice!r}. Give one of them another name.")
         for row in self.rows:
             _check_setup(self.setup, row)
             check_placement(parse_plan(row.plan), self.placement)

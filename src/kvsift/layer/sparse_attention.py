@@ -80,7 +80,8 @@ class SparseAttention(LayerCache):
     ) -> Part:  # fmt: skip
         """Store and attend consecutive tokens of one phase."""
         queries, keys, values = (tensor[chunk_row, :, tokens] for tensor in chunk[:3])
-        if chunk.foreseen is not None and phase == "decode":
+        foresees = self.plan.decode is not None and self.plan.decode.method.traits.wants_hidden
+        if chunk.foreseen is not None and foresees and phase == "decode":
             position = self.store.lengths[row]  # the query this layer would ask of the input of the layer below
             key = ("decode", position, position + 1)
             self.messages.put(row, self.shape.layer - 1, key, chunk.foreseen[chunk_row, :, tokens])

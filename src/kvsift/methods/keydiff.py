@@ -24,6 +24,8 @@ from kvsift.methods.key_norms import SMALLEST_NORM, KeyNorms
 from kvsift.methods.scoring import top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
+AT_ONCE = 1 << 14  # keys that are added up in float16
+
 
 @dataclass(frozen=True)
 class KeyDiff(ChunkedMethod):
@@ -79,6 +81,15 @@ def unlike_mean(keys: Tensor, norms: Tensor) -> Tensor:
     keys [num_kv_heads, count, head_dim]; norms float32 [num_kv_heads, count], inverse.
     """
     norms = norms.unsqueeze(1)
-    mean = norms.to(keys.dtype) @ keys  # [num_kv_heads, 1, head_dim], not normalised
-    mean = mean / mean.norm(dim=-1, keepdim=True).clamp_min(SMALLEST_NORM)
+    mean = _sum(norms, keys)  # not normalised
+    mean = (mean / mean.norm(dim=-1, keepdim=True).clamp_min(SMALLEST_NORM)).to(keys.dtype)
     return -((mean @ keys.mT).float() * norms).squeeze(1)
+
+
+def _sum(factors: Tensor, keys: Tensor) -> Tensor:
+    """Sum of keys times factors [num_kv_heads, 1, count]: [num_kv_heads, 1, head_dim]; in float32 for float16, whose
+    numbers end at 65504."""
+    if keys.dtype != torch.float16:
+        return factors.to(keys.dtype) @ keys
+    parts = zip(factors.to(keys.dtype).split(AT_ONCE, 2), keys.split(AT_ONCE, 1))
+    return torch.stack([(part @ of_part).float() for part, of_part in parts]).sum(0)

@@ -1,7 +1,8 @@
 """Perplexity over long prose: the prediction of the tokens after a context, one by one.
 
-There is no question: ``Sample.targets`` are the tokens after the context. The score of a context is
-exp(mean negative log-likelihood of its targets), lower is better. The built-in prose is CPython's documentation.
+There is no question: ``Sample.targets`` are the tokens after the context. The score of a context is exp(-mean negative
+log-likelihood of its targets), higher is better; tables have the perplexity beside it. The built-in prose is CPython's
+documentation.
 """
 
 from __future__ import annotations
