@@ -233,7 +233,8 @@ def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch, more: st
     monkeypatch.setattr(sys, "argv", ["kvsift", "serve", *(given + more).split()])
     with pytest.raises(SystemExit):
         main()
-    assert started[0][-6:] == ["--port", "81", "--dtype", "float32", "--max-model-len", "512"]
-    settings = json.loads(started[0][-7])["kvsift"]
+    passed = ["--host", "127.0.0.1", "--port", "81", "--dtype", "float32", "--max-model-len", "512"]
+    assert started[0][-8:] == passed
+    settings = json.loads(started[0][-9])["kvsift"]
     assert settings["plan"].endswith("quest:budget=128")
     assert settings.get("dense_below") == dense_below
