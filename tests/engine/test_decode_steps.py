@@ -238,6 +238,10 @@ def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
     assert llm.loop.rows == []
     assert list(stream) == []
     assert stream.answer is None
+    unread = llm.stream(TEXTS[0], max_new_tokens=50)
+    unread.close()
+    assert list(unread) == []
+    assert llm.loop.rows == []
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -173,6 +173,7 @@ class TextStream(Uncopied):
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._pieces = iter(generation)
+        self._is_closed = False
         self.answer: Answer | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -180,11 +181,14 @@ class TextStream(Uncopied):
 
     def close(self) -> None:
         """End the answer here, as when the stream is let go of. A thread that waits for a piece gets no further one."""
+        self._is_closed = True
         self._generation.close()
         with suppress(ValueError):  # such a thread is in the iterator, and ends it
             self._pieces.close()
 
     def __next__(self) -> str:
+        if self._is_closed:
+            self._pieces.close()
         try:
             return next(self._pieces)[1]
         except StopIteration:  # also after an error, without an answer

@@ -32,8 +32,8 @@ def document_of(recipe: EvalRecipe) -> dict[str, Any]:
 
 
 def _files_of_plans(recipe: EvalRecipe) -> list[str]:
-    rules = [rule for row in recipe.rows for rule in (parse_plan(row.plan).prefill, parse_plan(row.plan).decode)]
-    methods = [rule.method for rule in rules if rule is not None]
+    plans = [parse_plan(row.plan) for row in recipe.rows]
+    methods = [rule.method for plan in plans for rule in (plan.prefill, plan.decode) if rule is not None]
     named = {getattr(method, name, None) for method in methods for name in ("anchors", "calibration")}
     return sorted(str(path) for path in named if path is not None and Path(path).is_file())
 

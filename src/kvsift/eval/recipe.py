@@ -122,7 +122,7 @@ class EvalRecipe:
             raise InputError("a recipe with tasks needs lengths, and one with lengths needs tasks.")
         names = [file.name for file in self.files]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"two files of the recipe are named {twice!r}. Give one of them another name.")
+            raise InputError(f"two files of the recipe are named {twice!r}. Give one of them another: name = '...'")
         for row in self.rows:
             _check_setup(self.setup, row)
             check_placement(parse_plan(row.plan), self.placement)

@@ -32,13 +32,13 @@ class PagedKV(NamedTuple):
     def head_dim(self) -> int:
         return self.keys.shape[3]
 
-    def read_in_launches_of(self, dtype: torch.dtype) -> bool:
-        """Whether single launches read this cache for queries of a dtype; e4m3 was tested at head_dim 128."""
-        return self.keys.dtype in ((dtype, torch.float8_e4m3fn) if self.head_dim == 128 else (dtype,))
-
     @property
     def batch(self) -> int:
         return self.table.shape[0]
+
+    def read_in_launches_of(self, dtype: torch.dtype) -> bool:
+        """Whether single launches read this cache for queries of a dtype; e4m3 was tested at head_dim 128."""
+        return self.keys.dtype in ((dtype, torch.float8_e4m3fn) if self.head_dim == 128 else (dtype,))
 
     def row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of one sequence in logical order, [num_kv_heads, length, head_dim]; for references."""

@@ -23,7 +23,8 @@ def hold(config: Any, summary_share: float, device: torch.device) -> Tensor:
     if cache.kv_cache_memory_bytes:
         return torch.empty(0, dtype=torch.uint8, device=device)
     free, total = torch.cuda.mem_get_info(device)
-    planned = int(total * cache.gpu_memory_utilization) - torch.cuda.memory_allocated(device)  # of other processes none
+    # as vLLM counts: memory of other processes is no part of its share
+    planned = int(total * cache.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
     left = max(0, min(free, planned))
     held = int(left * summary_share / (1 + summary_share))
     compat.logger.info("kvsift: %.2f GiB of the memory planned for the KV cache is for page summaries.", held / GIB)
