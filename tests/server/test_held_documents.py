@@ -55,8 +55,6 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     held.add("b", "B " + text_of(500))
     held.documents.ask("b", "about b")
     held.documents.ask("a", "about a")
-    held.documents.ask("a", "gone")
-    held.documents.drop(lambda question: question == "gone")
     held.step(lambda: len(held.begun) == 2)
     assert held.begun == ["about a", "about b"]
     held.documents.ask("a", "at once")

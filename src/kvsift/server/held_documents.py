@@ -88,7 +88,7 @@ class HeldDocuments(Generic[Question]):
         llm: whose weights are loaded.
         plan: under which they are read.
         send: a message to the server.
-        begin: a question whose document is read.
+        begin: a question whose document is read; it may have been cancelled.
         refuse: a question whose document cannot be read, with the reason.
         wake: let the loop take steps.
     """
@@ -160,12 +160,6 @@ class HeldDocuments(Generic[Question]):
                 document.waiting.append(question)
         if not waits:
             self._answer(document, question)
-
-    def drop(self, is_gone: Callable[[Question], bool]) -> None:
-        """Forget questions that wait."""
-        with self._lock:
-            for document in self._held.values():
-                document.waiting = [question for question in document.waiting if not is_gone(question)]
 
     def report(self) -> None:
         """Tell the server what a step has read."""

@@ -43,7 +43,7 @@ ALIVE_S = 1.0  # between two signs of life
 CHAT_TOKENS = 512  # of an answer in a chat, unless the request says so
 
 
-@dataclass
+@dataclass(eq=False)
 class OpenRow:
     """A row of a request that has not ended."""
 
@@ -88,6 +88,7 @@ class Worker:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
         self._longest = max(map(len, llm.tokenizer.get_vocab()))  # characters of a token
+        self._waiting: list[OpenRow] = []  # accepted rows that have not begun
         self._rows: list[OpenRow] = []
         self._lock, self._work = Lock(), Event()
         self._step_started: float | None = None
@@ -149,6 +150,8 @@ class Worker:
             self._refuse(key, 500, RuntimeError(reason), "prompt_failed")
             return
         self._send({"op": "accepted", "id": key, "prompt_tokens": [len(ids) for ids in prompts]})
+        with self._lock:
+            self._waiting += rows
         for opened in rows:
             if (document := message.get("document")) is None:
                 self._begin(opened)
@@ -156,8 +159,11 @@ class Worker:
                 self._documents.ask(document, opened)
 
     def _begin(self, opened: OpenRow) -> None:
-        """Let a row run; a request that does not fit the line of the loop ends."""
+        """Let a row run unless it was cancelled; a request that does not fit the line of the loop ends."""
         with self._lock:
+            if opened not in self._waiting:
+                return
+            self._waiting.remove(opened)
             self._rows.append(opened)
         try:
             self._llm.loop.submit(opened.row)
@@ -272,8 +278,8 @@ class Worker:
         return guarded
 
     def _cancel(self, request: int) -> None:
-        self._documents.drop(lambda opened: opened.request == request)
         with self._lock:
+            self._waiting = [opened for opened in self._waiting if opened.request != request]
             gone = [opened for opened in self._rows if opened.request == request]
             self._rows = [opened for opened in self._rows if opened.request != request]
         for opened in gone:

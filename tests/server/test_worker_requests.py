@@ -1,0 +1,64 @@
+"""Requests that are cancelled, or refused by the loop, before they have begun."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvsift.batching.row import Row
+from kvsift.errors import InputError
+from kvsift.server.worker import OpenRow, Worker
+
+
+@pytest.fixture
+def worker(model: Path) -> Iterator[Worker]:
+    """A worker whose other side reads nothing."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": "composed"}
+        yield Worker(ours, {"model": options, "plans": ["dense"], "keep_tokens": 640, "reserve_tokens": 0})
+
+
+def message(key: int, n: int = 1, document: str | None = None) -> dict[str, Any]:
+    """A request for completions."""
+    return {
+        "op": "submit", "id": key, "prompts": [[5, 6, 7]], "n": n, "plan": 0, "max_tokens": 4, "temperature": 0.0,
+        "top_p": 1.0, "seed": 0, "stop": [], "logprobs": None, "exact": False, "ignore_eos": False, "sent": {},
+        "ended": [], "min_recovery": None, "client": "me", "salt": "", "document": document,
+    }  # fmt: skip
+
+
+def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not_run(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[OpenRow] = []
+    monkeypatch.setattr(worker._documents, "ask", lambda _, opened: asked.append(opened))
+    for key in (1, 2):
+        worker._take(message(key, document="a"))
+    worker._take({"op": "cancel", "id": 1})
+    for opened in asked:  # the document is read
+        worker._begin(opened)
+    assert [opened.request for opened in worker._rows] == [2]
+    assert worker._llm.loop.rows == [asked[1].row]
+    worker._take({"op": "cancel", "id": 2})
+    assert not worker._rows + worker._waiting
+    assert not worker._llm.loop.rows
+
+
+def test_no_other_sample_of_a_request_runs_that_the_line_has_no_room_for(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Row] = []
+
+    def full(row: Row) -> None:
+        submitted.append(row)
+        raise InputError("too many requests are waiting.")
+
+    monkeypatch.setattr(worker._llm.loop, "submit", full)
+    worker._take(message(1, n=3))
+    assert len(submitted) == 1
+    assert not worker._rows + worker._waiting
