@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import Lock
 from typing import TYPE_CHECKING, Unpack
 
+from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.options import Options, ProgressCallback, Stop
 from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
@@ -42,7 +43,7 @@ class Chat(Uncopied):
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
         self._answered: Generation | None = None  # of the last turn, which holds what it has read
         self._tried: Generation | None = None  # of an interrupted one after it, likewise
-        self._lock = Lock()
+        self._lock, self._growing = Lock(), GrowingText()
         self.turns: list[Turn] = []
 
     def ask(
@@ -70,7 +71,7 @@ class Chat(Uncopied):
         try:
             if not take(self._lock, taken):
                 raise InputError("this chat is answering a turn; ask the next one after it.")
-            ids = self._form.encode(self._context, question, self.turns)
+            ids = self._form.encode(self._context, question, self.turns, self._growing)
             chosen: Options = {"stop": self._stop, **options}
             offsets = self._form.offsets(self._context, question, self.turns) if chosen.get("passages") else None
             generation = self._start(ids, chosen, progress, on_text is not None, offsets)

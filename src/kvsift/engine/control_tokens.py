@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding
 
+from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.renamed_tokens import STRANGE, Copy, renamed, with_names
 from kvsift.errors import InputError
 
@@ -149,7 +150,7 @@ class ControlTokens:
         return Rendering(masks.unmask(masked), masked, control)
 
     def encode(
-        self, rendering: Rendering, special: bool, with_spans: bool = False
+        self, rendering: Rendering, special: bool, with_spans: bool = False, growing: GrowingText | None = None
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return a prompt as tokens and, if asked for, where each one stands in its text.
 
@@ -157,6 +158,7 @@ class ControlTokens:
             rendering: of the prompt.
             special: whether the tokenizer adds its special tokens.
             with_spans: asks for them.
+            growing: of the prompts that begin like this one.
 
         Raises:
             InputError: if contents spell control tokens, and the tokenizer cannot be copied.
@@ -169,15 +171,23 @@ class ControlTokens:
         ids += [rendering.control[token] for token in tokens]
         expected = Counter(filter(numbers.__contains__, ids))
         if not any(map(rendering.is_spelled, {*tokens, *unknown})):
-            options = {"add_special_tokens": special, "return_offsets_mapping": with_spans, "verbose": False}
-            encoded = self._tokenizer(rendering.text, **options)
-            if Counter(filter(numbers.__contains__, encoded["input_ids"])) <= expected:
-                return encoded["input_ids"], encoded.get("offset_mapping", [])
+            encoded, spans = self._encode(rendering.text, special, with_spans, growing)
+            if Counter(filter(numbers.__contains__, encoded)) <= expected:
+                return encoded, spans
             # contents spell others, or a normalizer makes control tokens of other characters
         found = self._encode_by_copy(rendering, special, numbers, expected.total())
         if not Counter(filter(numbers.__contains__, found.ids)) <= expected:
             raise self._refused(rendering)
         return found.ids, found.offsets if with_spans else []
+
+    def _encode(
+        self, text: str, special: bool, with_spans: bool, growing: GrowingText | None
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        if growing is not None and not with_spans:
+            return growing.encode(self._tokenizer, text, special), []
+        options = {"add_special_tokens": special, "return_offsets_mapping": with_spans, "verbose": False}
+        encoded = self._tokenizer(text, **options)
+        return encoded["input_ids"], encoded.get("offset_mapping", [])
 
     def _encode_by_copy(self, rendering: Rendering, special: bool, numbers: set[int], expected: int) -> Encoding:
         try:

@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from kvsift.engine.control_tokens import ControlTokens, Mask, Rendering
+from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.text_offsets import TextOffsets, require_spans
 from kvsift.errors import InputError
 
@@ -86,9 +87,12 @@ class PromptFormat:
         first["content"] = f"{context}\n\n{first['content']}".strip()
         return self._templated(messages)
 
-    def encode(self, context: str, question: str, turns: Sequence[Turn] = ()) -> list[int]:
-        """Return the prompt as tokens, with one bos token if the model has one."""
-        return self._tokens(lambda mask: self._text(context, question, turns, mask))
+    def encode(
+        self, context: str, question: str, turns: Sequence[Turn] = (), growing: GrowingText | None = None
+    ) -> list[int]:
+        """Return the prompt as tokens, with one bos token if the model has one; ``growing`` of those that begin like
+        it."""
+        return self._tokens(lambda mask: self._text(context, question, turns, mask), growing)
 
     def offsets(self, context: str, question: str, turns: Sequence[Turn] = ()) -> TextOffsets:
         """Return where the tokens of ``encode`` stand in the document.
@@ -112,17 +116,19 @@ class PromptFormat:
         _, spans = self._control.encode(rendering, self._special(rendering), with_spans=True)
         return TextOffsets([(first - begin + lead, last - begin + lead) for first, last in spans], len(context))
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]], document: str = "") -> list[int]:
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, str]], document: str = "", growing: GrowingText | None = None
+    ) -> list[int]:
         """Return the prompt of chat messages as tokens, after a document as in ``text``: by the chat template, or in
         kvsift's own format, in which system messages, and what stands before the last blank line of the first
-        question, are of the document too.
+        question, are of the document too. ``growing`` is of the prompts that begin like this one.
 
         Raises:
             InputError: if the template refuses them, or they do not alternate, the user's first and last.
         """
         for message in messages:
             require_text(message["content"], "message")
-        return self._tokens(lambda mask: self._text_of_messages(messages, document, mask))
+        return self._tokens(lambda mask: self._text_of_messages(messages, document, mask), growing)
 
     def message_offsets(self, messages: Sequence[Mapping[str, str]], document: str) -> TextOffsets:
         """Return where the tokens of ``encode_messages`` stand in the document; errors as of ``offsets``."""
@@ -153,9 +159,9 @@ class PromptFormat:
             raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
         return text
 
-    def _tokens(self, build: Callable[[Mask], str]) -> list[int]:
+    def _tokens(self, build: Callable[[Mask], str], growing: GrowingText | None) -> list[int]:
         rendering = self._control.render(build)
-        ids, _ = self._control.encode(rendering, self._special(rendering))
+        ids, _ = self._control.encode(rendering, self._special(rendering), growing=growing)
         return ids
 
     @cached_property
@@ -194,15 +200,18 @@ class DocumentPrompts:
         form: of the prompts.
         context: the document.
         ids: what the prompts begin with; None: what all prompts have in common now.
+        growing: of the prompts.
     """
 
-    def __init__(self, form: PromptFormat, context: str, ids: list[int] | None = None) -> None:
-        self._form, self._context = form, context
+    def __init__(
+        self, form: PromptFormat, context: str, ids: list[int] | None = None, growing: GrowingText | None = None
+    ) -> None:
+        self._form, self._context, self._growing = form, context, growing or GrowingText()
         self.ids = self._common() if ids is None else ids
 
     def __call__(self, question: str) -> list[int]:
         """Return the prompt of a question."""
-        prompt = self._form.encode(self._context, question)
+        prompt = self._encode(question)
         if prompt[: len(self.ids)] == self.ids:
             return prompt
         common = self._common()  # some chat templates write the date, which is that of the day of reading
@@ -210,15 +219,18 @@ class DocumentPrompts:
 
     def offsets(self, question: str) -> TextOffsets:
         """Return where the tokens of a prompt stand in the document."""
-        prompt, offsets = self._form.encode(self._context, question), self._form.offsets(self._context, question)
+        prompt, offsets = self._encode(question), self._form.offsets(self._context, question)
         return offsets.shifted(len(self(question)) - len(prompt))
 
     def _common(self) -> list[int]:
-        one, other = (self._form.encode(self._context, question) for question in ("a", "Which?"))
+        one, other = (self._encode(question) for question in ("a", "Which?"))
         length = next(
             (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), min(len(one), len(other))
         )
         return one[:length]
+
+    def _encode(self, question: str) -> list[int]:
+        return self._form.encode(self._context, question, growing=self._growing)
 
 
 def require_text(text: str, what: str) -> None:

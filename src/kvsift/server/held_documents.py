@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from kvsift.batching.row import FinishReason, Row
+from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.llm import LLM
 from kvsift.engine.prompt import DocumentPrompts, PromptFormat
 from kvsift.errors import InputError
@@ -61,6 +62,7 @@ class HeldDocument(Generic[Question]):
         kept: file of what was read; None: none is kept.
         num_read, told: tokens that are cached, and those that the server knows of.
         error: why it cannot be asked about; empty if it can.
+        growing: of the prompts about it.
     """
 
     key: str
@@ -75,6 +77,7 @@ class HeldDocument(Generic[Question]):
     is_settled: bool = False
     error: str = ""
     waiting: list[Question] = field(default_factory=list)
+    growing: GrowingText = field(default_factory=GrowingText)
 
     @property
     def num_read(self) -> int:
@@ -135,8 +138,8 @@ class HeldDocuments(Generic[Question]):
                 self._llm.loop.close(document.row)
         return document
 
-    def text(self, key: str) -> str:
-        """Return the text of a document.
+    def text(self, key: str) -> tuple[str, GrowingText]:
+        """Return the text of a document, and what encodes prompts about it.
 
         Raises:
             InputError: if it was deleted, or cannot be read.
@@ -146,7 +149,7 @@ class HeldDocuments(Generic[Question]):
             raise InputError(DELETED)
         if document.error:
             raise InputError(f"the document cannot be read: {document.error}")
-        return document.text
+        return document.text, document.growing
 
     def ask(self, key: str, question: Question) -> None:
         """Begin a question, as soon as its document is read."""
@@ -218,7 +221,7 @@ class HeldDocuments(Generic[Question]):
         return True
 
     def _row(self, document: HeldDocument[Question]) -> Row:
-        ids = DocumentPrompts(self._form, document.text).ids
+        ids = DocumentPrompts(self._form, document.text, growing=document.growing).ids
         if not ids:
             raise InputError("the chat template has no place for a document.")
         document.tokens = len(ids)

@@ -25,6 +25,7 @@ from kvsift import threads
 from kvsift.batching.row import Row
 from kvsift.engine.exactness import check_exact, exact_decoder
 from kvsift.engine.generation import answer_of_row, log_of
+from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.prompt import PromptFormat, require_text
@@ -187,19 +188,19 @@ class Worker:
     def _prompts(self, message: dict[str, Any]) -> list[list[int]]:
         """Tokens of the prompts."""
         if "messages" in message:
-            document = self._document(message)
+            document, growing = self._document(message)
             self._check_size(len(document) + sum(len(each["content"]) for each in message["messages"]))
-            return [self._form.encode_messages(message["messages"], document)]
+            return [self._form.encode_messages(message["messages"], document, growing)]
         return [self._encoded(prompt) for prompt in message["prompts"]]
 
-    def _document(self, message: dict[str, Any]) -> str:
-        """Text before the messages of a chat."""
-        return "" if message.get("document") is None else self._documents.text(message["document"])
+    def _document(self, message: dict[str, Any]) -> tuple[str, GrowingText | None]:
+        """Text before the messages of a chat, and what encodes prompts about it."""
+        return ("", None) if message.get("document") is None else self._documents.text(message["document"])
 
     def _offsets(self, message: dict[str, Any]) -> TextOffsets | None:
         if not message.get("passages"):
             return None
-        return self._form.message_offsets(message["messages"], self._document(message))
+        return self._form.message_offsets(message["messages"], self._document(message)[0])
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
         llm = self._llm
