@@ -31,7 +31,7 @@ test-page: $(VENV)/installed-dev  ## the page of kvsift serve in chromium, which
 test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; PYTHON must hold torch and the tools of the extra dev
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { \
 	  echo "make test-gpu needs an NVIDIA GPU and a torch that sees it; name its Python with make PYTHON=... test-gpu"; exit 1; }
-	@status=0; export PYTHONPATH=src; \
+	@status=0; export PYTHONPATH=src:lab; \
 	$(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) tests/kernels || status=1; \
 	$(PYTHON) -m pytest -n $(GPU_TEST_WORKERS) -m gpu --ignore=tests/kernels || status=1; exit $$status
 
@@ -51,24 +51,24 @@ lint: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 TABLES := quest-table1 quest-table1-long retrieval-tables retrieval-tables-index quoka-table critiprefill-ablation
-tables: $(VENV)/installed  ## the shapes of the papers' tables on the embedded model; goes on where it was stopped
-	$(BIN)/kvsift eval $(TABLES:%=recipes/%.toml)
+tables: $(VENV)/installed-dev  ## the shapes of the papers' tables on the embedded model; goes on where it was stopped
+	$(BIN)/kvsift eval $(TABLES:%=lab/recipes/%.toml)
 
 docs: $(VENV)/installed-dev  ## render the generated tables and charts into README and docs
-	$(BIN)/python scripts/render_docs.py
+	$(BIN)/python -m kvsift_lab.docs.render
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "kvsift needs Python 3.11 or newer; name one with make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-PACKAGE := $(BIN)/python pyproject.toml scripts/install-torch CMakeLists.txt $(shell find csrc -type f)
-$(VENV)/installed: EXTRAS :=
-$(VENV)/installed-dev: EXTRAS := [dev]
+PACKAGE := $(BIN)/python pyproject.toml lab/pyproject.toml scripts/install-torch CMakeLists.txt $(shell find csrc -type f)
+$(VENV)/installed: DISTRIBUTIONS := --editable .
+$(VENV)/installed-dev: DISTRIBUTIONS := --editable '.[dev]' --editable lab
 $(VENV)/installed $(VENV)/installed-dev: $(PACKAGE)
 	@echo "Installing torch, transformers and kvsift into $(VENV): a few minutes, most of them quiet."
 	scripts/install-torch $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.$(EXTRAS)'
+	$(BIN)/python -m pip install --quiet $(DISTRIBUTIONS)
 	@touch $(VENV)/installed $@
 
 # torchvision and its kin come linked to CUDA, and break imports

@@ -1,17 +1,17 @@
-"""No class name twice in src/kvsift: a name means one thing in the whole tree."""
+"""No class name twice in kvsift and its laboratory: a name means one thing in the whole tree."""
 
 from __future__ import annotations
 
 import ast
 from collections import defaultdict
 
-from test_import_law import SOURCE
+from test_import_law import LABORATORY, SOURCE
 
 
 def test_no_class_name_is_defined_twice() -> None:
     modules: dict[str, list[str]] = defaultdict(list)
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted([*SOURCE.rglob("*.py"), *LABORATORY.rglob("*.py")]):
         names = [node.name for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.ClassDef)]
         for name in names:
-            modules[name].append(str(path.relative_to(SOURCE)))
+            modules[name].append(str(path))
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}

@@ -1,4 +1,4 @@
-"""Docs match the code: rendered blocks are fresh, links resolve, plans parse, Python runs, and pages stay short."""
+"""Docs match the code: rendered blocks are fresh, links resolve, plans parse, and Python runs."""
 
 import ast
 import json
@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model
+from kvsift_lab.eval.packed import stored
 from models.tiny import tiny
 
-from kvsift.eval.packed import stored
 from kvsift.kernels.page_summary import summarise
 from kvsift.plan.syntax import parse_plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RESULT_PAGES = sorted((ROOT / "results").rglob("*.md"))
-MOST_PROSE, MOST_RENDERED, README_LINES = 12_000, 8_000, 120  # words of README and docs, lines
+README_LINES = 120
 
 
 def test_rendered_tables_and_examples_are_fresh():
-    script = ROOT / "scripts" / "render_docs.py"
-    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "kvsift_lab.docs.render", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -48,16 +48,8 @@ def test_every_page_of_a_result_is_linked_from_the_docs():
     assert [page for page in RESULT_PAGES if str(page.relative_to(ROOT)) not in text] == []
 
 
-def test_readme_and_docs_stay_short(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    import house_counts
-
-    found = house_counts.words(
-        {str(page.relative_to(ROOT)): page.read_text() for page in PAGES if "CONTR" not in page.name}
-    )
-    assert found["prose"] <= MOST_PROSE
-    assert found["rendered"] <= MOST_RENDERED
-    assert found["readme_lines"] <= README_LINES
+def test_the_readme_fits_two_screens():
+    assert (ROOT / "README.md").read_text().count("\n") <= README_LINES
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -73,23 +65,23 @@ def code_of(page: Path) -> str:
 
 
 def test_commands_scripts_and_results_in_docs_exist():
-    from kvsift.cli.main import app
+    from kvsift.cli.main import added_commands, app
 
     code = "\n".join(code_of(page) for page in [*PAGES, *RESULT_PAGES])
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     made = re.findall(r"^make ([a-z-]+)", code, flags=re.MULTILINE)
     assert {"demo", "test"} <= set(made) <= set(targets)
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    names |= {group.name for group in app.registered_groups} | {"dense"}  # the engine without a plan, in a benchmark
+    names |= {*added_commands(), "dense"}  # the engine without a plan, in a benchmark
     assert set(re.findall(r"^kvsift ([a-z-]+)", code, flags=re.MULTILINE)) <= names
-    files = re.findall(r"\b(?:scripts|recipes|examples)/[\w-]+\.(?:py|toml)", code)
+    files = re.findall(r"\b(?:scripts|lab/recipes|examples)/[\w-]+\.(?:py|toml)", code)
     assert [file for file in files if not (ROOT / file).is_file()] == []
     results = re.findall(r"^results/[\w./-]+$", code, flags=re.MULTILINE)
     assert [result for result in results if not stored(ROOT / result).exists()] == []
 
 
 def test_source_files_in_docs_exist():
-    folders = [ROOT, ROOT / "src" / "kvsift"]
+    folders = [ROOT, ROOT / "src" / "kvsift", ROOT / "lab" / "kvsift_lab"]
     code = "\n".join(code_of(page) for page in [*PAGES, *RESULT_PAGES])
     for file in re.findall(r"^(?:cli|eval|engine|models|layer|plan|stores|methods|indexes|kernels)/\S+$", code, re.M):
         assert any((folder / file).exists() for folder in folders), file

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from kvsift_lab.eval.tasks import make_sample
 
 import kvsift
 from kvsift.engine.prompt import exact_match, prompt
-from kvsift.eval.tasks import make_sample
-from kvsift.eval.text import document
+from kvsift.texts.prose import document
 
 DIRECTORY = Path(kvsift.__file__).parent / "embedded"
 FACTS = (

@@ -1,8 +1,9 @@
-"""Imports point down: cli > eval | benchmarks | server > engine > batching > models | vllm > layer > plan >
-methods | stores > indexes > kernels > native > types.
+"""Imports point down: cli > server | texts > engine > batching > models | vllm > layer > plan > methods | stores >
+indexes > kernels > native > types; and the laboratory is above everything: cli > docs > probe | studies > bench > eval.
 
-Folders side by side never import each other, only the transformers adapter imports transformers and only the plugin
-vllm, and what a user waits for first, ``import kvsift`` and ``kvsift --help``, loads neither transformers nor torch.
+Folders side by side never import each other and nothing below imports the laboratory. Outside it, only the transformers
+adapter imports transformers and only the plugin vllm. What a user waits for first, ``import kvsift`` and ``kvsift
+--help``, loads neither transformers nor torch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import kvsift_lab
 import pytest
 
 import kvsift
 
 SOURCE = Path(kvsift.__file__).parent
+LABORATORY = Path(kvsift_lab.__file__).parent
 
 # Lower numbers may not import higher ones; folders with one number stand side by side and import neither way.
 LAYERS = {
@@ -37,31 +40,48 @@ LAYERS = {
     "vllm": 7,
     "batching": 8,
     "engine": 9,
-    "eval": 10,
-    "benchmarks": 10,
+    "texts": 10,
     "server": 10,
     "cli": 11,
     "__init__": 12,  # re-exports; of it others may read __version__ alone
     "__main__": 12,
+    # the laboratory
+    "lab.eval": 13,
+    "lab.bench": 14,
+    "lab.studies": 15,
+    "lab.probe": 15,
+    "lab.docs": 16,
+    "lab.cli": 17,
+    "lab.__init__": 18,
 }
 
 
 def _modules() -> list[Path]:
-    return sorted(SOURCE.rglob("*.py"))
+    return sorted([*SOURCE.rglob("*.py"), *LABORATORY.rglob("*.py")])
+
+
+def _package(path: Path) -> Path:
+    return LABORATORY if path.is_relative_to(LABORATORY) else SOURCE
 
 
 def _name(path: Path) -> str:
-    return str(path.relative_to(SOURCE.parent))
+    return str(path.relative_to(_package(path).parent))
 
 
 def _folder(path: Path) -> str:
-    first = path.relative_to(SOURCE).parts[0]
-    return first.removesuffix(".py")
+    return _layer([_package(path).name, path.relative_to(_package(path)).parts[0].removesuffix(".py")])
+
+
+def _layer(names: list[str]) -> str:
+    """The key in LAYERS of a dotted name; that of its package for a name which is no folder."""
+    package = {"kvsift": "", "kvsift_lab": "lab."}[names[0]]
+    folder = package + (names[1] if len(names) > 1 else "")
+    return folder if folder in LAYERS else f"{package}__init__"
 
 
 def _imports(path: Path, in_functions: bool = True) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything a module imports, for type checkers too, and in functions."""
-    package = path.relative_to(SOURCE.parent).with_suffix("").parts[:-1]
+    package = path.relative_to(_package(path).parent).with_suffix("").parts[:-1]
     tree = ast.parse(path.read_text(encoding="utf-8"))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     inner = set() if in_functions else {node for function in functions for node in ast.walk(function)}
@@ -83,13 +103,15 @@ def violations(path: Path) -> list[str]:
     found, here = [], _folder(path)
     for line, dotted in _imports(path):
         root, *rest = dotted.split(".")
-        if root == "transformers" and not (here == "models" and path.name.startswith("transformers")):
+        is_of_the_laboratory = here.startswith("lab.")
+        is_adapter = here == "models" and path.name.startswith("transformers")
+        if root == "transformers" and not (is_adapter or is_of_the_laboratory):
             found.append(f"line {line}: {dotted}, which only models/transformers*.py may import")
-        if root == "vllm" and here != "vllm":
+        if root == "vllm" and here != "vllm" and not is_of_the_laboratory:
             found.append(f"line {line}: {dotted}, which only kvsift.vllm may import")
-        if root != "kvsift" or here in ("__init__", "__main__") or rest == ["__version__"]:
+        if root not in ("kvsift", "kvsift_lab") or here in ("__init__", "__main__") or rest == ["__version__"]:
             continue
-        there = rest[0] if rest and rest[0] in LAYERS else "__init__"
+        there = _layer([root, *rest])
         if there != here and LAYERS[there] >= LAYERS[here]:
             found.append(f"line {line}: {dotted}, which does not lie below {here}")
     return found
@@ -103,8 +125,11 @@ def test_imports_point_down() -> None:
 
 def _module_of(dotted: str) -> Path | None:
     """The file of a dotted name inside kvsift: its own, or that of the module which defines it; None outside."""
-    path = SOURCE.parent.joinpath(*dotted.split("."))
-    if dotted.partition(".")[0] != "kvsift" or any(path.parent.glob(f"{path.name}.*.so")):  # compiled: imports nothing
+    root = {"kvsift": SOURCE, "kvsift_lab": LABORATORY}.get(dotted.partition(".")[0])
+    if root is None:
+        return None
+    path = root.parent.joinpath(*dotted.split("."))
+    if any(path.parent.glob(f"{path.name}.*.so")):  # compiled: imports nothing
         return None
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None) or (
         _module_of(dotted.rpartition(".")[0])
@@ -160,7 +185,9 @@ def test_a_cycle_for_type_checkers_alone_is_found(tmp_path: Path, monkeypatch: p
         ("methods/x.py", "import_module('kvsift.plan.plan')", False),  # by name
         ("errors.py", "from kvsift import types", False),
         ("engine/x.py", "from kvsift import sparse", False),  # through the front door
-        ("eval/x.py", "from kvsift import __version__", True),
+        ("server/x.py", "from kvsift import __version__", True),
+        ("cli/x.py", "from kvsift_lab.eval.tasks import TASKS", False),
+        ("texts/x.py", "def f():\n    import kvsift_lab", False),
         ("engine/x.py", "import transformers", False),
         ("models/transformers_x.py", "from transformers import Cache", True),
         ("models/x.py", "from transformers.cache_utils import Cache", False),

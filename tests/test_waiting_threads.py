@@ -16,7 +16,7 @@ import torch
 from kvsift import threads
 from kvsift.threads import _Reading, _Share
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
+ROOT = Path(__file__).parents[1]
 PLAIN = {name: text for name, text in os.environ.items() if name not in (*threads.WAITING, "OMP_NUM_THREADS")}
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems have other OpenMP runtimes")
 
@@ -187,13 +187,13 @@ def test_a_number_that_the_user_set_inside_a_block_stays(machine: Processors) ->
     assert machine.threads == 2
 
 
-# --- scripts/busy_machine.py
+# --- kvsift_lab/studies/busy_machine.py
 
 
 @linux_only
 def test_the_measurement_runs(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    command = [sys.executable, SCRIPTS / "busy_machine.py", out, "--quick", "--settings", "torch-first"]
+    command = [sys.executable, "-m", "kvsift_lab.studies.busy_machine", out, "--quick", "--settings", "torch-first"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
@@ -203,9 +203,8 @@ def test_the_measurement_runs(tmp_path: Path) -> None:
     assert "| kvsift, imported after torch |" in done.stdout
 
 
-def test_the_table_compares_with_the_default_and_with_the_quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    from busy_machine import table
+def test_the_table_compares_with_the_default_and_with_the_quiet_machine() -> None:
+    from kvsift_lab.studies.busy_machine import table
 
     def sample(ms: float, job_s: float, others: float = 0.0) -> dict[str, Any]:
         itl_s = {"quest:budget=256": [ms / 1e3] * 3, "dense": [2 * ms / 1e3] * 3}
@@ -223,23 +222,22 @@ def test_the_table_compares_with_the_default_and_with_the_quiet_machine(monkeypa
 
 
 def test_the_docs_show_every_measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(SCRIPTS)
-    import host_docs
+    from kvsift_lab.docs import host
 
-    monkeypatch.setattr(host_docs, "RESULTS", tmp_path)
-    assert host_docs.busy().startswith("Not measured yet: ")
+    monkeypatch.setattr(host, "RESULTS", tmp_path)
+    assert host.busy().startswith("Not measured yet: ")
     sample = {"itl_s": {"quest:budget=256": [0.004], "dense": [0.004]}, "others": 0.5}
     rounds = [{"busy": busy, "samples": {"kvsift": sample}} for busy in (False, True)]
     result = {"recipe": {"rounds": 1, "loops": 2, "context": 4096}, "rounds": rounds, "processors": 2, "machine": "M"}
     result |= {"versions": {"python": "3", "torch": "2"}, "commit": "c", "settings": [{"name": "kvsift", "label": "K"}]}
     for name in ("busy-machine.json", "busy-machine-pinned.json"):
         (tmp_path / name).write_text(json.dumps(result))
-    page = host_docs.busy()
+    page = host.busy()
     assert page.count("| K | 4.00 ms | 4.0 ms (1.0x) |") == 2
     assert "`results/busy-machine-pinned.json`: M, 2 of them used" in page
     assert "THE MACHINE WAS BUSY: only 0 of 1 rounds" in page
 
 
 def test_the_docs_name_the_spin_count_that_is_set() -> None:
-    page = (SCRIPTS.parent / "docs" / "host.md").read_text()
+    page = (ROOT / "docs" / "host.md").read_text()
     assert f"`GOMP_SPINCOUNT={threads.SPINS}`" in page

@@ -221,7 +221,7 @@ def test_an_interrupted_eval_says_that_its_samples_are_safe(run: Run, monkeypatc
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvsift.cli.eval._load", interrupted)
+    monkeypatch.setattr("kvsift_lab.cli.eval._load", interrupted)
     outcome = run("eval", "recipe.toml")
     assert (outcome.code, outcome.out) == (130, "")
     assert "The samples so far are safe; give the same command again to go on." in outcome.err

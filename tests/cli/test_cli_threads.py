@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from cli.watched import Run
+from kvsift_lab.bench import BENCHES, load
+from kvsift_lab.cli.eval import evaluate
+from kvsift_lab.cli.explain import explain
 
 from kvsift import threads
-from kvsift.benchmarks import BENCHES, load
 from kvsift.cli.ask import ask
 from kvsift.cli.calibrate import calibrate
 from kvsift.cli.demo import demo
-from kvsift.cli.eval import evaluate
-from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
 
 COMMANDS = ask, generate, demo, explain, calibrate, evaluate

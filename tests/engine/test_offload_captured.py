@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine.apart import GPU, llm
 from engine.tiny_directory import text_of
+from kvsift_lab.bench.split_captured import measure_captured
 
 from kvsift import LLM, InputError
-from kvsift.benchmarks.split_captured import measure_captured
 from kvsift.engine.result import Answer
 from kvsift.models.transformers_random import random_model
 from kvsift.plan.placement import Placement

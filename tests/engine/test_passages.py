@@ -14,10 +14,10 @@ from kvsift.engine.passages import MOST_SPANS, Passages, passages_of
 from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.text_offsets import TextOffsets, offsets_of
-from kvsift.eval.text import document
 from kvsift.layer.selection_log import LayerSelections, SelectionLog
 from kvsift.methods import catalogue, method_class
 from kvsift.plan.syntax import parse_plan
+from kvsift.texts.prose import document
 
 SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
 KNOBS = {"retrieval_attention": ":index=flat", "infllm": ":block=16:chunk=32"}

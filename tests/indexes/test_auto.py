@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from indexes.brute_force import assert_exact, needs_core
+from kvsift_lab.bench.index_data import index_data
 from torch import Tensor
 
-from kvsift.benchmarks.index_data import index_data
 from kvsift.indexes import auto, trial
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.flat import exact_search

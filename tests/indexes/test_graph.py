@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvsift_lab.bench.index_data import IndexData, index_data
 from torch import Tensor
 
 from kvsift import native
-from kvsift.benchmarks.index_data import IndexData, index_data
 from kvsift.errors import InputError
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.knn import knn

@@ -10,11 +10,11 @@ import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton
 from kernels.decode_cases import DecodeCase, Lists
 from kernels.decode_checks import by_twins, check_step
+from kvsift_lab.eval.tasks import make_sample
 from torch import Tensor
 
 from kvsift import LLM
 from kvsift.engine.prompt import question_text
-from kvsift.eval.tasks import make_sample
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sifted_attention import sifted_attention
 from kvsift.layer.paged_decode import list_capacity, page_spans

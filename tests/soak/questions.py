@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from kvsift_lab.eval.tasks import make_sample
+
 import kvsift
 from kvsift import threads
 from kvsift.engine.prompt import STOP, PromptFormat
-from kvsift.eval.tasks import make_sample
 
 PLANS = "sketch:budget=256", "dense", "quest:budget=256", "streaming_llm:budget=320"
 LENGTHS = 120, 700, 1300, 1900  # tokens of documents

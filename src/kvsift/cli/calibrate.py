@@ -76,7 +76,7 @@ def _prose(tokens: int) -> str:
     """Return the beginning of endless prose, the same on one version of Python."""
     from random import Random
 
-    from kvsift.eval.text import prose
+    from kvsift.texts.prose import prose
 
     text, pieces = "", prose(Random(0))
     while len(text) < CHARACTERS_PER_TOKEN * tokens:

@@ -56,8 +56,8 @@ def calibrate_layers(
     """Compare the layers on texts, or on generated contexts, and write the anchors found."""
     from kvsift.engine.layer_calibration import LayerOptions
     from kvsift.engine.layer_calibration import calibrate_layers as run
-    from kvsift.eval.calibration_texts import ends, task_texts
     from kvsift.plan.syntax import read_layers
+    from kvsift.texts.calibration import ends, task_texts
 
     defaults = LayerOptions()
     options = LayerOptions(

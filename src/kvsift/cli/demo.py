@@ -66,8 +66,8 @@ def demo(
 
 def make_document(tokens: int) -> str:
     """Return English prose of at least this many tokens with the facts hidden in it."""
-    from kvsift.eval.text import document
     from kvsift.models.transformers_load import ModelDirectory
+    from kvsift.texts.prose import document
 
     tokenizer = ModelDirectory.check(None).tokenizer()
     facts, depths = [fact for fact, _, _ in FACTS], [depth for _, depth, _ in FACTS]

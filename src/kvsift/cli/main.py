@@ -6,45 +6,79 @@ import codecs
 import errno
 import os
 import sys
+from functools import cache
+from importlib.metadata import entry_points
 from io import TextIOWrapper
+from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from kvsift import __version__
 from kvsift.cli.ask import ask
-from kvsift.cli.bench import bench
 from kvsift.cli.calibrate import calibrate
 from kvsift.cli.chat import chat
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
 from kvsift.cli.escaping import plain
-from kvsift.cli.eval import evaluate
-from kvsift.cli.explain import explain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
-from kvsift.cli.report import report
 from kvsift.cli.serve import serve
-from kvsift.errors import KVSiftError
+from kvsift.errors import InputError, KVSiftError
 
+LABORATORY = ("bench", "eval", "explain", "report")  # commands of the distribution kvsift-lab
 NOTHING_HALF_WRITTEN = "No file was left half written."
-SAFE = {
-    "ask": "No file was left half written; answers to --questions-file so far are whole lines.",
-    "eval": "The samples so far are safe; give the same command again to go on.",
-}
+
+
+class AnsweringLineByLine(TyperCommand):
+    after_interrupt = "No file was left half written; answers to --questions-file so far are whole lines."
 
 
 class Commands(TyperGroup):
-    """The commands; after Ctrl-C, a line on stderr names what is saved."""
+    """The commands of the package and those of installed distributions that have a Typer application in the entry
+    points ``kvsift.commands``; after Ctrl-C, a line on stderr names what is saved (``after_interrupt`` of a command).
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *added_commands()]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name) or added_commands().get(cmd_name)
+        if found is None and cmd_name in LABORATORY:
+            raise InputError(f"kvsift {cmd_name} comes with kvsift-lab, which is not installed: {install_laboratory()}")
+        return found
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if missing := [name for name in LABORATORY if name not in added_commands()]:
+            self.epilog = f"{', '.join(missing)}: with kvsift-lab, {install_laboratory()}"
+        super().format_help(ctx, formatter)
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:  # before typer turns it into a silent exit code
-            safe = SAFE.get(ctx.invoked_subcommand or "", NOTHING_HALF_WRITTEN)
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            safe = getattr(command, "after_interrupt", NOTHING_HALF_WRITTEN)
             print(f"\nkvsift: interrupted. {safe}", file=sys.stderr)
             raise typer.Exit(130) from None
+
+
+@cache
+def added_commands() -> dict[str, Any]:
+    """Commands of other distributions by name."""
+    return {
+        name: command
+        for entry in entry_points(group="kvsift.commands")
+        for name, command in get_command(entry.load()).commands.items()  # type: ignore[attr-defined]
+    }
+
+
+def install_laboratory() -> str:
+    """Return the command that installs kvsift-lab: from the checkout that this package runs from, if it does."""
+    checkout = Path(__file__).parents[3] / "lab"
+    return f"pip install -e {checkout}" if checkout.is_dir() else "pip install 'kvsift[lab]'"
 
 
 app = typer.Typer(
@@ -53,11 +87,11 @@ app = typer.Typer(
     help="Long-context inference that reads, for every query, only what it needs of the KV cache.",
     pretty_exceptions_enable=False,
 )
-for command in (demo, ask, chat, generate, explain, report, methods, calibrate, doctor):
+app.command()(demo)
+app.command(cls=AnsweringLineByLine)(ask)
+for command in (chat, generate, methods, calibrate, doctor):
     app.command()(command)
-app.command("eval")(evaluate)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
-app.add_typer(bench, name="bench")
 
 
 def _version(given: bool) -> None:

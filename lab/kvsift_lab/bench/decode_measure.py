@@ -1,0 +1,213 @@
+"""Times of decoding at one point: the engine's own loop, and replays of its captured steps."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from kvsift.engine.crossover import measure_crossover
+from kvsift.engine.feeds import Assignment
+from kvsift.engine.sampling import Sampling
+from kvsift.engine.slots import Slots, StepKind
+from kvsift.errors import InputError
+from kvsift.layer.paged_decode import rule_of
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.step import Step
+from kvsift.models.transformers_load import ModelDirectory, choose_dtype
+from kvsift.models.transformers_random import random_model
+from kvsift.models.transformers_step import TransformersStep
+from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.syntax import parse_plan
+from kvsift_lab.bench import machine
+from kvsift_lab.bench.bench import Bench
+from kvsift_lab.bench.decode import DecodeRecipe
+from kvsift_lab.bench.decode_case import (
+    FixedSlots,
+    decode,
+    filled_cache,
+    new_slots,
+    pool_bytes,
+    read_bytes,
+    weight_bytes,
+    with_anchors,
+)
+from kvsift_lab.bench.decode_report import point_text, summary
+from kvsift_lab.bench.timing import digits, gpu_seconds, rotated
+
+ROOM_SHARE = 1 / 16  # of the pools: graphs, workspaces and tables of angles
+NAME_CHARACTERS = 100  # of a kernel: enough to tell templates with all their arguments apart
+
+
+def step_of(model: Any) -> Step:
+    """Return the step of a model, as ``FastPath`` selects it.
+
+    Raises:
+        InputError: if steps of the model cannot be captured.
+    """
+    if DecoderStep.reason_against(model) is None:
+        return DecoderStep(model)
+    reason = TransformersStep.reason_against(model)
+    if reason is not None:
+        raise InputError(f"steps of this model cannot be captured, so there is nothing to measure: {reason}.")
+    return TransformersStep(model)
+
+
+@dataclass(frozen=True)
+class DecodeBench(Bench):
+    """Decoding of a recipe on a model.
+
+    Attributes:
+        step: of the model.
+        capture: False runs steps without CUDA graphs, for tests on a CPU.
+    """
+
+    recipe: DecodeRecipe
+    model: Any
+    step: Step
+    capture: bool = True
+    kind = "decode"
+
+    @classmethod
+    def of(cls, recipe: DecodeRecipe) -> DecodeBench:
+        """Return the bench on the first GPU; random weights are bfloat16.
+
+        Raises:
+            InputError: without a GPU, or for a model that cannot be used.
+        """
+        device = machine.require_gpu("decode")
+        if recipe.random:
+            model = random_model(recipe.model, device, torch.bfloat16)
+        else:
+            directory = ModelDirectory.check(recipe.model)
+            model = directory.load(device, choose_dtype("auto", device, directory.config))
+        return cls(recipe, model, step_of(model))
+
+    def environment(self) -> dict[str, Any]:
+        return machine.gpu_environment(self.recipe.bandwidth)
+
+    def points(self) -> Iterator[tuple[int, int]]:
+        return ((context, batch) for batch in self.recipe.batches for context in sorted(self.recipe.contexts))
+
+    def facts(self, point: tuple[int, int]) -> dict[str, Any]:
+        return dict(zip(("context", "batch"), point))
+
+    def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
+        return point_text(point, result["bandwidth"]["used"])
+
+    def closing(self, result: dict[str, Any]) -> str:
+        return json.dumps(summary(result))
+
+    def measure(self, point: tuple[int, int]) -> dict[str, Any]:
+        with TemporaryDirectory() as folder:
+            plan, anchors = parse_plan(self.recipe.plan), self.recipe.anchors
+            if anchors is not None:
+                plan = with_anchors(plan, self.model, anchors, Path(folder) / "anchors.json")
+            return self._measure(point, plan)
+
+    def _measure(self, point: tuple[int, int], plan: Plan) -> dict[str, Any]:
+        (context, batch), started, steps = point, perf_counter(), self.recipe.steps
+        config = self.model.config.get_text_config(decoder=True)
+        pools = pool_bytes(config, plan, context, batch, steps, self.model.dtype.itemsize)
+        machine.require_room(self.model.device, pools * (1 + ROOM_SHARE))
+        cache = filled_cache(self.model, plan, context, batch, steps)
+        sparse = new_slots(self.step, cache, plan, batch, self.capture)
+        dense = new_slots(self.step, cache, Plan(), batch, self.capture)
+        dense_below = _dense_below(sparse, plan.decode) if self.capture and plan.decode else 0
+        variants = {"dense": FixedSlots(cache, dense, Plan()), "sifted": FixedSlots(cache, sparse, plan)}
+        if context + 1 < dense_below:  # what the engine does by itself
+            variants["auto"] = FixedSlots(cache, sparse, plan, dense_below)
+        weights = weight_bytes(self.model)
+        return {
+            "weight_bytes": weights,
+            "pool_bytes": cache.num_bytes,
+            "dense_below": dense_below,
+            "variants": self._sampled(variants, context, weights),
+            "seconds": round(perf_counter() - started, 1),
+        }
+
+    def _sampled(self, variants: Mapping[str, FixedSlots], context: int, weights: int) -> list[dict[str, Any]]:
+        """Samples of all variants, taken in turns."""
+        steps, samples = self.recipe.steps, dict[str, dict[str, Any]]()
+        for name, slots in variants.items():  # captures, and warms up
+            tallies = decode(slots, context, steps).tallies
+            read, first = read_bytes(tallies) / steps, tallies[0].report()
+            samples[name] = {
+                "name": name, "plan": "dense" if slots.plan.decode is None else self.recipe.plan,
+                "bytes": weights + read, "kv_bytes": read,
+                "visible_tokens": first["visible_tokens"], "density": first["density"], "tpot_s": [], "replay_s": [],
+            }  # fmt: skip
+        for number in range(self.recipe.repeats):
+            for name in rotated(list(variants), number):
+                samples[name]["tpot_s"] += digits([decode(variants[name], context, steps).mean_s], 6)
+                if self.capture:
+                    samples[name]["replay_s"] += digits([_replay_seconds(variants[name], context, steps)], 6)
+        if self.recipe.profile and self.capture:
+            for name, slots in variants.items():
+                samples[name]["kernels"] = kernel_times(partial(_replay, slots, context, steps), steps)
+        return list(samples.values())
+
+
+def _dense_below(slots: Slots, rule: Rule) -> int:
+    """The context from which the engine decodes by the plan; as ``FastPath`` decides it."""
+    reserved = slots.batch.table.shape[1] * slots.batch.page_size
+    measured = measure_crossover(slots, rule, reserved)
+    return reserved + 1 if measured is None else min(measured, reserved + 1)
+
+
+def _replay_seconds(slots: FixedSlots, context: int, steps: int) -> float:
+    """Seconds of the device for a step, when the host reads no tokens."""
+    _assign(slots, context, steps)
+    return gpu_seconds(lambda: _launch(slots, context, steps)) / steps
+
+
+def _replay(slots: FixedSlots, context: int, steps: int) -> None:
+    _assign(slots, context, steps)
+    _launch(slots, context, steps)
+
+
+def _assign(slots: FixedSlots, context: int, steps: int) -> None:
+    rule, pages = rule_of(slots.plan), slots.cache.table.planned
+    rows = range(slots.steps.num_slots)
+    slots.steps.assign([Assignment(pages(row), context, row, Sampling(), 1, rule) for row in rows], steps)
+
+
+def _launch(slots: FixedSlots, context: int, steps: int) -> None:
+    rule = rule_of(slots.plan)
+    dense = rule is None or context + 1 < slots.dense_below(slots.steps, rule)
+    for number in range(steps):
+        slots.steps.run(StepKind("dense" if dense else "sparse"), number)
+
+
+def kernel_times(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:
+    """Return the kernels of ``run``, which makes ``steps`` steps: launches and seconds per step, slowest first.
+
+    Kernels may overlap with the previous one, so their sum may exceed the step.
+    """
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    launches: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in recorded.events() or []:
+        if event.device_type == DeviceType.CUDA:
+            name = event.name[:NAME_CHARACTERS]
+            launches[name] += 1
+            seconds[name] += event.time_range.elapsed_us() / 1e6
+    slowest = sorted(seconds, key=lambda name: -seconds[name])
+    return [
+        {"name": name, "launches": launches[name] / steps, "seconds": float(f"{seconds[name] / steps:.4g}")}
+        for name in slowest
+    ]

@@ -1,0 +1,150 @@
+"""Times on the host: all variants in turns, a cold cache before each, with the bandwidth of the same round.
+
+A decode step walks all layers, so the keys of a layer are in memory and not in the cache: before every sample, more
+is read than the cache holds. The bandwidth of a shared machine varies by a factor of 1.6 within an hour, so every
+round measures it. The load of other processes is recorded too; medians leave out rounds in which it is above
+``QUIET``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+
+from kvsift_lab.bench.recipe import COLD_BYTES
+from kvsift_lab.bench.timing import digits, rotated
+
+QUIET = 0.05  # share of the processors that other processes take, at most
+FEWEST_QUIET = 3  # rounds; with fewer, all rounds count, and the result says so
+SPAN_S = 0.5  # of a measurement of that share: the system counts in hundredths of a second
+READ_BYTES = 256 << 20  # of a measurement of bandwidth; eight times a large cache
+WARM_UP_ROUNDS = 2
+
+Run = Callable[[], object]
+
+
+class Rounds(NamedTuple):
+    """Samples of all variants, an entry per round.
+
+    Attributes:
+        seconds: by variant.
+        bandwidth: bytes per second of a sequential read by all threads.
+        others: share of the processors that other processes took; None where the system does not report it.
+    """
+
+    seconds: dict[str, list[float]]
+    bandwidth: list[float]
+    others: list[float | None]
+
+    def document(self) -> dict[str, Any]:
+        """Return the rounds for a result file, rounded."""
+        samples = {name: digits(seconds) for name, seconds in self.seconds.items()}
+        others = [None if share is None else round(share, 3) for share in self.others]
+        return {"samples_s": samples, "bandwidth": digits(self.bandwidth, 4), "others": others}
+
+
+def cold_rounds(
+    runs: Mapping[str, Run], repeats: int, cold_bytes: int = COLD_BYTES, bandwidth: Callable[[], float] | None = None
+) -> Rounds:
+    """Time every run once per round; each round starts with the next one.
+
+    Args:
+        runs: by name.
+        repeats: rounds that count, after ``WARM_UP_ROUNDS``.
+        cold_bytes: read before every sample.
+        bandwidth: bytes per second, measured once per round; ``read_bandwidth`` by default.
+    """
+    names, measure = list(runs), bandwidth or read_bandwidth
+    cold = torch.ones(max(cold_bytes // 8, 1), dtype=torch.int64)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    speeds: list[float] = []
+    others: list[float | None] = []
+    for name in names * WARM_UP_ROUNDS:
+        runs[name]()
+    span = _LoadMeter()
+    for number in range(repeats):
+        for name in rotated(names, number):
+            cold.sum()
+            started = perf_counter()
+            runs[name]()
+            seconds[name].append(perf_counter() - started)
+        speeds.append(measure())
+        if span.seconds >= SPAN_S or number == repeats - 1:
+            others += [span.others()] * (number + 1 - len(others))
+            span = _LoadMeter()
+    return Rounds(seconds, speeds, others)
+
+
+def quiet_rounds(others: Sequence[float | None]) -> list[int]:
+    """Return the rounds that count: those without load from other processes, or all if these are too few."""
+    quiet = [number for number, share in enumerate(others) if share is None or share <= QUIET]
+    return quiet if len(quiet) >= FEWEST_QUIET else list(range(len(others)))
+
+
+def conditions(bandwidth: Sequence[float], others: Sequence[float | None]) -> str:
+    """Render the state of the machine during the rounds in a line."""
+    speed = f"{middle(bandwidth, others) / 1e9:.0f} GB/s"
+    known = [share for share in others if share is not None]
+    quiet = sum(share <= QUIET for share in known)
+    if not known:
+        return f"{speed}, {len(others)} rounds"
+    if quiet < FEWEST_QUIET:
+        return f"{speed}, {len(others)} rounds; THE MACHINE WAS BUSY: others took {median(known):.0%} of it"
+    return f"{speed}, {quiet} of {len(others)} rounds were quiet and count"
+
+
+def middle(samples: Sequence[float], others: Sequence[float | None]) -> float:
+    """Return the median over quiet rounds."""
+    return median(samples[number] for number in quiet_rounds(others))
+
+
+def read_bandwidth() -> float:
+    """Return the bytes per second of a sequential read by all threads; by torch without the compiled core."""
+    from kvsift import native
+
+    if native.available():
+        return float(native.bandwidth(READ_BYTES, torch.get_num_threads())) * 1e9
+    numbers = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    started = perf_counter()
+    numbers.sum()
+    return READ_BYTES / (perf_counter() - started)
+
+
+class _LoadMeter:
+    """Load of the processors since its creation."""
+
+    def __init__(self) -> None:
+        self._started, self._busy, self._own = perf_counter(), _busy_s(), _own_s()
+
+    @property
+    def seconds(self) -> float:
+        return perf_counter() - self._started
+
+    def others(self) -> float | None:
+        """Return the share of all processors that other processes took."""
+        busy = _busy_s()
+        if busy is None or self._busy is None:
+            return None
+        foreign = busy - self._busy - (_own_s() - self._own)
+        return max(0.0, foreign / (self.seconds * (os.cpu_count() or 1)))
+
+
+def _busy_s() -> float | None:
+    """Seconds of load on all processors since boot, stolen time included; None if the system does not count."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_s() -> float:
+    times = os.times()
+    return times.user + times.system

@@ -1,0 +1,103 @@
+"""kvsift bench prefill: time to first token of a model, or prefill attention of one layer, dense and by plans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvsift.errors import InputError, unknown
+from kvsift_lab.bench import recipe as r
+
+PLANS = "prefill=quoka:budget=1024:chunk=512:dense_layers=none;prefill=critiprefill:budget=1024:page_size=32"
+PART = "ttft: the whole model. layer: attention of one layer. chunk: of one chunk in it."
+
+
+@dataclass(frozen=True)
+class PrefillRecipe(r.BenchRecipe):
+    """Prefill: time to first token of a model with random weights, or attention in one layer alone."""
+
+    measured_by = "kvsift_lab.bench.prefill_measure:PrefillBench"
+
+    contexts: tuple[int, ...] = r.contexts("32K,64K,128K")
+    plans: tuple[str, ...] = r.option(
+        PLANS,
+        "Plans, with ; between them.",
+        parse=lambda text, flag: tuple(filter(None, map(str.strip, text.split(";")))),
+    )
+    part: str = r.option("ttft", PART, stored=False)
+    shape: str = r.shape()
+    heads: str = r.option("32/8", "Of a layer: query heads/KV heads.", stored=False)
+    chunks: tuple[int, ...] = r.option(
+        "2048,8192", "Tokens per forward pass; dense prefill takes the best of several.", flag="--chunk", parse=r.counts
+    )
+    repeats: int = r.repeats(3)
+    device: str = r.device()
+    max_seconds: float | None = r.max_seconds()
+
+    def __post_init__(self) -> None:
+        from kvsift.models.transformers_random import SHAPES
+
+        if self.shape not in SHAPES:
+            raise unknown("shape", self.shape, SHAPES)
+        r.require_some(self.contexts, self.plans, self.chunks, names="context, plan and chunk size")
+        refuse_dense(self.plans)
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> r.BenchRecipe:
+        """Return the recipe of a model, or that of a layer."""
+        if given["part"] not in ("ttft", "layer", "chunk"):
+            raise InputError(f"--part {given['part']} must be ttft, layer or chunk.")
+        if given["part"] == "ttft":
+            return super().from_options(given)
+        return PrefillLayerRecipe.from_options(given)
+
+
+@dataclass(frozen=True)
+class PrefillLayerRecipe(r.BenchRecipe):
+    """Attention of prefill in one layer: all chunks of a prompt, or with ``whole`` False one chunk behind a context."""
+
+    measured_by = "kvsift_lab.bench.prefill_layer:PrefillLayerBench"
+
+    contexts: tuple[int, ...]
+    plans: tuple[str, ...]
+    chunk: int
+    whole: bool
+    num_query_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    repeats: int = 5
+    device: str = r.device()
+
+    def __post_init__(self) -> None:
+        r.require_some(self.contexts, self.plans, names="context and plan")
+        r.check_groups(self.num_query_heads, self.num_kv_heads)
+        refuse_dense(self.plans)
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any]) -> PrefillLayerRecipe:
+        if given["max_seconds"] is not None:
+            raise InputError(
+                f"--max-seconds works with --part ttft only; leave it out, or give fewer --contexts to {given['part']}."
+            )
+        specs = PrefillRecipe.options()
+        contexts, plans, chunks = (
+            specs[name].values(name, given[name])[name] for name in ("contexts", "plans", "chunks")
+        )
+        sizes = r.head_counts(given["heads"], "--heads")
+        return cls(contexts, plans, chunks[-1], given["part"] == "layer", *sizes, repeats=given["repeats"],
+                   device=given["device"])  # fmt: skip
+
+
+def refuse_dense(plans: tuple[str, ...]) -> None:
+    """Refuse plans that prefill densely.
+
+    Raises:
+        InputError: with what to write instead.
+    """
+    from kvsift.plan.syntax import parse_plan
+
+    for plan in plans:
+        rule = parse_plan(plan).prefill
+        if rule is None or rule.method.traits.unbounded:
+            raise InputError(f"plan {plan!r} prefills densely; write, for instance, prefill=quoka:budget=1024.")

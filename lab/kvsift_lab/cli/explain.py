@@ -1,0 +1,169 @@
+"""kvsift explain: the passages attended for one token of an answer, and those that other methods would select."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvsift.cli import options as o
+from kvsift.cli.demo import FACTS, make_document
+from kvsift.cli.escaping import cell, plain
+from kvsift.cli.option_groups import DeviceOptions, expand
+from kvsift.cli.progress import ProgressBar
+from kvsift.errors import InputError
+
+if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM
+    from kvsift_lab.eval.explain.explanation import Explanation, LayerReading
+
+PLAN = "quest:budget=256:dense_layers=none"
+METHODS = "sketch,quest,streaming_llm,random"
+TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
+
+
+@expand
+def explain(
+    context: Annotated[
+        str | None,
+        typer.Option("--context", help="Text file to ask about; - is stdin. By default, the demo's document."),
+    ] = None,
+    question: Annotated[str | None, typer.Option("--question", help="Question about the text.")] = None,
+    token: Annotated[
+        str, typer.Option("--token", help="Tokens of the answer, from 0: one, several as 0,2, a range as 0-3, or all.")
+    ] = "0",
+    methods: Annotated[
+        str, typer.Option("--methods", help="Methods to compare at one budget, with their settings; or none.")
+    ] = METHODS,
+    budget: Annotated[
+        int | None,
+        typer.Option("--budget", min=1, help="Budget of the compared methods; else the plan's, or 256."),
+    ] = None,
+    context_tokens: Annotated[
+        int | None,
+        typer.Option("--context-tokens", min=64, help="Use only this many tokens of the text; the demo's: 4096."),
+    ] = None,
+    passage_tokens: Annotated[int, typer.Option("--passage-tokens", min=1, help="Tokens per passage.")] = 64,
+    html: Annotated[
+        Path | None, typer.Option("--html", "--out", "--output", help="Write a page with heat maps and all passages.")
+    ] = None,
+    model: o.ModelOption = None,
+    plan: o.PlanOption = PLAN,
+    max_new_tokens: o.NewTokensOption = 32,
+    *,
+    engine: DeviceOptions,
+    threads: o.ThreadsOption = None,
+    as_json: o.JsonOption = False,
+) -> None:
+    """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
+    have read, next to exact attention."""
+    o.require_writable(html, "--html", [context])
+    if context is not None and question is None:
+        raise InputError("--context needs a --question: it is the answer that is explained.")
+    names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
+    if not all(names):
+        raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
+    tokens = _tokens(token)
+    text = None if context is None else o.read_texts([context], "context")
+    spec = o.read_plan(plan)
+    o.use_threads(threads)
+    with ProgressBar() as progress:
+        from kvsift.plan.syntax import parse_plan
+
+        probe_every = 16 if parse_plan(spec).is_guarded else 0  # before transformers is imported
+        from kvsift.engine.llm import LLM
+        from kvsift_lab.eval.explain import explain_tokens
+        from kvsift_lab.eval.explain.page import page
+
+        progress.clear()  # a download draws bars of its own
+        llm = LLM(model, spec, path="composed", probe_every=probe_every, **engine.keywords())
+        text = make_document(context_tokens or 4096) if text is None else _shortened(llm, text, context_tokens)
+        explanations = explain_tokens(
+            llm, text, question or FACTS[2][2], methods=names, budget=budget, tokens=tokens,
+            max_new_tokens=max_new_tokens, passage_tokens=passage_tokens, progress=progress.reading,
+        )  # fmt: skip
+    if model is None and context is not None:
+        print(f"kvsift: WARNING: {o.EMBEDDED_NOTE}", file=sys.stderr)
+    if as_json:
+        documents = [explanation.as_dict() for explanation in explanations]
+        print(json.dumps(documents[0] if token.strip().isdecimal() else documents, indent=1))
+    else:
+        for explanation in explanations:
+            _print(explanation)
+    if html is None:
+        return
+    o.write_whole(html, page(*explanations))  # last: a page that cannot be written loses no output
+    if not as_json:
+        print(plain(f"heat maps and all passages: {html}"))
+
+
+def _tokens(text: str) -> list[int] | None:
+    """Return the chosen tokens; None for all."""
+    if text.strip() == "all":
+        return None
+    tokens: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not (first.isdecimal() and (last.isdecimal() if dash else True) and int(first) <= int(last or first)):
+            raise InputError(f"--token {text}: write a token such as 2, several as 0,2, a range as 0-3, or all.")
+        tokens += range(int(first), int(last or first) + 1)
+    return tokens
+
+
+def _shortened(llm: LLM, text: str, num_tokens: int | None) -> str:
+    if num_tokens is None:
+        return text
+    ids = llm.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    shortened: str = llm.tokenizer.decode(ids[:num_tokens])
+    return shortened
+
+
+def _print(explanation: Explanation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(cell(f"{explanation.question}  ({explanation.model}, {explanation.plan})"))
+    styles = ["bold reverse" if index == explanation.token else "" for index in range(len(explanation.tokens))]
+    console.print(Text.assemble(*map(cell, explanation.tokens, styles)))
+    shares = explanation.attention()
+    table = Table("passage", "tokens", "attention", "text", show_lines=True, title="most read but sinks and window")
+    for index in explanation.most_read(TOP):
+        passage = explanation.passages[index]
+        words = cell(" ".join(passage.text.split()))
+        table.add_row(str(index), f"{passage.start}-{passage.stop - 1}", f"{shares[index]:.1%}", words)
+    console.print(table)
+    heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
+    for reading in explanation.readings:
+        for head in range(len(reading.mass)):
+            heads.add_row(str(reading.layer), str(head), _read_by(explanation, reading, head))
+    console.print(heads)
+    if explanation.choices:
+        console.print(_choices(explanation))
+
+
+def _read_by(explanation: Explanation, reading: LayerReading, head: int) -> str:
+    """Return the passages that a head attended most, by number; sinks and window by name."""
+    mass = reading.mass[head]
+    order = sorted(range(len(mass)), key=lambda index: -mass[index])
+    passages = list(enumerate(explanation.passages))
+    names = [str(index) if passage.kind == "text" else passage.kind for index, passage in passages]
+    most = [f"{names[index]} {mass[index]:.0%}" for index in order[:TOP] if mass[index] >= SHOWN]
+    text = [index for index, passage in passages if passage.kind == "text"]
+    num_visible = sum(reading.seen[head][index] > 0 for index in text)
+    return f"{', '.join(most)}  ({num_visible} of {len(text)} visible)"
+
+
+def _choices(explanation: Explanation) -> object:
+    from rich.table import Table
+
+    title = f"what methods would have read, with {explanation.choices[0].plan.partition(':')[2]}"
+    table = Table("method", "visible tokens", "top-10 recall", "mass recovered", "oracle overlap", title=cell(title))
+    for choice in explanation.choices:
+        shares = (choice.recall, choice.recovery, choice.overlap)
+        table.add_row(cell(choice.name), f"{choice.visible_tokens:,.0f}", *(f"{share:.1%}" for share in shares))
+    return table

@@ -1,0 +1,37 @@
+"""kvsift report: results as one HTML page that needs no network, or as result folders of kvpress."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvsift.cli import options as o
+from kvsift.cli.escaping import plain
+
+
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval, or older result files.")],
+    out: Annotated[Path, typer.Option("--out", "--output", help="The page, one self-contained HTML file.")] = Path(
+        "report.html"
+    ),
+    kvpress: Annotated[
+        Path | None, typer.Option("--kvpress", help="Write kvpress's result folders here instead of a page.")
+    ] = None,
+) -> None:
+    """Render results: scores against visible tokens, depths, layers, times, recipe and machine."""
+    from kvsift_lab.eval.result_files import load_result
+
+    loaded = [(path.stem, load_result(path)) for path in results]
+    if kvpress is not None:
+        from kvsift_lab.eval.kvpress import write_folders
+
+        for folder in write_folders(loaded, kvpress):
+            print(plain(str(folder)))
+        return
+    o.require_writable(out, "--out")
+    from kvsift_lab.eval.page import page
+
+    o.write_whole(out, page(loaded))
+    print(plain(str(out)))

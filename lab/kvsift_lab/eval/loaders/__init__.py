@@ -1,0 +1,60 @@
+"""Loaders of local files in the published formats of benchmarks. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+from kvsift.errors import InputError, unknown
+from kvsift.texts.sample import Encode, Sample
+from kvsift_lab.eval.loaders import documents, infinitebench, longbench, pg19, ruler
+from kvsift_lab.eval.loaders.fitting import ContextFitter
+
+Loader = Callable[[Path, ContextFitter], Iterator[Sample]]
+
+LOADERS: dict[str, Loader] = {
+    "ruler": ruler.load,
+    "longbench": longbench.load,
+    "infinitebench": infinitebench.load,
+    "pg19": pg19.load,
+    "squad": documents.load_squad,
+    "hotpotqa": documents.load_hotpotqa,
+}
+
+
+def load_file(
+    kind: str,
+    path: str | Path,
+    encode: Encode,
+    limit: int | None = None,
+    max_tokens: int | None = None,
+    prefix: Sequence[int] = (),
+) -> list[Sample]:
+    """Return the samples of a file, in its order.
+
+    Args:
+        kind: a name in ``LOADERS``.
+        path: a file; for pg19 a directory of .txt files, or one of them.
+        encode: token ids of a piece of text without special tokens.
+        limit: the most samples to load.
+        max_tokens: of a whole prompt without the answer. Longer contexts lose their middle, as in LongBench, and the
+            sample's ``notes`` say so. It is the exact length where the file leaves it open: pg19 (with targets), squad
+            and hotpotqa (without the question); 32,768 by default.
+        prefix: first ids of every context, such as bos.
+
+    Raises:
+        InputError: if a line is not in the format, with file and line; if there is no sample.
+    """
+    if kind not in LOADERS:
+        raise unknown("kind of file", kind, LOADERS)
+    for name, number in (("limit", limit), ("max_tokens", max_tokens)):
+        if number is not None and number < 1:
+            raise InputError(f"{name}={number}: give a number above 0, or leave it out.")
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise InputError(f"there is no {path}.")
+    samples = list(islice(LOADERS[kind](path, ContextFitter(encode, max_tokens, tuple(prefix))), limit))
+    if not samples:
+        raise InputError(f"{path} has no samples.")
+    return samples

@@ -1,0 +1,177 @@
+"""Recipes of evaluations: TOML files that hold everything a result depends on."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvsift.errors import InputError, unknown
+from kvsift.methods.base import Phase
+from kvsift.plan.refusals import check_placement
+from kvsift.plan.syntax import parse_plan
+from kvsift_lab.eval.plan_rows import PlanRow, plan_rows
+from kvsift_lab.eval.task_files import TaskFile, task_file, whole_number
+from kvsift_lab.eval.tasks import find_task, task_names
+
+SETUPS: dict[str, Phase] = {"question_decoded": "decode", "whole_prompt": "prefill", "sparse_prefill": "prefill"}
+"""Set-up of a question -> the phase of its tokens."""
+
+LISTS = {"tasks": str, "plans": str, "budgets": int, "lengths": int}
+LEAST = {"questions_per_task": 1, "questions_per_context": 1, "seed": 0}
+
+
+class Job(NamedTuple):
+    """One context; ``length`` is None for the sample number ``seed`` of a file."""
+
+    task: str
+    length: int | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class EvalRecipe:
+    """Recipe of an evaluation.
+
+    Attributes:
+        tasks: names in ``eval.tasks.TASKS`` or of families; may be empty if there are files.
+        lengths: tokens of each context; ``length`` in a file for a single one.
+        questions_per_task, questions_per_context: numbers of questions; they give the number of contexts.
+        plans: rows of the tables; ``{budget}`` is replaced.
+        budgets: columns of the tables.
+        settings: appended to every plan with a budget, such as ":sinks=4:window=16", unless the plan has the key.
+        setup: "question_decoded": the question's tokens are decoded under the plan, after the context; "whole_prompt":
+            context and question are prefilled densely, the answer is decoded under the plan; "sparse_prefill": context
+            and question are prefilled under the plan.
+        framed: rewrite questions of published formats in the package's own, for models trained on no other.
+        references: add the rows of dense, oracle, StreamingLLM and random that are missing.
+        files: tasks from local files.
+        model: directory; None is the embedded model.
+        device, dtype, placement, seed: as in ``LLM`` and ``make_sample``.
+    """
+
+    questions_per_task: int
+    questions_per_context: int
+    plans: tuple[str, ...]
+    budgets: tuple[int, ...]
+    tasks: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
+    settings: str = ""
+    setup: str = "question_decoded"
+    framed: bool = False
+    references: bool = True
+    files: tuple[TaskFile, ...] = ()
+    model: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    placement: str = "device"
+    seed: int = 0
+
+    @classmethod
+    def load(cls, path: Path) -> EvalRecipe:
+        """Load a TOML file.
+
+        Raises:
+            InputError: if it is missing, not TOML, incomplete, or has an unknown key or a wrong value.
+        """
+        try:
+            return cls.from_table(tomllib.loads(path.read_text()), path.name)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            raise InputError(f"the recipe {path} cannot be read: {error}") from None
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], name: str = "recipe") -> EvalRecipe:
+        """Return a recipe from its keys."""
+        keys = [f.name for f in fields(cls)]
+        for key in table:
+            if key not in (*keys, "length"):
+                raise unknown(f"key of the recipe {name}", key, [*keys, "length"])
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        if "length" in values:
+            if "lengths" in values:
+                raise InputError(f"the recipe {name} has length and lengths; give one of them.")
+            values["lengths"] = (values.pop("length"),)
+        values["files"] = tuple(task_file(file, name) for file in values.get("files", ()))
+        required = [f.name for f in fields(cls) if f.default is MISSING]
+        required += [] if values["files"] else ["tasks", "lengths"]
+        if missing := [key for key in required if key not in values]:
+            raise InputError(f"the recipe {name} is not complete; it lacks {', '.join(missing)}.")
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        for key, kind in LISTS.items():
+            if key not in ("tasks", "lengths") or not self.files or getattr(self, key):
+                _list_of(key, getattr(self, key), kind)
+        for key, least in LEAST.items():
+            whole_number(key, getattr(self, key), least)
+        for length in self.lengths:
+            whole_number("length", length, 1)
+        for key in ("settings", "device", "dtype", "placement", *(["model"] if self.model is not None else [])):
+            if not isinstance(getattr(self, key), str):
+                raise InputError(f"{key}={getattr(self, key)!r} of a recipe must be text.")
+        for key in ("framed", "references"):
+            if not isinstance(getattr(self, key), bool):
+                raise InputError(f"{key}={getattr(self, key)!r} of a recipe must be true or false.")
+        if self.setup not in SETUPS:
+            raise unknown("setup", str(self.setup), SETUPS)
+        object.__setattr__(self, "tasks", task_names(self.tasks))
+        if bool(self.tasks) != bool(self.lengths):
+            raise InputError("a recipe with tasks needs lengths, and one with lengths needs tasks.")
+        names = [file.name for file in self.files]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise InputError(f"two files of the recipe are named {twice!r}. Give one of them another: name = '...'")
+        for row in self.rows:
+            _check_setup(self.setup, row)
+            check_placement(parse_plan(row.plan), self.placement)
+
+    @cached_property
+    def rows(self) -> tuple[PlanRow, ...]:
+        """Rows of the tables: every plan at every budget, references included."""
+        about: Phase = "prefill" if self.setup == "sparse_prefill" else "decode"
+        return plan_rows(self.plans, self.budgets, self.settings, self.references, about)
+
+    @property
+    def question_phase(self) -> Phase:
+        """The phase of the question's tokens."""
+        return SETUPS[self.setup]
+
+    @cached_property
+    def jobs(self) -> tuple[Job, ...]:
+        """Jobs of all tasks: the first context of each task and length before the second of any, so that half a run
+        fills half of every table."""
+        counts = {(task, length): self._contexts(task, length) for length in self.lengths for task in self.tasks}
+        return tuple(
+            Job(task, length, self.seed + index)
+            for index in range(max(counts.values(), default=0))
+            for (task, length), count in counts.items()
+            if index < count
+        )
+
+    def _contexts(self, task: str, length: int) -> int:
+        questions = find_task(task).num_questions(length, self.questions_per_context)
+        return -(-self.questions_per_task // questions)
+
+
+def _check_setup(setup: str, row: PlanRow) -> None:
+    plan = parse_plan(row.plan)
+    rule = plan.prefill
+    prefill = rule is not None and not rule.method.traits.unbounded
+    if setup == "whole_prompt" and prefill:
+        raise InputError(
+            f'the plan {row.plan} selects in prefill, but setup = "whole_prompt" prefills densely. Leave out its '
+            'prefill rule, or choose setup = "sparse_prefill".'
+        )
+    if setup == "sparse_prefill" and row.phase is not None and not prefill:
+        raise InputError(
+            f'the plan {row.plan} has no rule for prefill, which setup = "sparse_prefill" evaluates. Write '
+            f'prefill={plan.decode}, or choose setup = "whole_prompt".'
+        )
+
+
+def _list_of(key: str, value: object, kind: type) -> None:
+    if isinstance(value, tuple) and value and all(type(item) is kind for item in value):
+        return
+    raise InputError(f"{key}={value!r} of a recipe must be a list of {'names' if kind is str else 'whole numbers'}.")

@@ -1,0 +1,48 @@
+"""Perplexity over long prose: the prediction of the tokens after a context, one by one.
+
+There is no question: ``Sample.targets`` are the tokens after the context. The score of a context is exp(-mean negative
+log-likelihood of its targets), higher is better; tables have the perplexity beside it. The built-in prose is CPython's
+documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from kvsift.errors import InputError
+from kvsift.texts.layout import cut_tail, lay_out
+from kvsift.texts.prose import prose
+from kvsift.texts.sample import Draft, Sample, SampleRequest, Task
+
+NUM_TARGETS = 256
+NAME = "perplexity"
+
+
+def write(request: SampleRequest) -> Sample:
+    return continued(NAME, request, prose(request.rng))
+
+
+def continued(task: str, request: SampleRequest, pieces: Iterator[str]) -> Sample:
+    """Return a context from the pieces of a text with the tokens after it.
+
+    Raises:
+        InputError: if the text is too short.
+    """
+    encode = request.encode
+    try:
+        layout = lay_out(Draft([], [], pieces, False), request.length, encode, encode, request.rng, request.prefix)
+        context, ids = cut_tail(layout, request.length, encode)
+        rest = "".join(layout.pieces)[len(context) :]
+        targets: list[int] = []
+        for piece in chain([rest] if rest else [], pieces):
+            targets += encode(piece)
+            if len(targets) >= NUM_TARGETS:
+                return Sample(task, context, tuple(ids), (), tuple(targets[:NUM_TARGETS]))
+    except StopIteration:  # the text ended inside the context
+        pass
+    raise InputError(f"the text has less than {request.length + NUM_TARGETS} tokens; ask for a shorter context.")
+
+
+_ABOUT = f"how well {NUM_TARGETS} tokens that follow the context are predicted"
+TASKS = (Task(NAME, _ABOUT, write=write, max_questions=1, family=NAME, kind="perplexity"),)

@@ -1,0 +1,224 @@
+"""Exact decoding in captured steps beside the fastest dense decoding, with acceptance imposed.
+
+    python -m kvsift_lab.studies.exact_captured results/exact-h200.json [--contexts 131072x1 131072x4x2]
+
+Contexts are tokens x rows, and x rounds that are measured.
+
+An 8B model's shape, whose random weights accept no draft: the tokens of each verification are overwritten so that a
+draft is accepted with a given probability. Everything else is as it is in an answer: drafts, verifications, and what
+the controller decides from the times that it measures. Keys and values of the prompts are random, too. Dense steps
+without ``deterministic=True``, dense steps with it, and exact ones take turns over the same cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import log
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from kvsift import LLM
+from kvsift.batching.exact.pace import Paces
+from kvsift.batching.row import Row
+from kvsift.engine.exactness import exact_decoder
+from kvsift.engine.feeds import uploaded
+from kvsift.engine.provenance import versions_and_machine
+from kvsift.engine.session import BLOCK
+from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.transcript import Request
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.transformers_contents import fill
+from kvsift.plan.syntax import parse_plan
+from kvsift_lab.bench import machine
+from kvsift_lab.bench.decode_case import with_anchors
+from kvsift_lab.studies.chats import Chats, Timed, digits, gpu_llm
+
+CONTEXTS = ["32768x1", "131072x1", "131072x4", "524288x1"]
+PLANS = ["quest:budget=2048:dense_layers=none", "sketch:budget=1024:dense_layers=none"]
+ANCHORS = 6  # layers that select, in a last plan
+ACCEPTED = [0.90, 0.94, 0.97]
+
+
+class ImposedRate:
+    """How many drafts are accepted; verifications follow it while there is a probability.
+
+    Drafts in turn are drawn from a sequence that fills 0 to 1 evenly: by chance, a hundred verifications would differ
+    by several percent.
+    """
+
+    share: float | None = None
+    drawn = 0
+
+    @classmethod
+    def refused(cls, rows: int) -> Tensor:
+        """Whether each draft of a verification is refused, bool [rows, BLOCK - 1]."""
+        assert cls.share is not None
+        even = (cls.drawn + torch.arange(1, rows + 1, dtype=torch.float64)) * (5**0.5 - 1) / 2 % 1
+        cls.drawn += rows
+        accepted = (even.log() / log(cls.share)).long()
+        return torch.arange(BLOCK - 1) == accepted.unsqueeze(1)
+
+
+@contextmanager
+def imposed_acceptance() -> Iterator[None]:
+    """What a verification chooses is what it was fed, up to the first draft that is refused."""
+    run = Slots.run
+
+    def imposed(slots: Slots, kind: StepKind, number: int) -> Any:
+        fed = slots.tokens.clone()
+        found = run(slots, kind, number)
+        if ImposedRate.share is not None and slots.batch.block == BLOCK:  # plain steps have other blocks
+            assert slots._step.keeps_bits
+            proposed = fed.view(-1, BLOCK)[:, 1:]
+            refused = uploaded(ImposedRate.refused(len(proposed)), fed.device)
+            slots.tokens.view(-1, BLOCK)[:, :-1] = torch.where(refused, (proposed + 1) % 4096, proposed)
+        return found
+
+    with patch.object(Slots, "run", imposed):
+        yield
+
+
+class CapturedBench:
+    """Rows of one length over the loop of an LLM."""
+
+    def __init__(self, llm: LLM, tokens: int, rows: int) -> None:
+        self._llm, self._tokens, self._rows = llm, tokens, rows
+        ids = random.Random(tokens)  # of a random text, in which nothing is repeated
+        self._prompts = [[ids.randrange(3, 4096) for _ in range(tokens)] for _ in range(rows)]
+        self._chats = Chats(llm, {}, [], [])
+        self._held: list[Any] = []
+        for prompt in self._prompts:  # its pages are kept for the rows that follow
+            row = self._row(prompt, "dense", 1)
+            row.source = self._fill
+            self._wait([row], 1)
+            self._held.append(row)
+
+    def _fill(self, cache: SparseCache) -> None:
+        config, device = self._llm.directory.config, self._llm.device
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        sizes = {"num_query_heads": config.num_attention_heads, "num_kv_heads": config.num_key_value_heads}
+        numbers = [{**sizes, "head_dim": dim, "scale": dim**-0.5, "softcap": None}] * config.num_hidden_layers
+
+        def drawn(layer: int) -> dict[str, Tensor]:
+            shape = config.num_key_value_heads, self._tokens, dim
+            return {name: torch.randn(shape, dtype=self._llm.dtype, device=device) for name in ("keys", "values")}
+
+        fill(cache, numbers, drawn, device, self._llm.chunk_size)
+
+    def _row(self, prompt: list[int], plan: str, new: int, exact: bool = False) -> Any:
+        row = Row(prompt, parse_plan(plan), new, Timed(new))
+        row.exact = exact_decoder(self._llm, Request(prompt, new, exact=exact), row.plan)
+        return row
+
+    def _wait(self, rows: list[Any], tokens: int) -> None:
+        for row in rows:
+            self._llm.loop.submit(row)
+        self._chats.step_until(*rows, tokens=tokens)
+
+    def close(self) -> None:
+        for row in self._held:
+            self._llm.loop.close(row)
+
+    def measure(self, plan: str, new: int, seed: int, steady: bool, exact: bool) -> dict[str, Any]:
+        """Seconds per token of a row, once all have their first, without captures; the seed is of what is accepted."""
+        self._llm.fast_path.deterministic = self._llm.loop._model.steady = steady
+        ImposedRate.drawn = 997 * seed
+        rows = [self._row(prompt, plan, new, exact) for prompt in self._prompts]
+        self._wait(rows, 2)
+        group = rows[0].steps
+        begun, setup_s, started = [len(row.output.times) for row in rows], group.setup_s, perf_counter()
+        while not any(row.is_ended for row in rows):
+            self._llm.loop.step(unless=lambda: False)
+        made = max(sum(len(row.output.times) for row in rows) - sum(begun), 1)  # none if all was compiled meanwhile
+        setup_s = group.setup_s - setup_s  # captures: a process makes each once, this one whenever the method changes
+        found: dict[str, Any] = {"seconds": len(rows) * (perf_counter() - started - setup_s) / made, "setup_s": setup_s}
+        self._chats.step_until(*rows, tokens=new)
+        if exact:
+            reports = [row.exact.report for row in rows if row.exact is not None]
+            cycles = sum(sum(report.verified.values()) for report in reports)
+            drafts = sum(report.drafted for report in reports)
+            found |= {
+                "tokens_a_verification": sum(new - 1 for _ in rows) / cycles,
+                "verified": dict(sorted(sum((report.verified for report in reports[1:]), reports[0].verified).items())),
+                "draft_s": sum(report.draft_s for report in reports) / max(drafts, 1),
+                "verify_s": sum(report.verify_s for report in reports) / cycles,
+            }
+        for row in rows:
+            assert row.error is None, row.error
+            self._llm.loop.close(row)
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--contexts", nargs="+", default=CONTEXTS)
+    parser.add_argument("--plans", nargs="*", default=PLANS)
+    parser.add_argument("--accepted", nargs="+", type=float, default=ACCEPTED)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--new", type=int, default=512, help="some are decoded while other rows are still read")
+    parser.add_argument("--embedded", action="store_true", help="the embedded model, uncaptured, to try the script")
+    options = parser.parse_args()
+    how: dict[str, Any] = {"keep_tokens": 1 << 22, "probe_every": 0, "deterministic": True}
+    with TemporaryDirectory() as folder, imposed_acceptance():
+        if options.embedded:
+            llm = LLM(device="cpu", path="eager", dtype="float32", **how)
+        else:
+            llm = gpu_llm(Path(folder), **how)
+        llm.load()
+        anchored = with_anchors(parse_plan(PLANS[-1]), llm.model, ANCHORS, Path(folder) / "anchors.json")
+        plans = [*options.plans, str(anchored)]
+        result: dict[str, Any] = {"kind": "exact", **versions_and_machine(llm.device), "cases": []}
+        result |= {} if options.embedded else machine.gpu_environment(None)
+        for context in options.contexts:
+            tokens, rows, rounds = [*map(int, context.split("x")), options.rounds][:3]
+            bench = CapturedBench(llm, tokens, rows)
+            runs: list[tuple[str, dict[str, Any]]] = [
+                ("dense", {"plan": "dense", "steady": False, "exact": False}),
+                ("dense, deterministic", {"plan": "dense", "steady": True, "exact": False}),
+            ]
+            runs += [
+                (
+                    f"{plan} {share}".replace(f"{folder}/anchors.json", "FILE"),
+                    {"plan": plan, "steady": True, "exact": True, "share": share},
+                )
+                for plan in plans
+                for share in options.accepted
+            ]
+            found: dict[str, list[Any]] = {name: [] for name, _ in runs}
+            paces: defaultdict[float | None, Paces] = defaultdict(Paces)
+            for number in range(rounds + 1):  # the first captures
+                for name, run in runs:
+                    ImposedRate.share = run.get("share")
+                    llm.paces = paces[ImposedRate.share]
+                    arguments = {key: value for key, value in run.items() if key != "share"}
+                    measured = digits(bench.measure(new=options.new, seed=number, **arguments))
+                    if number:
+                        found[name].append(measured)
+            dense = [sample["seconds"] for sample in found["dense"]]
+            for name, samples in found.items():
+                ratio = median(one / sample["seconds"] for one, sample in zip(dense, samples))
+                case = {"tokens": tokens, "rows": rows, "run": name, "ratio": digits(ratio), "samples": samples}
+                print(context, name, f"{ratio:.3f}x", samples[-1], flush=True)
+                result["cases"].append(case)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            bench.close()
+            del bench
+            llm.loop.tree.drop(1 << 30, llm.loop.clock())
+            llm.loop.release()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""vLLM engines of Llama's shape with random weights, which scripts run without a model to load.
+
+The engine is stepped in this process, as fast as in vLLM's own two within 0.5 %; ranks have processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5, "torch_dtype": "bfloat16", "head_dim": 128, "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 262144, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+SIZES = [1, 2, 4, 8]  # of batches that have graphs
+
+
+def engine(
+    shape: dict[str, Any], plan: str, *, ranks: int = 1, tokens: int | None = None, plans: tuple[str, ...] = (),
+    **options: Any,
+) -> Any:  # fmt: skip
+    """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own without a plan.
+
+    Args:
+        shape: of the model, as config.json has it.
+        ranks: GPUs that share the heads.
+        tokens: that the KV cache holds; by default as many as fit.
+        plans: which requests may name.
+        options: of vLLM, instead of those here.
+    """
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    directory = Path(tempfile.mkdtemp(prefix="random-llama-"))
+    (directory / "config.json").write_text(json.dumps(shape))
+    base: dict[str, Any] = {
+        "model": str(directory), "load_format": "random_weights",
+        "worker_extension_cls": "kvsift_lab.studies.vllm_worker.WorkerExtension",
+        "tensor_parallel_size": ranks, "skip_tokenizer_init": True, "max_num_seqs": max(SIZES), "seed": 0,
+        "enable_prefix_caching": False, "generation_config": "vllm", "disable_log_stats": True,
+    }  # fmt: skip
+    if current_platform.is_cpu():  # to try a script out
+        base |= {"enforce_eager": True}
+    else:
+        base |= {"attention_backend": "CUSTOM" if plan else "FLASH_ATTN"}
+        base |= {"num_gpu_blocks_override": tokens and tokens // 16}
+        base |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
+    if plan:
+        base |= {"additional_config": {"kvsift": {"plan": plan, "plans": plans, "log_every_s": 5}}}
+    return LLM(**(base | options))

@@ -1,0 +1,53 @@
+"""Key-value task: JSON-like lines fill the context, so every key has many look-alikes."""
+
+import random
+from collections.abc import Callable, Iterator
+
+from kvsift.texts.sample import Draft, DraftQuestion, Task
+from kvsift.texts.words import ADJECTIVES, NOUNS, digits, distinct, hexadecimal, pseudo_word
+
+Maker = Callable[[random.Random], str]
+
+
+def draft(rng: random.Random, num_questions: int) -> Draft:
+    make_key, make_value = rng.choice(_MAKERS), rng.choice(_MAKERS)
+    keys = distinct(rng, make_key, num_questions)
+    values = [make_value(rng) for _ in keys]
+    questions = [
+        DraftQuestion(f'What is the value of the key "{k}"?', v, i) for i, (k, v) in enumerate(zip(keys, values))
+    ]
+    needles = [_line(k, v) for k, v in zip(keys, values)]
+    return Draft(needles, questions, _other_lines(rng, make_key, make_value, set(keys)), is_stock=False)
+
+
+def _line(key: str, value: str) -> str:
+    return f'\n"{key}": "{value}",'
+
+
+def _other_lines(rng: random.Random, make_key: Maker, make_value: Maker, used: set[str]) -> Iterator[str]:
+    while True:
+        key = make_key(rng)
+        if key not in used:
+            used.add(key)
+            yield _line(key, make_value(rng))
+
+
+def _hexadecimal(rng: random.Random) -> str:
+    return hexadecimal(rng, 8)
+
+
+def _number(rng: random.Random) -> str:
+    return digits(rng, 6)
+
+
+def _words(rng: random.Random) -> str:
+    return f"{rng.choice(ADJECTIVES)}_{rng.choice(NOUNS)}_{digits(rng, 2)}"
+
+
+def _pseudo_words(rng: random.Random) -> str:
+    return f"{pseudo_word(rng)} {pseudo_word(rng)}"
+
+
+_MAKERS: tuple[Maker, ...] = (_hexadecimal, _number, _words, _pseudo_words)
+
+TASKS = (Task("key_value", "values of JSON-like lines that fill the context", draft, tokens_per_question=40),)

@@ -1,0 +1,90 @@
+"""Layout of a draft: a context of an exact number of tokens with its needles spread over the whole depth."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvsift.texts.sample import Draft, Encode
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pieces in order; the last may exceed the length and is cut by ``cut_tail``."""
+
+    pieces: list[str]
+    ids: list[int]
+    tail_start: int  # where the tokens of the last piece start
+    needle_starts: list[int]
+
+
+def lay_out(
+    draft: Draft, length: int, encode: Encode, encode_stock: Encode, rng: random.Random, prefix: Sequence[int] = ()
+) -> Layout:
+    """Lay out at least ``length`` tokens of filler with the needles at even depths, jittered inside their stratum.
+
+    A needle moves forward if the next piece of filler would leave no room for it and its successors.
+    """
+    needles = [encode(needle) for needle in draft.needles]
+    fill = draft.filler
+    tokenise = encode_stock if draft.is_stock else encode
+    ids: list[int] = [*prefix, *encode(draft.intro)] if draft.intro else list(prefix)
+    pieces: list[str] = [draft.intro] if draft.intro else []
+    first = len(pieces)  # index of the first piece, which has no separator
+    needle_starts: list[int] = []
+    room = length - sum(map(len, needles))  # the latest start of the next needle for all to fit
+    if room < len(ids):
+        start = f" after an introduction of {len(ids)}" if draft.intro else ""
+        raise ValueError(
+            f"{len(needles)} needles of {length - room} tokens do not fit a context of {length}{start}; ask less"
+        )
+    tail_start = len(ids)
+    targets = _depths(rng, len(needles))
+    base = len(ids) if draft.intro else 0  # needles are spread over the rest
+    index = 0
+    while index < len(needles) or len(ids) < length:
+        is_due = index < len(needles) and len(ids) >= base + targets[index] * (length - base)
+        if not is_due:
+            text = next(fill)
+            piece = tokenise(text) if len(pieces) > first else encode(text.lstrip())
+            is_due = index < len(needles) and len(ids) + len(piece) > room
+        if is_due:
+            text, piece = draft.needles[index], needles[index]
+            if len(pieces) == first:
+                text = text.lstrip()
+                piece = encode(text)
+            needle_starts.append(len(ids))
+            room += len(needles[index])
+            index += 1
+        tail_start = len(ids)
+        pieces.append(text if len(pieces) > first else text.lstrip())
+        ids.extend(piece)
+    return Layout(pieces, ids, tail_start, needle_starts)
+
+
+def cut_tail(layout: Layout, length: int, encode: Encode) -> tuple[str, list[int]]:
+    """Return the text and the ids of exactly ``length`` tokens, the last piece cut."""
+    excess = len(layout.ids) - length
+    if excess == 0:
+        return "".join(layout.pieces), layout.ids
+    keep = length - layout.tail_start
+    head, last = "".join(layout.pieces[:-1]), layout.pieces[-1]
+    for text in _prefixes(last):
+        tail = list(encode(text))
+        if len(tail) == keep:
+            return head + text, layout.ids[: layout.tail_start] + tail
+    # no prefix of the last piece has that many tokens (a character of several tokens): full stops instead
+    return _padded(head, layout.ids[: layout.tail_start], keep, encode)
+
+
+def _depths(rng: random.Random, count: int) -> list[float]:
+    return [(i + rng.random()) / count for i in range(count)]
+
+
+def _prefixes(text: str) -> Iterator[str]:
+    return (text[:stop] for stop in range(len(text), 0, -1))
+
+
+def _padded(head: str, ids: list[int], count: int, encode: Encode) -> tuple[str, list[int]]:
+    stop = list(encode("."))
+    assert len(stop) == 1, "the tokenizer spells a full stop in several tokens"
+    return head + "." * count, ids + stop * count

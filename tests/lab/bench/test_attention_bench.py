@@ -1,0 +1,209 @@
+"""The attention benchmark on a CPU: what is compared is right, what cannot run is named, floors count the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kvsift_lab.bench import attention_measure, attention_point
+from kvsift_lab.bench.attention import AttentionRecipe
+from kvsift_lab.bench.attention_check import check_sketch, check_sparse, exact_dense, exact_listed
+from kvsift_lab.bench.attention_measure import AttentionBench
+from kvsift_lab.bench.attention_point import AttentionPoint, Buffers
+from kvsift_lab.bench.attention_variants import SketchLaunch, SparseLaunch, ours_dense, separate_kernels
+from kvsift_lab.bench.timing import host_clock
+from torch import Tensor
+
+from kvsift import InputError
+
+CPU = torch.device("cpu")
+SMALL = AttentionRecipe(
+    shapes=((4, 2),), contexts=(512, 128), batch=2, head_dim=32, page_size=8, budget=192, sketch_budget=160, repeats=2,
+    breakdown=True,
+)  # fmt: skip
+LLAMA = {"batch": 1, "head_dim": 128, "page_size": 16, "budget": 2048}
+
+
+@pytest.fixture(autouse=True)
+def few_buffers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_point, "COLD_BYTES", 1 << 17)
+        yield
+
+
+def measured(recipe: AttentionRecipe = SMALL) -> list[dict[str, Any]]:
+    return list(AttentionBench(recipe, host_clock, CPU).run())
+
+
+def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_reason() -> None:
+    points = measured()
+    assert [point["context"] for point in points] == [128, 512]
+    for point in points:
+        variants = {variant["name"]: variant for variant in point["variants"]}
+        assert set(variants) == {
+            "quest-minmax", "quest-minmax_fp8", "sketch-bits1", "sdpa-flash", "sdpa-cudnn", "flashinfer",
+            "flashinfer-tc", "ours-dense",
+        }  # fmt: skip
+        for variant in variants.values():
+            assert ("reason" in variant) != ("samples_s" in variant)
+            assert "timer" not in variant
+            if "samples_s" in variant:
+                assert len(variant["samples_s"]) == SMALL.repeats
+                assert variant["error"] < 0.01
+        timed = {name for name, variant in variants.items() if "samples_s" in variant}
+        assert {"quest-minmax", "quest-minmax_fp8", "sketch-bits1", "ours-dense"} <= timed
+        assert variants["quest-minmax"]["same_pages"] == variants["sketch-bits1"]["same_tokens"] == 1
+        assert "flashinfer" in variants["flashinfer"]["reason"]
+        assert {piece["name"] for piece in point["breakdown"]} == {
+            "score_pages", "visible_pages", "page_attention", attention_measure.NOT_EARLY,
+        }  # fmt: skip
+    assert points[1]["visible_tokens"] == 192
+
+
+def test_a_variant_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(point: AttentionPoint, sets: Any) -> Any:
+        right = ours_dense(point, sets)
+        return lambda number: right(number) * 1.2
+
+    def broken(point: AttentionPoint, sets: Any) -> Any:
+        raise NotImplementedError("no kernel for this\nat all")
+
+    monkeypatch.setattr(attention_measure, "BASELINES", {"ours-dense": {"wrong": wrong, "broken": broken}})
+    variants = measured(replace(SMALL, contexts=(128,), baselines=("ours-dense",)))[0]["variants"]
+    assert variants[-2]["reason"] == "its output is 0.2 away from float32's"
+    assert variants[-1]["reason"] == "no kernel for this"
+    assert not any("samples_s" in variant for variant in variants[-2:])
+
+
+def test_time_that_has_run_out_leaves_points_out_with_their_reason() -> None:
+    points = measured(replace(SMALL, max_seconds=0.0))
+    assert [point["reason"] for point in points] == ["--max-seconds 0 had passed"] * 2
+
+
+def test_a_point_that_does_not_fit_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_measure, "available_bytes", lambda device: 300_000)
+    points = measured()
+    assert "variants" in points[0]
+    assert points[1]["reason"].startswith("two sets of buffers need")
+
+
+def buffers(point: AttentionPoint) -> list[Buffers]:
+    return [Buffers.random(point, ["minmax"], CPU, seed) for seed in (0, 1)]
+
+
+SMALL_POINT = AttentionPoint(6, 2, 256, batch=2, head_dim=32, page_size=8, budget=128)
+
+
+def test_dense_views_hold_the_pages_in_order() -> None:
+    one = buffers(SMALL_POINT)[0]
+    for row in range(2):
+        keys, values = one.kv.row(row)
+        assert torch.equal(one.dense_keys[row], keys)
+        assert torch.equal(one.dense_values[row], values)
+    assert one.dense_keys.data_ptr() == one.kv.keys.data_ptr()
+
+
+def test_exact_attention_over_all_pages_listed_is_exact_dense_attention() -> None:
+    everything = replace(SMALL_POINT, budget=256)
+    one = buffers(everything)[0]
+    pages = torch.arange(32, dtype=torch.int32).expand(2, 2, -1)
+    listed = exact_listed(everything, one, pages, torch.full((2, 2), 32))
+    torch.testing.assert_close(listed, exact_dense(everything, one))
+    fewer = exact_listed(everything, one, pages, torch.full((2, 2), 31))
+    assert not torch.allclose(listed, fewer)
+
+
+def test_other_pages_than_the_reference_s_are_noticed() -> None:
+    sets = buffers(SMALL_POINT)
+
+    class Shifted(SparseLaunch):
+        """Shows the page behind the last it should have chosen, or in front of it."""
+
+        def __call__(self, number: int) -> Tensor:
+            output = super().__call__(number)
+            chosen = self.pages[0, 0]
+            free = sorted(set(range(1, 24)) - set(chosen.tolist()))
+            chosen[1] = free[0]
+            chosen.copy_(chosen.sort().values)
+            return output
+
+    right = check_sparse(SMALL_POINT, sets, SparseLaunch(SMALL_POINT, sets, "minmax"))
+    assert (right["same_pages"], right["score_gap"]) == (1.0, 0.0)
+    wrong = check_sparse(SMALL_POINT, sets, Shifted(SMALL_POINT, sets, "minmax"))
+    assert wrong["same_pages"] == 1 - 1 / 64  # four lists of 16 pages
+    assert wrong["score_gap"] > 0
+    assert wrong["error"] > right["error"]
+
+
+def test_other_tokens_than_the_reference_s_are_noticed() -> None:
+    point = replace(SMALL_POINT, sketch_budget=100)
+    sets = [Buffers.random(point, ["sketch2"], CPU, seed) for seed in (0, 1)]
+
+    class Shifted(SketchLaunch):
+        """Shows a token that it has not chosen."""
+
+        def __call__(self, number: int) -> Tensor:
+            output = super().__call__(number)
+            chosen = self.tokens[0, 0]
+            chosen[50] = min(set(range(4, 190)) - set(chosen.tolist()))
+            return output * 1.1
+
+    right = check_sketch(point, sets, SketchLaunch(point, sets, "sketch2"))
+    assert (right["same_tokens"], right["launches"]) == (1.0, 7)
+    assert right["error"] < 0.01
+    wrong = check_sketch(point, sets, Shifted(point, sets, "sketch2"))
+    assert wrong["same_tokens"] == 1 - 1 / 400  # four lists
+    assert wrong["error"] > 0.09
+
+
+def test_separate_kernels_do_what_the_launch_does() -> None:
+    sets = buffers(SMALL_POINT)
+    kernels = separate_kernels(SMALL_POINT, sets, "minmax")
+    whole = SparseLaunch(SMALL_POINT, sets, "minmax")
+    assert torch.equal(kernels["page_attention"](1), whole(1))
+    assert torch.equal(kernels["visible_pages"](1), whole.pages)
+
+
+@pytest.mark.parametrize(
+    ("heads", "context", "summary_mb", "kv_mb"),
+    [(32, 32768, 33.6, 33.6), (32, 131072, 134.2, 33.6), (8, 131072, 33.6, 8.4), (8, 524288, 134.2, 8.4)],
+)
+def test_floors_are_those_of_the_bytes_that_must_move(
+    heads: int, context: int, summary_mb: float, kv_mb: float
+) -> None:
+    point = AttentionPoint(32, heads, context, **LLAMA)
+    assert point.counted[1] * 16 == 2048
+    assert point.summary_bytes("minmax") / 1e6 == pytest.approx(summary_mb, rel=0.01)  # all but sinks and window
+    assert point.sparse_bytes("minmax") - point.summary_bytes("minmax") == pytest.approx(kv_mb * 1e6, rel=0.01)
+    assert 2 * point.summary_bytes("minmax_fp8") == point.summary_bytes("minmax")
+    assert point.dense_bytes == 2 * heads * context * 128 * 2
+
+
+def test_sets_are_so_many_that_none_is_still_cached_and_never_fewer_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_point, "COLD_BYTES", 1 << 30)
+    point, kinds = AttentionPoint(32, 32, 32768, **LLAMA), ["minmax", "minmax_fp8"]
+    sets = point.num_sets(kinds, 100 << 30)
+    assert (sets - 1) * point.sparse_bytes("minmax_fp8") >= 1 << 30
+    assert point.num_sets(kinds, 5 << 30) * point.dense_bytes <= 5 << 30
+    assert point.num_sets(kinds, 2 * point.dense_bytes * 9 // 8) == 2
+    with pytest.raises(InputError, match="two sets of buffers need"):
+        point.num_sets(kinds, point.dense_bytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"shapes": ((5, 2),)}, "must be a multiple of the KV heads"),
+        ({"contexts": (130,)}, "must be a multiple of the page size"),
+        ({"budget": 64}, "leaves nothing to select"),
+        ({"score_by": ("minmx",)}, "did you mean 'minmax'"),
+        ({"baselines": ("sdpa",)}, "Known: flashinfer, ours-dense, sdpa-cudnn, sdpa-flash"),
+        ({"score_by": ()}, "nothing to measure"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        replace(SMALL, **change)

@@ -1,0 +1,170 @@
+"""Tables, text and charts of results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from kvsift_lab.bench import attention_report, chart, decode_report
+from kvsift_lab.bench.numbers import document, spread, tokens
+from lab.bench.fake_results import attention_result, decode_result
+
+from kvsift import InputError
+
+
+@pytest.fixture
+def result() -> dict[str, Any]:
+    return attention_result()
+
+
+def test_the_best_dense_kernel_is_what_speed_is_compared_with(result: dict[str, Any]) -> None:
+    point = result["points"][1]  # 32/32 at 32K
+    assert attention_report.best_dense(point)[0] == "sdpa-cudnn"
+    dense, sparse = attention_report.best_dense(point)[1], attention_report.medians(point)["quest-minmax"]
+    row = attention_report.attention_tables(result).splitlines()[5]
+    assert row.startswith(f"| 32K | {dense * 1e6:.1f} | 1.02 | sdpa-cudnn | ")
+    assert f"| {sparse * 1e6:.1f} | 1.54 | {dense / sparse:.1f}x |" in row
+
+
+def test_our_own_dense_kernel_counts_where_it_is_the_best(result: dict[str, Any]) -> None:
+    variants = {variant["name"]: variant for variant in result["points"][1]["variants"]}
+    del variants["sdpa-cudnn"]["samples_s"]
+    assert attention_report.best_dense(result["points"][1])[0] == "ours-dense"
+
+
+def test_without_a_dense_kernel_there_is_time_and_floor_but_no_speed_up(result: dict[str, Any]) -> None:
+    for point in result["points"]:
+        point["variants"] = [variant for variant in point["variants"] if variant["role"] == "sparse"]
+    assert "| 32K | - | - | - | - | 22.9 | 1.54 | - |" in attention_report.attention_tables(result)
+    assert attention_report.break_evens(result) == []
+    assert "best dense: none ran" in attention_report.point_text(result["points"][0], 4.5e12)
+    text = json.dumps(attention_report.summary(result)) + attention_report.point_text(result["points"][0], 4.5e12)
+    assert "inf" not in text.lower()
+    assert attention_report.dense_tables(result)
+    if chart.find_spec("matplotlib") is not None:
+        assert chart.attention_chart(result)
+
+
+def test_what_was_not_measured_is_listed_once(result: dict[str, Any]) -> None:
+    result["points"].append(
+        {"num_query_heads": 32, "num_kv_heads": 8, "context": 1 << 19, "batch": 1, "reason": "late"}
+    )
+    left = ["flashinfer: flashinfer cannot be imported", "32/8 heads at 512K: late"]
+    assert attention_report.left_out(result) == left
+    assert "not measured, late" in attention_report.point_text(result["points"][-1], 4.5e12)
+    assert attention_report.summary(result)["left_out"] == left
+    for render in (attention_report.attention_tables, attention_report.dense_tables, attention_report.breakdown_table):
+        assert "512K" not in render(result)
+
+
+def test_a_point_shows_every_variant(result: dict[str, Any]) -> None:
+    text = attention_report.point_text(result["points"][0], 4.5e12)
+    for variant in result["points"][0]["variants"]:
+        assert variant["name"] in text
+    assert "not measured: flashinfer cannot be imported" in text
+    assert "best dense: sdpa-cudnn" in text
+
+
+def test_losses_are_shown_and_their_absence_is_said(result: dict[str, Any]) -> None:
+    slow = attention_result(fixed_us=12.0)
+    table = attention_report.losses_table(slow)
+    assert "| 32/8 | 4K | quest-minmax | 14.1 | 5.7 (sdpa-cudnn) | 2.5x |" in table
+    assert "32K" not in table
+    quick = attention_report.losses_table(attention_result(fixed_us=0.0))
+    assert quick.startswith("At no measured context")
+
+
+@pytest.mark.parametrize(("fixed_us", "says"), [(0.0, "below 4K"), (12.0, None), (9000.0, "beyond 32K")])
+def test_break_even_lies_between_contexts_or_beside_them(fixed_us: float, says: str | None) -> None:
+    result = attention_result(fixed_us=fixed_us)
+    for found in attention_report.break_evens(result):
+        text = attention_report.break_even_text(found)
+        if says is not None:
+            assert text == says
+        elif found["num_kv_heads"] == 8:
+            assert 4096 < found["tokens"] < 32768
+            assert text in attention_report.break_even_table(result)
+            assert text in attention_report.break_even_lines(result)
+
+
+def test_separate_kernels_stand_beside_their_sum(result: dict[str, Any]) -> None:
+    row = attention_report.breakdown_table(result).splitlines()[2]
+    assert row.startswith("| 32/32 | 4K | minmax | 5.0 | 5.0 | 5.0 | 15.0 | 5.0 |")
+
+
+def test_baselines_are_named_with_their_versions(result: dict[str, Any]) -> None:
+    labels = attention_report.labels(result)
+    assert labels["sdpa-cudnn"] == "SDPA cuDNN (torch 2.11.0, cuDNN 9.10.2)"
+    assert labels["flashinfer"] == "FlashInfer 0.6.2"
+
+
+def test_a_document_keeps_every_number(result: dict[str, Any]) -> None:
+    text = document(result)
+    assert json.loads(text) == json.loads(json.dumps(result))
+    assert json.dumps(result["points"][0]["variants"][0]["samples_s"])[1:-1] in text  # on one line
+    assert json.loads(json.dumps(attention_report.summary(result)))["kind"] == "attention"
+
+
+@pytest.mark.parametrize(("number", "text"), [(1 << 20, "1M"), (131072, "128K"), (1536, "1,536"), (96, "96")])
+def test_lengths_are_written_short(number: int, text: str) -> None:
+    assert tokens(number) == text
+
+
+def test_spread_is_the_interquartile_range_over_the_median() -> None:
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
+    assert spread([1.0]) == 0
+
+
+def test_a_chart_is_an_svg_that_names_its_result(result: dict[str, Any]) -> None:
+    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
+    picture = chart.attention_chart(result)
+    assert picture == chart.attention_chart(result)
+    assert picture.startswith(b"<?xml")
+    assert chart.digest(result).encode() in picture
+    for words in ("FlashInfer", "32 query heads, 8 KV heads", "SDPA cuDNN", "times faster", "floor, dense"):
+        assert (words.encode() in picture) == (words != "FlashInfer")  # which did not run
+    assert chart.digest(result) != chart.digest(attention_result(fixed_us=1.0))
+    assert chart.attention_chart(result, "png").startswith(b"\x89PNG")
+
+
+def test_a_chart_without_matplotlib_or_points_is_refused(
+    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
+    with pytest.raises(InputError, match="nothing to draw"):
+        chart.attention_chart(result | {"points": []})
+    monkeypatch.setattr(chart, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="pip install matplotlib"):
+        chart.attention_chart(result)
+
+
+def test_decode_tables_show_floor_speed_up_and_what_the_engine_does() -> None:
+    result = decode_result()
+    first, second = decode_report.decode_table(result).splitlines()[2:]
+    assert first.startswith("| 4K | 1 | 3.80 | 3.45 | 1.10 | ")
+    assert second.endswith(" | 1.74x | 0.020 |")
+    assert decode_report.engine_table(result).splitlines()[2:] == [
+        "| 4K | 1 | 9,000 | dense | +0.9 % |",
+        "| 128K | 1 | 9,000 | sparse | -42.7 % |",
+    ]
+    kernels = decode_report.kernel_tables(result)
+    assert "128K, batch 1, sparse:" in kernels
+    assert "| `gemv` | 64 | 3000 | 75% |" in kernels
+    assert "below" not in kernels
+    for variant in result["points"][0]["variants"]:
+        variant["kernels"] += [{"name": f"k{number}", "launches": 1.5, "seconds": 1e-5} for number in range(2)]
+    assert "k1" not in decode_report.kernel_tables(result)
+    assert "| 2 below 1% each | 3 | 20 | 0% |" in decode_report.kernel_tables(result)
+    assert decode_report.summary(result)["points"][1]["sifted"]["of_floor"] == 1.2
+    assert "auto" in decode_report.point_text(result["points"][0], 4.5e12)
+
+
+def test_decode_points_that_were_left_out_are_named() -> None:
+    result = decode_result()
+    result["points"].append({"context": 1 << 20, "batch": 4, "reason": "its pools need 999.0 GiB"})
+    assert decode_report.point_text(result["points"][-1], 4.5e12) == (
+        "1M tokens, batch 4: not measured, its pools need 999.0 GiB"
+    )
+    assert "1M" not in decode_report.decode_table(result) + decode_report.engine_table(result)
+    assert decode_report.summary(result)["points"][-1]["reason"] == "its pools need 999.0 GiB"

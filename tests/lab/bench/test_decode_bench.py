@@ -1,0 +1,108 @@
+"""The decode benchmark on a CPU, its steps run as they are: same pools, counted bytes, reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from kvsift_lab.bench import machine
+from kvsift_lab.bench.decode import DecodeRecipe
+from kvsift_lab.bench.decode_case import FixedSlots, filled_cache, new_slots, pool_bytes, weight_bytes
+from kvsift_lab.bench.decode_case import decode as decode_rows
+from kvsift_lab.bench.decode_measure import DecodeBench, step_of
+
+from kvsift import InputError
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.transformers_random import random_model
+from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import parse_plan
+
+QUEST = "quest:budget=128:window=16:score_by=minmax_fp8"
+SMALL = DecodeRecipe("tiny", contexts=(512, 256), batches=(1, 3), plan=QUEST, steps=3, repeats=2)
+PLAN = parse_plan(QUEST)
+
+
+def run(recipe: DecodeRecipe, model: Any) -> Iterator[dict[str, Any]]:
+    return DecodeBench(recipe, model, step_of(model), capture=False).run()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return random_model("tiny", torch.device("cpu"), torch.float32)
+
+
+def test_both_plans_are_sampled_at_every_point(model: Any) -> None:
+    points = list(run(SMALL, model))
+    assert [(point["batch"], point["context"]) for point in points] == [(1, 256), (1, 512), (3, 256), (3, 512)]
+    for point in points:
+        dense, sifted = point["variants"]
+        assert (dense["name"], sifted["name"]) == ("dense", "sifted")
+        for variant in (dense, sifted):
+            assert len(variant["tpot_s"]) == SMALL.repeats
+            assert all(seconds > 0 for seconds in variant["tpot_s"])
+            assert variant["bytes"] == point["weight_bytes"] + variant["kv_bytes"]
+        assert dense["density"] == 1
+        assert sifted["density"] < 1
+
+
+def test_bytes_of_a_step_are_those_of_weights_and_of_what_was_seen(model: Any) -> None:
+    dense, sifted = next(iter(run(SMALL, model)))["variants"]
+    config, per_token = model.config, 2 * 2 * 64 * 4  # of a layer: keys and values, KV heads, head_dim, float32
+    embedding = config.vocab_size * config.hidden_size
+    assert weight_bytes(model) == 4 * (sum(weight.numel() for weight in model.parameters()) - embedding)
+    lengths = [256 + step for step in (1, 2, 3)]
+    assert dense["kv_bytes"] == pytest.approx(3 * per_token * sum(lengths) / 3)
+    # layers 0 and 1 show everything, layer 2 at most the budget, after scoring a byte per number of 14 or 15 pages
+    seen = sifted["kv_bytes"] - 2 * per_token * sum(lengths) / 3
+    assert 100 * per_token < seen < 128 * per_token + 15 * 2 * 128
+
+
+def test_dense_and_sifted_slots_share_their_pools_and_only_sifted_ones_keep_summaries(model: Any) -> None:
+    cache, step = filled_cache(model, PLAN, 256, 2, steps=4), DecoderStep(model)
+    sifted, dense = (new_slots(step, cache, plan, 2, capture=False) for plan in (PLAN, Plan()))
+    for one, other in zip(sifted.layers, dense.layers):
+        assert one.kv.keys.data_ptr() == other.kv.keys.data_ptr()
+        assert one.kv.values.data_ptr() == other.kv.values.data_ptr()
+        assert other.summary is None
+    assert sifted.layers[2].summary is not None
+    assert all(attention.store.summaries for attention in cache.attentions)
+    need = pool_bytes(model.config, PLAN, 256, 2, 4, 4)
+    assert cache.num_bytes == pytest.approx(need, rel=0.1)
+
+
+@pytest.mark.parametrize("plan", [PLAN, parse_plan("sketch:budget=64:sinks=4:window=16")], ids=str)
+def test_a_context_full_of_random_numbers_is_decoded_from_its_end(plan: Plan, model: Any) -> None:
+    cache = filled_cache(model, plan, 256, 2, steps=4)
+    host = FixedSlots(cache, new_slots(DecoderStep(model), cache, plan, 2, capture=False), plan)
+    for _ in range(2):  # the second time begins where the first began
+        seconds, tallies, tokens = decode_rows(host, 256, 4)
+        assert min(seconds) > 0
+        assert [len(row) for row in tokens] == [5, 5]
+        assert [tally.context_tokens for tally in tallies] == [3 * (257 + 258 + 259 + 260)] * 2
+        assert all(tally.sparse_queries == 4 for tally in tallies)
+    assert torch.isfinite(cache.attentions[0].store.keys).all()
+
+
+def test_time_that_has_run_out_and_pools_that_do_not_fit_are_said(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = replace(SMALL, max_seconds=0.0)
+    assert {point["reason"] for point in run(late, model)} == {"--max-seconds 0 had passed"}
+    monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
+    reasons = [point.get("reason", "") for point in run(SMALL, model)]
+    assert reasons[-1].startswith("its pools need 0.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": "tinny"}, "did you mean 'tiny'"),
+        ({"plan": "dense"}, "it skips nothing"),
+        ({"plan": "oracle_tokens:budget=128"}, "does not rank pages by a summary"),
+        ({"contexts": ()}, "nothing to measure"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        replace(SMALL, **change)

@@ -1,0 +1,5 @@
+"""The commands of the laboratory, run as those of the package are."""
+
+from cli.conftest import model, on_the_cpu, refused, run, text
+
+__all__ = ["model", "on_the_cpu", "refused", "run", "text"]

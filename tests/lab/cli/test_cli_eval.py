@@ -1,0 +1,301 @@
+"""kvsift eval and report: tables on stdout, a results directory, a page; refusals that touch nothing."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from multiprocessing import active_children
+from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
+from typing import Any, NoReturn
+
+import pytest
+from cli.watched import Refused, Run, files_in
+from kvsift_lab.cli.eval import TimeLeft, progress_text
+from kvsift_lab.eval import runner
+from kvsift_lab.eval.runner import RunProgress
+
+RECIPE = """
+tasks = ["passkey"]
+length = 500
+questions_per_task = 3
+questions_per_context = 1
+plans = ["dense", "quest:budget={budget}"]
+budgets = [64]
+settings = ":window=16"
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{RECIPE}model = '{model}'\n")
+    return path
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What runs are asked from now on; they answer in no time."""
+    asked: list[tuple[Any, ...]] = []
+    cell = {"task": "passkey", "length": 500, "name": "dense", "budget": None, "num_samples": 3, "score": 1.0}
+    cell |= {"low": 0.44, "high": 1.0, "counted_tokens": 510.0}
+    made = {"cells": [cell], "chance": [], "warnings": ["unequal."], "contexts": [1, 2, 3], "left_out": [3]}
+
+    def run(
+        recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any, threads: int | None
+    ) -> dict[str, Any]:
+        asked.append((recipe, text, out, workers, threads, stop_at))
+        told(RunProgress(1, 3, 1 / 3))
+        return made
+
+    monkeypatch.setattr("kvsift_lab.eval.runner.run", run)
+    return asked
+
+
+def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, tables: list[Any]) -> None:
+    outcome = run("eval", recipe, "--out", "out", "--workers", 2, "--threads", 3, "--device", "cpu")
+    assert outcome.code == 0
+    assert outcome.out == (
+        "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
+        "out/mine; 1 of 3 contexts are not finished, the same command resumes. Show it with kvsift report out/mine\n"
+    )
+    assert outcome.err == "kvsift: WARNING: unequal.\n"
+    ((asked, text, *others),) = tables
+    assert (asked.device, text, *others) == ("cpu", recipe.read_text(), Path("out/mine"), 2, 3, None)
+
+
+def test_json_prints_the_tables_and_nothing_else(run: Run, recipe: Path, tables: list[Any]) -> None:
+    outcome = run("eval", recipe, "--json")
+    ((found),) = outcome.document
+    assert (found["recipe"], found["results"], found["left_out"]) == ("mine", "results/mine", [3])
+    assert outcome.err == ""
+
+
+def test_several_recipes_share_the_time_and_have_a_directory_each(
+    run: Run, recipe: Path, tables: list[Any], tmp_path: Path
+) -> None:
+    (tmp_path / "other.toml").write_text(recipe.read_text())
+    before = time.monotonic()
+    assert run("eval", recipe, "other.toml", "--max-seconds", 60).code == 0
+    assert [out for _, _, out, *_ in tables] == [Path("results/mine"), Path("results/other")]
+    first, second = (stop_at for *_, stop_at in tables)
+    assert first == second
+    assert before + 60 <= first <= time.monotonic() + 60
+
+
+def test_a_recipe_runs_as_it_was_read_whatever_becomes_of_its_file(
+    run: Run, recipe: Path, tables: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, answer = tmp_path / "other.toml", runner.run
+
+    def changing(*arguments: Any) -> Any:
+        other.unlink(missing_ok=True)
+        return answer(*arguments)
+
+    other.write_text(recipe.read_text())
+    monkeypatch.setattr(runner, "run", changing)
+    assert run("eval", recipe, other).code == 0
+    assert [text for _, text, *_ in tables] == [recipe.read_text()] * 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("budgets", "bugdets"), "unknown key of the recipe mine.toml 'bugdets'; did you mean 'budgets'?"),
+        (("length = 500\n", ""), "the recipe mine.toml is not complete; it lacks lengths."),
+        (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'?"),
+        (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
+        (("[64]", "[16]"), "budget=16 leaves nothing to select"),
+        ((RECIPE, "tasks = "), "mine.toml cannot be read: "),
+        ((RECIPE, "tasks = " + "[" * 100_000), "mine.toml cannot be read: "),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(
+    refused: Refused, recipe: Path, change: tuple[str, str], says: str
+) -> None:
+    recipe.write_text(recipe.read_text().replace(*change))
+    assert says in refused("eval", recipe)
+
+
+def test_recipes_are_all_read_before_the_first_runs(refused: Refused, recipe: Path, tables: list[Any]) -> None:
+    assert refused("eval", recipe, "no.toml").startswith("the recipe no.toml cannot be read: ")
+    assert refused("eval", recipe, recipe).startswith("two recipes have the same name")
+    assert tables == []
+
+
+def test_a_recipe_for_no_model_is_refused(refused: Refused, recipe: Path) -> None:
+    recipe.write_text(RECIPE + "model = 'nowhere'\n")
+    assert refused("eval", recipe).startswith("nowhere is not a directory.")
+
+
+def test_a_place_where_no_directory_can_be_is_refused_before_anything_runs(
+    refused: Refused, recipe: Path, tables: list[Any]
+) -> None:
+    said = refused("eval", recipe, "--out", recipe)
+    assert said == f"--out {recipe}: no directory can be created there."
+    assert tables == []
+
+
+def test_an_interrupted_run_keeps_its_samples_and_leaves_no_workers(
+    run: Run, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = iter(range(10))
+
+    def interrupt(*args: object, **kwargs: object) -> None:
+        if next(updates) == 1:  # the first sample; before it stands where the run began
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("rich.progress.Progress.update", interrupt)
+    outcome = run("eval", recipe, "--out", "out")
+    assert (outcome.code, outcome.out) == (130, "")
+    assert "Traceback" not in outcome.err
+    assert active_children() == []
+    assert len((tmp_path / "out" / "mine" / "samples.jsonl").read_text().splitlines()) == 1
+    page = run("report", "out/mine")
+    assert (page.code, page.out) == (0, "report.html\n")
+    assert "3 contexts are not finished" in (tmp_path / "report.html").read_text()
+    changed = recipe.read_text().replace("[64]", "[128]")
+    recipe.write_text(changed)
+    before = files_in(tmp_path / "out")
+    again = run("eval", recipe, "--out", "out")
+    assert again.code == 2
+    assert "out/mine holds results of another recipe: budgets is [128] now and was [64]" in again.err
+    assert files_in(tmp_path / "out") == before
+
+
+def test_a_context_that_fails_ends_the_run_in_one_line(run: Run, recipe: Path) -> None:
+    recipe.write_text(recipe.read_text().replace("length = 500", "length = 5000"))
+    outcome = run("eval", recipe)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err.startswith("kvsift: the prompt has ")
+    assert outcome.err.count("\n") == 1
+    assert active_children() == []
+
+
+def older(folder: Path) -> Path:
+    """A result of the command that came before this one."""
+    sample = {"task": "passkey", "seed": 0, "question": 0, "plan": "dense", "budget": None, "correct": True}
+    sample |= {"depth": 0.5, "expected": "1", "answer": "1", "density": 1.0, "visible_tokens": 500.0}
+    recipe = {"tasks": ["passkey"], "length": 500, "plans": ["dense"], "budgets": [64], "settings": ""}
+    made = {"kind": "quality", "recipe": recipe, "commit": "0", "versions": {}, "machine": "m", "samples": [sample]}
+    path = folder / "older.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+def test_a_report_of_an_older_result(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", older(tmp_path), "--out", "page.html")
+    assert (outcome.code, outcome.out) == (0, "page.html\n")
+    assert "passkey, 500 tokens" in (tmp_path / "page.html").read_text()
+
+
+def test_kvpress_folders_instead_of_a_page(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", older(tmp_path), "--kvpress", "folders")
+    assert outcome.out == "folders/kvsift__500__kvsift--embedded__no_press__0.00\n"
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_what_is_no_result_has_no_report(refused: Refused, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def page(*args: object) -> NoReturn:
+        raise AssertionError("a page was made")
+
+    monkeypatch.setattr("kvsift_lab.eval.page.page", page)
+    assert "cannot be read" in refused("report", recipe)
+    assert "is not a results directory" in refused("report", ".")
+    assert refused("report", older(recipe.parent), "--out", "no/page.html").startswith(
+        "--out no/page.html: the directory"
+    )
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files may have 4096 bytes, the rest has no room."""
+    before = getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    setrlimit(RLIMIT_FSIZE, before)
+
+
+def test_a_report_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
+    run: Run, tmp_path: Path, full_disk: None
+) -> None:
+    result = older(tmp_path)
+    outcome = run("report", result, "--out", "page.html")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "kvsift: page.html is not written: the disk is full. Make room or name another place, and give the command "
+        "again.\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == [result.name]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "{}", '{"kind": "quality"'])
+def test_a_result_of_any_depth_or_kind_is_refused_in_a_sentence(refused: Refused, tmp_path: Path, text: str) -> None:
+    (tmp_path / "deep.json").write_text(text)
+    assert "deep.json" in refused("report", "deep.json")
+
+
+def test_a_result_that_is_not_there_says_so(refused: Refused) -> None:
+    said = refused("report", "nix")
+    assert said == "the result nix does not exist. Name a directory that kvsift eval wrote."
+
+
+def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: Path, tmp_path: Path) -> None:
+    made = json.loads(older(tmp_path).read_text())
+    made["samples"][0]["task"] = "pass\x1b[2Jkey"
+    (tmp_path / "older.json").write_text(json.dumps(made))
+    outcome = run("report", "older.json")
+    assert outcome.code == 2
+    assert outcome.err.startswith("kvsift: a sample has the task 'pass\\x1b[2Jkey', which is not")
+
+
+@pytest.mark.parametrize("command", ["eval", "report", "calibrate", "bench attention", "bench dump", "bench chart"])
+def test_every_command_that_writes_takes_out_and_output(run: Run, command: str) -> None:
+    told = run(*command.split(), "--help").out
+    assert "--out" in told
+    assert "--output" in told
+
+
+def test_the_time_left_does_not_swing_while_plans_of_a_context_are_asked() -> None:
+    """Reading takes a minute, and the plans of a context from one to ten seconds: after the first context every
+    estimate is within a tenth of what is really left."""
+    left, now, contexts, plans = TimeLeft(), 0.0, 20, 10
+    whole = 60 + sum(range(1, plans + 1))
+    assert left.at(0.0, RunProgress(0, contexts, 0.0)) is None
+    for context in range(contexts):
+        now += 60
+        for plan in range(plans):
+            now += plan + 1
+            done = context + (plan + 1) / plans
+            estimate = left.at(now, RunProgress(int(done), contexts, done / contexts))
+            if context == 0 and plan < plans - 1:
+                assert estimate is None
+            else:
+                assert estimate == pytest.approx(whole * contexts - now, rel=0.1, abs=0.1)
+
+
+def test_progress_is_said_in_contexts_and_plain_units() -> None:
+    half = RunProgress(3, 6, 0.5)
+    assert progress_text(half, None) == "3 of 6 contexts (50%)"
+    assert progress_text(half, 45.2) == "3 of 6 contexts (50%), about 45 seconds left"
+    assert progress_text(half, 600.0) == "3 of 6 contexts (50%), about 10 minutes left"
+    assert progress_text(half, 9000.0) == "3 of 6 contexts (50%), about 2.5 hours left"
+
+
+def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(
+    run: Run, recipe: Path, tables: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsift_lab.cli.eval.LINE_EVERY_S", 0.0)
+    assert run("eval", recipe).err.splitlines()[0] == "mine: 1 of 3 contexts (33%)"
+
+
+def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: Refused, recipe: Path) -> None:
+    nameless = recipe.with_name("...toml")
+    nameless.write_text(recipe.read_text())
+    assert "has no name for a results directory" in refused("eval", nameless)
+
+
+def test_a_name_with_escape_sequences_does_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", older(tmp_path), "--out", "page\x1b[2J.html")
+    assert (outcome.code, outcome.out) == (0, "page\\x1b[2J.html\n")

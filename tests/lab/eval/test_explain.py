@@ -1,0 +1,383 @@
+"""Explanations: what a run read is what the model's own attention says, methods are asked what the run was asked, and
+the passage that holds the answer stands out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from html.parser import HTMLParser
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
+from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
+from kvsift_lab.eval.explain.explanation import Explanation
+from kvsift_lab.eval.explain.page import page
+from kvsift_lab.eval.explain.passages import passages_of, pieces_of, word_starts
+from transformers import AutoModelForCausalLM
+
+from kvsift.cli.demo import FACTS, make_document
+from kvsift.engine.decode_paths import decode_beside, row_beside
+from kvsift.engine.llm import LLM
+from kvsift.engine.options import GenerateOptions
+from kvsift.engine.transcript import Transcript
+from kvsift.errors import InputError
+from kvsift.plan.syntax import parse_plan
+
+QUESTION = "How many sacks does the <b>ninth</b> mill grind?"
+QUEST = "quest:budget=96:page_size=8:window=16:dense_layers=none"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_the_cpu() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """Three layers of four query and two KV heads, a token per byte."""
+    # with a template, no stop cuts its noise short
+    directory = write_model(tmp_path_factory.mktemp("tiny"), chat_template=CHAT_TEMPLATE)
+    return LLM(directory, "dense", path="composed", dtype="float32")
+
+
+def explained(llm: LLM, **how: Any) -> Explanation:
+    return explain(llm, text_of(600), QUESTION, **{"max_new_tokens": 5, "token": 2, "passage_tokens": 50, **how})
+
+
+def several(llm: LLM, **how: Any) -> list[Explanation]:
+    return explain_tokens(llm, text_of(600), QUESTION, **{"max_new_tokens": 5, "passage_tokens": 50, **how})
+
+
+def test_a_dense_run_reads_what_the_models_own_attention_says(tiny: LLM) -> None:
+    found = explained(tiny)
+    ids = tiny.read(text_of(600)).check(QUESTION, 5)
+    answer = tiny.read(text_of(600)).ask(QUESTION, max_new_tokens=5)
+    assert found.answer == answer.text
+    assert found.position == len(ids) - 1 + 2
+    model = AutoModelForCausalLM.from_pretrained(tiny.directory.path, attn_implementation="eager")
+    fed = torch.tensor([[*ids, *answer.token_ids][: found.position + 1]])
+    with torch.no_grad():
+        attentions = model(fed, output_attentions=True).attentions
+    for reading, attention in zip(found.readings, attentions, strict=True):
+        rows = attention[0, :, -1]
+        mass = torch.stack([rows[:, each.start : each.stop].sum(1) for each in found.passages], 1)
+        torch.testing.assert_close(torch.tensor(reading.mass), mass, rtol=1e-3, atol=1e-5)
+        assert all(share == 1 for row in reading.seen for share in row)
+    mean = torch.stack([attention[0, :, -1] for attention in attentions]).mean((0, 1))
+    expected = [float(mean[each.start : each.stop].sum()) for each in found.passages]
+    assert found.attention() == pytest.approx(expected, abs=1e-5)
+    best = found.most_read(3)
+    assert all(found.passages[index].kind == "text" for index in best)
+    assert best == sorted(best, key=lambda index: -expected[index])
+
+
+def test_passages_are_the_prompt_in_order(tiny: LLM) -> None:
+    found = explained(tiny)
+    assert [each.kind for each in found.passages] == ["sinks", *["text"] * (len(found.passages) - 2), "window"]
+    assert found.passages[0].stop == 4
+    assert found.passages[-1].start == found.position + 1 - 64
+    edges = [each.start for each in found.passages] + [found.passages[-1].stop]
+    assert edges == [0, *(each.stop for each in found.passages)]
+    assert edges[-1] == found.position + 1
+    assert all(25 < each.stop - each.start <= 50 for each in found.passages[1:-2])
+    text = "".join(each.text for each in found.passages)
+    assert text.startswith(f"<bos>[user] {text_of(600)}\n\n{QUESTION}\n[assistant] ")
+    assert len(found.tokens) == 5
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["quest:page_size=8", "oracle_tokens", "streaming_llm", "keydiff", "less_is_more", "tova", "snapkv", "infinigen"],
+)
+def test_a_method_is_asked_what_the_run_is_asked(tiny: LLM, method: str) -> None:
+    """Compared with a run under itself, at the same budget, a method shows exactly what the run did, in every layer; at
+    the first token and at a later one, which it has come to step by step."""
+    budget = 96 if method == "streaming_llm" else "96:window=16"
+    for token in (0, 2):
+        found = explained(tiny, plan=f"{method}:budget={budget}:dense_layers=none", methods=[method], token=token)
+        run = torch.tensor([reading.seen for reading in found.readings])
+        assert run.mean((0, 1)).tolist() == pytest.approx(found.choices[-1].passages)
+        assert 0 < float(run.mean()) < 0.9
+
+
+def test_a_run_that_frees_what_it_drops_is_explained_like_one_that_hides_it(tiny: LLM) -> None:
+    found = explained(tiny, plan="tova:budget=96:window=16:dense_layers=none:evict=true", methods=["tova"], token=3)
+    run = torch.tensor([reading.seen for reading in found.readings])
+    assert run.mean((0, 1)).tolist() == pytest.approx(found.choices[1].passages)
+    assert found.choices[1].overlap < 1
+
+
+def test_queries_are_foreseen_for_a_method_beside_the_run(tiny: LLM) -> None:
+    """What layer 0 gets is the same under any plan, and so is what is foreseen of it for layer 1."""
+    beside = explained(tiny, plan=QUEST, methods=["infinigen:alpha=1.0"], token=0)
+    alone = explained(
+        tiny,
+        plan=QUEST.replace("quest", "infinigen:alpha=1.0").replace(":page_size=8", ""),
+        methods=["infinigen:alpha=1.0"],
+        token=0,
+    )
+    counts = [found.choices[1].layers[1]["visible_tokens"] for found in (beside, alone)]
+    assert counts[0] == counts[1] < 96
+
+
+def test_methods_that_foresee_and_that_hear_of_the_layer_below_stand_side_by_side(tiny: LLM) -> None:
+    both = explained(tiny, plan=QUEST, methods=["infinigen:alpha=1.0", "less_is_more"], token=1)
+    alone = [explained(tiny, plan=QUEST, methods=[name], token=1) for name in ("infinigen:alpha=1.0", "less_is_more")]
+    assert [each.passages for each in both.choices[1:]] == [found.choices[1].passages for found in alone]
+
+
+def test_methods_have_the_same_budget_and_none_beats_the_oracle(tiny: LLM) -> None:
+    methods = ["oracle_tokens:heads=query", "quest:page_size=8", "loki", "magicpig", "pqcache", "random:page_size=8"]
+    found = explained(tiny, plan=QUEST, methods=methods)
+    assert [each.name for each in found.choices] == ["oracle_tokens", *methods]
+    oracle, best = found.choices[:2]
+    assert (oracle.overlap, oracle.visible_tokens) == (1.0, 96.0)
+    assert [row["layer"] for row in oracle.layers] == [0, 1, 2]
+    for each in found.choices:
+        assert each.visible_tokens == pytest.approx(96, abs=8), each.name
+        assert each.visible_tokens <= 96
+        assert each.recovery <= best.recovery + 1e-6
+        assert 0 <= each.overlap <= 1
+        assert each.recovery == pytest.approx(sum(row["recovery"] for row in each.layers) / 3)
+        assert sum(share * (p.stop - p.start) for share, p in zip(each.passages, found.passages)) == pytest.approx(
+            each.visible_tokens, abs=1e-3
+        )
+    assert oracle.recall > found.choices[-1].recall
+
+
+def test_watching_changes_no_token(tiny: LLM) -> None:
+    ids = tiny.read(text_of(600)).check(QUESTION, 5)
+    alone = Transcript(tiny.request(ids, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
+    cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
+    tiny.prefill(cache, ids[:-1])
+    for _ in decode_beside(tiny, [row_beside(tiny, cache, alone)], "decode"):
+        pass
+    found = explained(tiny, plan=QUEST, methods=["quest:page_size=16", "keydiff"])
+    assert found.answer == alone.text.strip()
+    dense = explained(tiny, plan="dense", methods=["quest:page_size=16"])
+    assert found.answer != dense.answer, "the plan says which tokens come"
+
+
+def test_dense_layers_of_a_plan_are_dense_for_all(tiny: LLM) -> None:
+    found = explained(tiny, plan="oracle_tokens:budget=96:window=16:dense_layers=0", methods=["keydiff"])
+    assert all(share == 1 for row in found.readings[0].seen for share in row)
+    assert all([row["layer"] for row in each.layers] == [1, 2] for each in found.choices)
+    everywhere = explained(tiny, plan="oracle_tokens:budget=96:window=16:dense_layers=0+1+2", methods=["keydiff"])
+    assert everywhere.choices == []
+    assert "What methods" not in page(everywhere)
+
+
+def test_the_budget_of_the_methods() -> None:
+    budget = equal_budget(parse_plan("quest:budget=512:sinks=8:min_context=9999"), None)
+    assert (budget.tokens, budget.sinks, budget.dense_layers, budget.min_context) == (512, 8, (0, 1), 0)
+    assert equal_budget(parse_plan("quest:ratio=0.1"), None).ratio == 0.1
+    assert equal_budget(parse_plan("quest:ratio=0.1"), 300) == equal_budget(parse_plan("quest:mass=0.9"), 300)
+    assert equal_budget(parse_plan("dense"), None).tokens == 256
+    with pytest.raises(InputError, match="say with budget how many"):
+        equal_budget(parse_plan("quest:mass=0.9"), None)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"token": 5}, "token=5 is not among the tokens that may be generated: 0 to 4. Raise max_new_tokens"),
+        ({"token": -1}, "token=-1 is not among the tokens"),
+        ({"tokens": []}, "tokens is empty: name at least one token"),
+        ({"tokens": [0, 7]}, "token=7 is not among the tokens"),
+        ({"methods": ["qest"]}, "unknown method 'qest'; did you mean 'quest'?"),
+        ({"methods": ["quest:budget=64"]}, "quest:budget=64: all methods get the same budget; leave out budget."),
+        ({"methods": ["critiprefill"]}, "critiprefill does not select in decode"),
+        ({"methods": ["dense"]}, "dense does not select in decode"),
+        ({"passage_tokens": 0}, "passage_tokens=0 must be 1 or more."),
+        ({"budget": 5000}, "all of them fit the budget, so there is nothing to select"),
+        ({"plan": "quest:mass=0.9"}, "say with budget how many tokens the methods may select"),
+    ],
+)
+def test_what_cannot_be_explained_is_refused_before_anything_is_loaded(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(LLM, "load", lambda self: pytest.fail("the weights were loaded"))
+    with pytest.raises(InputError) as refused:
+        several(tiny, **how) if "tokens" in how else explained(tiny, **how)
+    assert message in str(refused.value)
+
+
+def test_a_token_beyond_the_answer_is_refused_with_the_tokens_there_are(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = tiny.read(text_of(600)).check(QUESTION, 5)
+    first = tiny.generate(tiny.tokenizer.decode(ids[1:]), max_new_tokens=3)
+    monkeypatch.setattr(LLM, "_end_ids", lambda self: {first.token_ids[1]})
+    with pytest.raises(InputError, match=r"the answer has no token 4; its tokens are: 0 '") as refused:
+        explained(tiny, token=4)
+    assert "2 '" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def embedded() -> Callable[[str], Explanation]:
+    """The demo's document at 1200 tokens through the embedded model, by plan."""
+    llm, text, found = LLM(None, "dense", path="composed"), make_document(1200), {}
+
+    def get(plan: str) -> Explanation:
+        if plan not in found:
+            found[plan] = explain(llm, text, FACTS[2][2], plan=plan, methods=["oracle_tokens:heads=query", "random"])
+        return found[plan]
+
+    return get
+
+
+@pytest.mark.parametrize("plan", ["dense", "oracle_tokens:budget=128:dense_layers=none"])
+def test_the_passage_that_holds_the_answer_is_the_most_read(embedded: Callable[[str], Explanation], plan: str) -> None:
+    found = embedded(plan)
+    assert found.answer == "velvet canyon"
+    best = found.passages[found.most_read(1)[0]]
+    assert "velvet" in best.text
+    holds = found.passages.index(best)
+    # some heads look for it and give it nearly all they have; chance would have been a passage in twenty
+    assert max(row[holds] for reading in found.readings for row in reading.mass) > 0.9
+    oracle, _, chance = found.choices
+    assert oracle.recovery > chance.recovery + 0.05
+    assert oracle.recall > chance.recall
+
+
+class Tags(HTMLParser):
+    """Tags that are open, links, and text outside of tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in ("meta", "br", "wbr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_by_itself(tiny: LLM) -> None:
+    found = explained(tiny, plan=QUEST, methods=["quest:page_size=8", "keydiff"])
+    html = page(found)
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == []
+    names = {name for name, _ in tags.attributes}
+    assert "src" not in names
+    assert "http" not in html
+    assert "<script" not in html
+    targets = {value for name, value in tags.attributes if name == "href"}
+    assert targets == {f"#{value}" for name, value in tags.attributes if name == "id"}
+    assert {f"#t2p{index}" for index in range(len(found.passages))} < targets
+    assert QUESTION in tags.text, "what users and models write is text, not markup"
+    assert "layer 2, head 3" in tags.text
+    assert "keydiff" in tags.text
+    for each in found.passages:
+        assert each.text.strip() in tags.text
+
+
+def test_colours_say_how_much_was_read(tiny: LLM) -> None:
+    """Of every head, as many marks as passages with 0.2 % of its attention or more, dark as the square root of it."""
+    found = explained(tiny, plan=QUEST)
+    drawn = page(found).partition("<h3>What methods")[0].count('class="heat" x=')
+    assert drawn == sum(share >= 0.002 for reading in found.readings for row in reading.mass for share in row)
+    most = max(share for reading in found.readings for row in reading.mass for share in row)
+    assert f'fill-opacity="{most**0.5:.2f}"' in page(found)
+
+
+def test_several_tokens_are_explained_as_each_alone(tiny: LLM) -> None:
+    how = {"plan": QUEST, "methods": ["quest:page_size=8", "tova"]}
+    alone = [explained(tiny, token=token, **how) for token in (0, 3)]
+    assert several(tiny, tokens=[0, 3], **how) == alone
+    every = several(tiny, **how)
+    assert [each.token for each in every] == [0, 1, 2, 3, 4]
+    assert [every[0], every[3]] == alone
+
+
+def test_a_page_of_several_tokens_has_a_part_for_each(tiny: LLM) -> None:
+    found = several(tiny, plan=QUEST, tokens=[1, 3])
+    tags = Tags()
+    tags.feed(page(*found))
+    ids = [value for name, value in tags.attributes if name == "id"]
+    assert len(set(ids)) == len(ids)
+    assert {"t1", "t3", "t1p0", "t3p0"} < set(ids)
+    assert {value for name, value in tags.attributes if name == "href"} == {f"#{each}" for each in ids}
+    assert "Explained tokens" in tags.text
+
+
+def test_recall_and_the_oracle_stand_beside_every_layer(tiny: LLM) -> None:
+    found = explained(tiny, plan=QUEST, methods=["quest:page_size=8"])
+    oracle, quest = found.choices
+    for index, reading in enumerate(found.readings):
+        assert reading.recall == pytest.approx(quest.layers[index]["recall"]), "the run is quest too"
+        assert reading.recovery == pytest.approx(quest.layers[index]["recovery"])
+    chosen = torch.tensor([reading.oracle for reading in found.readings])
+    assert chosen.mean(0).tolist() == pytest.approx(oracle.passages)
+    html = page(found)
+    table = html.partition("Top-10 token recall</p>")[2].partition("</table>")[0]
+    assert '<th scope="col">this run</th><th scope="col">oracle_tokens</th>' in table
+    assert f'title="layer 2, quest:page_size=8: {quest.layers[2]["recall"]:.3f}"' in table
+    assert html.count(", oracle</text>") == 3
+    dense = explained(tiny, plan="oracle_tokens:budget=96:window=16:dense_layers=0")
+    assert dense.readings[0].oracle is None
+
+
+def test_a_row_of_the_map_leads_to_its_numbers(tiny: LLM) -> None:
+    found = explained(tiny, plan=QUEST)
+    html = page(found)
+    assert re.search(r'<a href="#t2l1h3" tabindex="-1"><text[^>]*>layer 1, head 3</text></a>', html)
+    row = html.partition('<tr id="t2l1h3">')[2].partition("</tr>")[0]
+    most = max(range(len(found.passages)), key=lambda index: found.readings[1].mass[3][index])
+    assert row.startswith('<th scope="row">layer 1, head 3</th>')
+    assert f'<a href="#t2p{most}">' in row
+
+
+def test_words_carry_the_attention_of_their_tokens(embedded: Callable[[str], Explanation]) -> None:
+    found = embedded("dense")
+    assert ["".join(text for text, _ in words) for words in found.words] == [each.text for each in found.passages]
+    shares = [sum(share for _, share in words) for words in found.words]
+    assert shares == pytest.approx(found.attention(), abs=1e-4)
+    best = found.most_read(1)[0]
+    assert max(found.words[best], key=lambda word: word[1])[0].strip() == "velvet"
+    assert re.search(r'<mark style="--v:60%" title="[^"]*">velvet</mark>', page(found))
+
+
+def test_no_passage_is_cut_inside_a_word(embedded: Callable[[str], Explanation]) -> None:
+    passages = embedded("dense").passages
+    for before, after in pairwise(passages[1:-1]):
+        assert before.text[-1:].isspace() or after.text[:1].isspace(), (before.text, after.text)
+
+
+def test_text_without_spaces_is_still_cut_into_passages() -> None:
+    ids = list("蒸気機関車は山を越えて" * 20)  # a token each
+    pieces = pieces_of("".join, ids)
+    assert all(word_starts(pieces))
+    assert {each.stop - each.start for each in passages_of(pieces, (4, 204), 50)[1:-1]} == {50}
+    longer = pieces_of("".join, ["x"] * 300)
+    assert [each.stop for each in passages_of(longer, (0, 300), 100)] == [100, 200, 300], "one word, cut as it comes"
+
+
+def test_a_character_of_several_tokens_is_whole() -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    data = "ein Käse für 5 €".encode()
+    pieces = pieces_of(decode, list(data))
+    assert "".join(pieces) == data.decode()
+    assert "\ufffd" not in "".join(pieces)
+    broken = pieces_of(decode, [0xFF] * 40)
+    assert len(broken) == 40
+    assert "".join(broken) == "\ufffd" * 40

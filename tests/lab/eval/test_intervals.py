@@ -1,0 +1,89 @@
+"""95 % intervals: Wilson's where scores are 0 or 1, else from resampling."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from kvsift_lab.eval.intervals import bootstrap, design_effect, interval, wilson
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        (81, 263, 0.2553, 0.3662),  # Newcombe, Statistics in Medicine 17 (1998), table I
+        (15, 148, 0.0624, 0.1605),
+        (0, 20, 0.0, 0.1611),
+        (1, 29, 0.0061, 0.1718),
+        (10, 10, 0.7225, 1.0),
+        (5, 10, 0.2366, 0.7634),
+    ],
+)
+def test_shares_have_wilsons_interval(successes: int, trials: int, low: float, high: float) -> None:
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=5.1e-5)
+    assert interval([1.0] * successes + [0.0] * (trials - successes)) == wilson(successes, trials)
+
+
+def test_more_questions_narrow_the_interval_around_the_share() -> None:
+    widths = []
+    for trials in (8, 24, 96, 1000):
+        low, high = wilson(trials * 3 // 4, trials)
+        assert low < 0.75 < high
+        widths.append(high - low)
+    assert widths == sorted(widths, reverse=True)
+
+
+def test_other_scores_are_resampled_the_same_way_every_time() -> None:
+    scores = [0.0, 0.25, 0.5, 0.75, 1.0] * 20
+    low, high = interval(scores)
+    assert (low, high) == bootstrap(scores)
+    # the mean of 100 draws with standard deviation 0.3536 varies by 0.0354: 1.96 of that either way
+    assert (low, high) == pytest.approx((0.5 - 0.0693, 0.5 + 0.0693), abs=0.008)
+
+
+def test_equal_scores_leave_no_doubt() -> None:
+    assert interval([0.4, 0.4, 0.4]) == pytest.approx((0.4, 0.4))
+
+
+def test_questions_that_stand_or_fall_together_count_as_one() -> None:
+    """By hand. Two contexts of four questions, all right or all wrong: sums of deviations are 2 and -2, so the mean
+    varies by (4 + 4) / 64 * 2 / 1 = 1 / 4, and eight independent questions by (2 / 8 + 1 / 4) / 8 = 1 / 16."""
+    together = [[1.0] * 4, [0.0] * 4]
+    assert design_effect([together]) == pytest.approx(4)
+    assert design_effect([together, [[1.0] * 4, [1.0] * 4]]) == pytest.approx(4)  # the second says nothing more
+    assert design_effect([[[1.0] * 8, [0.0] * 8, [1.0] * 8, [1.0] * 8]]) == pytest.approx(8)
+
+
+def test_what_contexts_share_is_found_on_average() -> None:
+    """Context and question each decide a score half of the time: any two of a context agree by chance and a quarter
+    more, so the effect is 1 + 7 / 4."""
+    generator = random.Random(1)
+
+    def context() -> list[float]:
+        shared = float(generator.random() < 0.5)
+        return [shared if generator.random() < 0.5 else float(generator.random() < 0.5) for _ in range(8)]
+
+    assert design_effect([[context() for _ in range(3)] for _ in range(3000)]) == pytest.approx(1 + 7 / 4, rel=0.03)
+
+
+def test_independent_questions_count_as_they_are() -> None:
+    generator = random.Random(0)
+    cells = [[[float(generator.random() < 0.6) for _ in range(8)] for _ in range(5)] for _ in range(400)]
+    assert design_effect(cells) == pytest.approx(1.0, abs=0.1)
+    assert design_effect([[[score] for context in cells[0] for score in context]]) == pytest.approx(1.0)
+    assert design_effect([[[1.0, 0.0], [0.0, 1.0]]]) == 1.0  # contexts more alike than chance makes them
+    assert design_effect([[[1.0, 1.0], [1.0]]]) == 1.0
+
+
+def test_one_context_says_nothing_about_others() -> None:
+    assert design_effect([[[1.0, 0.0, 1.0]], [[0.0, 0.0]]]) is None
+    assert design_effect([]) is None
+
+
+def test_intervals_widen_with_it() -> None:
+    scores = [1.0] * 12 + [0.0] * 12
+    assert interval(scores, 4.0) == wilson(3, 6)
+    mixed = [0.0, 0.25, 0.5, 0.75, 1.0] * 20
+    (low, high), (lower, higher) = interval(mixed), interval(mixed, 4.0)
+    assert (0.5 - lower, higher - 0.5) == pytest.approx((2 * (0.5 - low), 2 * (high - 0.5)))
+    assert interval([0.01, 0.99] * 2, 100.0) == (0.0, 1.0)

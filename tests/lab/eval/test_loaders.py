@@ -1,0 +1,361 @@
+"""Local files in their published formats: what they become, and what is said of a bad line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvsift_lab.eval.loaders import load_file
+from kvsift_lab.eval.loaders.fitting import ContextFitter, depth_of, leading, trailing
+from kvsift_lab.eval.loaders.longbench_formats import FORMATS
+from kvsift_lab.eval.scorers import SCORERS, score
+from kvsift_lab.eval.tasks import Question, Sample
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
+from lab.eval.task_tools import BOS, encode
+
+from kvsift.errors import InputError
+
+RULER_LINE = {
+    "index": 0,
+    "input": "Question: an example\nA text.\nQuestion: which ones?",
+    "outputs": ["ABC", "DEF"],
+    "length": 9,
+}
+LONGBENCH_LINE = {
+    "input": "Where is {it}?",
+    "context": "Über Łódź: it is in Oslo.",
+    "answers": ["Oslo", "in Oslo"],
+    "length": 5,
+    "dataset": "hotpotqa",
+    "language": "en",
+    "all_classes": None,
+    "_id": "a1",
+}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def only(samples: list[Sample]) -> tuple[Sample, Question]:
+    (made,) = samples
+    (question,) = made.questions
+    return made, question
+
+
+# RULER
+
+
+@pytest.mark.parametrize("name", ["vt.jsonl", "vt/validation.jsonl"])
+def test_ruler_splits_a_prompt_before_its_last_question(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, RULER_LINE | {"answer_prefix": " Answer: they are"})
+    made, question = only(load_file("ruler", path, encode, prefix=(BOS,)))
+    assert made.context == "Question: an example\nA text."
+    assert made.context_ids == (BOS, *encode(made.context))
+    assert question.tail == "\nQuestion: which ones? Answer: they are"
+    assert (question.references, question.scorer) == (("ABC", "DEF"), "string_match_all")
+    assert (question.max_new_tokens, question.stop) == (30, None)
+
+
+def test_ruler_files_without_answer_prefix_keep_it_in_the_question(tmp_path: Path) -> None:
+    text = "A text with 71.\nWhat is the special magic number for x? The special magic number for x is"
+    path = write(tmp_path / "niah_single_1.jsonl", {"index": 3, "input": text, "outputs": ["71"], "length": 5})
+    made, question = only(load_file("ruler", path, encode))
+    assert made.context + question.tail == text
+    assert made.context == "A text with 71."
+    assert question.depth == made.context.index("71") / len(made.context)
+    assert question.max_new_tokens == 128
+
+
+def test_ruler_questions_of_documents_are_scored_in_part(tmp_path: Path) -> None:
+    instruction = "Answer the question based on the given documents."
+    text = f"{instruction}\n\nX\n\n{instruction}\n\nQ"
+    path = write(tmp_path / "qa_2" / "test.jsonl", {"input": text, "outputs": ["a", "b"]})
+    made, question = only(load_file("ruler", path, encode))
+    assert made.context.endswith("\n\nX")
+    assert (question.scorer, question.max_new_tokens) == ("string_match_part", 32)
+
+
+def test_a_ruler_file_must_be_named_after_its_task(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"niah_single1.*did you mean 'niah_single_1'"):
+        load_file("ruler", write(tmp_path / "niah_single1.jsonl", RULER_LINE), encode)
+
+
+def test_a_ruler_prompt_without_a_question_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "vt.jsonl", RULER_LINE, RULER_LINE | {"input": "A text."})
+    with pytest.raises(InputError, match=r"vt.jsonl:2: .*question after the context"):
+        load_file("ruler", path, encode)
+
+
+# LongBench
+
+
+def test_longbench_puts_context_and_input_into_a_prompt(tmp_path: Path) -> None:
+    made, question = only(load_file("longbench", write(tmp_path / "any.jsonl", LONGBENCH_LINE), encode))
+    before, after = FORMATS["hotpotqa"].prompt.split("{context}")
+    assert made.task == "hotpotqa"
+    assert made.context == before + LONGBENCH_LINE["context"]
+    assert question.tail == after.replace("{input}", "Where is {it}?")
+    assert question.tail.endswith("\n\nQuestion: Where is {it}?\nAnswer:")
+    assert (question.references, question.scorer) == (("Oslo", "in Oslo"), "qa_f1")
+    assert (question.max_new_tokens, made.notes) == (32, ())
+    assert bytes(made.context_ids).decode() == made.context  # not ASCII
+
+
+def test_every_longbench_data_set_has_a_prompt_and_a_scorer() -> None:
+    assert len(FORMATS) == 21
+    assert all(form.prompt.count("{context}") == 1 and form.scorer in SCORERS for form in FORMATS.values())
+    always_the_same = {name for name, form in FORMATS.items() if "{input}" not in form.prompt}
+    assert always_the_same == {"gov_report", "multi_news", "vcsum", "passage_count", "lcc"}
+
+
+def test_longbench_classes_are_given_to_the_scorer(tmp_path: Path) -> None:
+    line = LONGBENCH_LINE | {"dataset": "trec_e", "answers": ["City"], "all_classes": ["City", "Animal"]}
+    _, question = only(load_file("longbench", write(tmp_path / "trec.jsonl", line), encode))
+    assert question.references == ("City", "City", "Animal")
+    assert score(question.scorer, " City\nAnimal", question.references) == 1.0
+    assert score(question.scorer, " City, Animal", question.references) == 0.5
+
+
+def test_longbench_prompts_beside_the_data_are_used(tmp_path: Path) -> None:
+    (tmp_path / "dataset2prompt.json").write_text(json.dumps({"hotpotqa": "Read {context}. Now: {input}"}))
+    made, question = only(load_file("longbench", write(tmp_path / "a.jsonl", LONGBENCH_LINE), encode))
+    assert made.context + question.tail == "Read Über Łódź: it is in Oslo.. Now: Where is {it}?"
+    (tmp_path / "dataset2prompt.json").write_text('{"hotpotqa": "no slot"}')
+    with pytest.raises(InputError, match=r"dataset2prompt\.json must be an object of prompts"):
+        load_file("longbench", tmp_path / "a.jsonl", encode)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": "hotpot"}, "unknown LongBench data set 'hotpot'; did you mean 'hotpotqa'"),
+        ({"dataset": None}, "'dataset' must be text, not None"),
+        ({"answers": "Oslo"}, "'answers' must be a list of texts"),
+        ({"answers": []}, "'answers' must be a list of texts"),
+        ({"context": 5}, "'context' must be text, not 5"),
+        ({"dataset": "trec", "answers": ["a", "b"], "all_classes": ["a"]}, "a classification has one answer"),
+        ({"dataset": "trec", "answers": ["a"]}, "'all_classes' must be a list"),
+    ],
+)
+def test_a_bad_longbench_line_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "a.jsonl", LONGBENCH_LINE, LONGBENCH_LINE | change)
+    with pytest.raises(InputError, match=rf"a\.jsonl:2: .*{message}"):
+        load_file("longbench", path, encode)
+
+
+def test_a_missing_field_names_those_that_are_there(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"dataset": "hotpotqa", "question": "?"})
+    with pytest.raises(InputError, match=r"a\.jsonl:1: no 'answers'; there are 'dataset', 'question'"):
+        load_file("longbench", path, encode)
+
+
+# InfiniteBench
+
+
+def test_infinitebench_retrieval(tmp_path: Path) -> None:
+    line = {"id": 0, "context": "The pass key is 71432.", "input": "What is it?", "answer": ["71432"], "options": []}
+    made, question = only(load_file("infinitebench", write(tmp_path / "passkey.jsonl", line), encode))
+    assert question.tail == "\n\nWhat is it?\n\nThe pass key is"
+    assert (question.references, question.scorer, question.max_new_tokens) == (("71432",), "first_number", 6)
+    assert made.context.endswith("\n\nThe pass key is 71432.")
+
+
+def test_infinitebench_numbers_are_asked_for_before_the_list(tmp_path: Path) -> None:
+    line = {"context": "[3, 4]", "input": "One number. The median number of the list is: ", "answer": 3.5}
+    made, question = only(load_file("infinitebench", write(tmp_path / "math_find.jsonl", line), encode))
+    assert made.context == "What is the median number in the following list?\n\n[3, 4]"
+    assert score(question.scorer, "3.5", question.references) == 1.0
+
+
+@pytest.mark.parametrize("answer", ["foo", ["foo"], ["foo", "B"]])
+def test_infinitebench_options_have_letters(tmp_path: Path, answer: object) -> None:
+    line = {"context": "code {options}", "input": "", "answer": answer, "options": ["bar", "foo", "baz", "qux"]}
+    made, question = only(load_file("infinitebench", write(tmp_path / "code_debug.jsonl", line), encode))
+    assert made.context.endswith("code {options}")
+    assert "\nA. bar\nB. foo\nC. baz\nD. qux\n" in question.tail
+    assert question.references == ("foo", "B")
+
+
+def test_infinitebench_calls_are_found_in_the_input(tmp_path: Path) -> None:
+    line = {"context": "def func_1(x): ...", "input": "Give func_1(-3), please.", "answer": 9}
+    _, question = only(load_file("infinitebench", write(tmp_path / "code_run.jsonl", line), encode))
+    assert question.tail.endswith("Work out the exact value of func_1(-3). The value of func_1(-3) is")
+    assert question.references == ("9",)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "message"),
+    [
+        ("passkey", {"context": "a", "input": "b"}, "'answer' must be text, a number or a list of these, not None"),
+        ("passkey", {"context": "a", "input": "b", "answer": []}, "'answer' must be text"),
+        ("math_find", {"context": "a", "input": "b", "answer": 1}, "'input' must have something like"),
+        (
+            "code_debug",
+            {"context": "a", "input": "", "answer": "x", "options": ["x"]},
+            "must be four texts; there are 1",
+        ),
+        ("code_debug", {"context": "a", "input": "", "answer": "x", "options": list("abcd")}, "'x' is none"),
+    ],
+)
+def test_a_bad_infinitebench_line_is_named(tmp_path: Path, name: str, line: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=rf"{name}\.jsonl:1: .*{message}"):
+        load_file("infinitebench", write(tmp_path / f"{name}.jsonl", line), encode)
+
+
+def test_infinitebench_references_may_be_many_numbers(tmp_path: Path) -> None:
+    line = {"context": "1 + 2 - 3 =", "input": "Work it out.", "answer": [1, 3, 0]}
+    made, question = only(load_file("infinitebench", write(tmp_path / "math_calc.jsonl", line), encode))
+    assert "1 + 2 - 3" in made.context
+    assert question.references == ("1", "3", "0")
+    assert question.scorer == "math_calc"
+
+
+def test_an_infinitebench_file_must_be_named_after_a_task(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"named after its task.*'math_calk'.*math_calc"):
+        load_file("infinitebench", write(tmp_path / "math_calk.jsonl", {}), encode)
+
+
+# PG19, SQuAD, HotpotQA
+
+
+def test_pg19_predicts_what_follows_the_beginning_of_each_book(tmp_path: Path) -> None:
+    book = "\n\nPREFACE\n" + "\n".join(f"Line {i} of the böok." for i in range(200))
+    (tmp_path / "b.txt").write_text(book, encoding="utf-8")
+    (tmp_path / "a.txt").write_text("Short. " * 60, encoding="utf-8")
+    (tmp_path / "notes.md").write_text("not a book")
+    short, long = load_file("pg19", tmp_path, encode, max_tokens=1000, prefix=(BOS,))
+    assert len(long.context_ids) + len(long.targets) == 1000
+    assert bytes((*long.context_ids[1:], *long.targets)).decode(errors="ignore") in book
+    assert long.notes == ()
+    assert short.notes == ("the book has about 413 tokens only",)  # 420 bytes and bos, 8 spared
+    assert len(short.context_ids) == 413 - NUM_TARGETS
+    assert load_file("pg19", tmp_path / "b.txt", encode, max_tokens=1000, prefix=(BOS,)) == [long]
+    with pytest.raises(InputError, match="too short"):
+        load_file("pg19", tmp_path, encode, max_tokens=200)
+
+
+def test_a_directory_without_books_has_no_samples(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no samples"):
+        load_file("pg19", tmp_path, encode)
+
+
+def test_squad_becomes_numbered_documents_of_the_length(tmp_path: Path) -> None:
+    def asked(i: int, possible: bool = True) -> dict[str, Any]:
+        answers = [{"text": f"answer {i}"}, {"text": f"the answer {i}"}]
+        return {"question": f"What is {i}?", "is_impossible": not possible, "answers": answers if possible else []}
+
+    def paragraph(i: int) -> dict[str, Any]:
+        return {"context": f"The {i}th thing is answer {i}.", "qas": [asked(i), asked(99, possible=False)]}
+
+    articles = [{"paragraphs": [paragraph(10 * a + i) for i in range(3)]} for a in range(4)]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
+    samples = load_file("squad", tmp_path / "squad.json", encode, max_tokens=900)
+    assert len(samples) == 12  # those that have an answer
+    for made, number in zip(samples, [10 * a + i for a in range(4) for i in range(3)]):
+        (question,) = made.questions
+        assert len(made.context_ids) == 900
+        assert made.context.count(f"\nThe {number}th thing is answer {number}.") >= 1
+        assert question.references == (f"answer {number}", f"the answer {number}")
+        assert f"answer {number}." in made.context[round(question.depth * 900) :][:60]
+        near = [10 * (number // 10) + i for i in range(3)]
+        assert all(f"The {each}th thing" in made.context for each in near)  # its article's come before others
+
+
+def test_hotpotqa_has_all_documents_of_its_question(tmp_path: Path) -> None:
+    def asked(i: int) -> dict[str, Any]:
+        context = [[f"Title {i}-{k}", ["One. ", f"Two {i}-{k}."]] for k in range(10)]
+        return {"question": f"Q{i}?", "answer": f"Two {i}-3", "context": context}
+
+    (tmp_path / "hotpot.json").write_text(json.dumps([asked(i) for i in range(3)]))
+    samples = load_file("hotpotqa", tmp_path / "hotpot.json", encode, limit=2, max_tokens=1200)
+    assert len(samples) == 2
+    assert all(f"Title 1-{k}\nOne. Two 1-{k}." in samples[1].context for k in range(10))
+    assert samples[1].questions[0].scorer == "string_match_part"
+
+
+@pytest.mark.parametrize("text", ["[", '{"data": 5}', '{"versions": []}', '[{"question": "?"}]', "[5]"])
+@pytest.mark.parametrize("kind", ["squad", "hotpotqa"])
+def test_other_json_is_refused(tmp_path: Path, kind: str, text: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(InputError, match=r"a\.json (is not in the published format|cannot be read as JSON)"):
+        load_file(kind, tmp_path / "a.json", encode)
+
+
+# Any file
+
+
+def test_a_long_context_loses_its_middle() -> None:
+    question = Question("asks", "", 0.5, is_framed=False)
+    # half of 16 is 8: bos and 7 from the start; 4 and the 4 of the question from the end
+    made = ContextFitter(encode, 16, (BOS,)).sample("any", "abcdefghijklmnopqrst", question)
+    assert made.context == "abcdefg" + "qrst"
+    assert made.context_ids == (BOS, *b"abcdefgqrst")
+    assert made.notes == ("the middle of the context was left out: 16 of 25 prompt tokens remain",)
+    whole = ContextFitter(encode, 25, (BOS,)).sample("any", "abcdefghijklmnopqrst", question)
+    assert (whole.context, whole.notes) == ("abcdefghijklmnopqrst", ())
+
+
+def test_a_question_longer_than_half_is_refused() -> None:
+    with pytest.raises(InputError, match="half of it must exceed the question's 9 tokens"):
+        ContextFitter(encode, 16, ()).sample(
+            "any", "abcdefghijklmnopqrst", Question("asks more", "", 0.5, is_framed=False)
+        )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 50, 99])
+def test_ends_of_a_text_are_cut_between_characters(count: int) -> None:
+    text = "ünï" * 20  # 5 bytes each
+    assert len(encode(leading(text, count, encode))) in (count - 1, count)
+    assert len(encode(trailing(text, count, encode))) in (count - 1, count)
+    assert text.startswith(leading(text, count, encode))
+    assert text.endswith(trailing(text, count, encode))
+
+
+def test_depth_is_where_the_last_answer_first_stands() -> None:
+    assert depth_of("ab12cd34ab", ["12", "34"]) == 0.6
+    assert depth_of("ab12cd", ["56"]) == 1.0
+    assert depth_of("ab12cd", ["12", "56"]) == 1.0
+    assert depth_of("", ["12"]) == 1.0
+
+
+def test_lines_end_at_newlines_only(tmp_path: Path) -> None:
+    line = LONGBENCH_LINE | {"context": "one\u2028two\x85three"}
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(line, ensure_ascii=False).encode() + b"\r\n\n  \n")
+    made, _ = only(load_file("longbench", path, encode))
+    assert made.context.endswith("one\u2028two\x85three")
+
+
+@pytest.mark.parametrize("raw", [b"{", b"\xff\xfe", b"{'a': 1}", b'{"a": 1} {"b": 2}'])
+def test_a_line_that_is_no_json_is_named(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(LONGBENCH_LINE).encode() + b"\n" + raw + b"\n")
+    with pytest.raises(InputError, match=r"a\.jsonl:2: a JSON object per line is expected"):
+        load_file("longbench", path, encode)
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.jsonl:1: a JSON object is expected, not \['a'\]"):
+        load_file("longbench", write(tmp_path / "a.jsonl", ["a"]), encode)
+
+
+def test_only_as_many_samples_as_wanted_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", LONGBENCH_LINE, LONGBENCH_LINE, ["a bad line"])
+    assert len(load_file("longbench", path, encode, limit=2)) == 2
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="did you mean 'longbench'"):
+        load_file("long_bench", tmp_path, encode)
+    with pytest.raises(InputError, match="there is no"):
+        load_file("longbench", tmp_path / "none.jsonl", encode)
+    with pytest.raises(InputError, match="is a directory"):
+        load_file("longbench", tmp_path, encode)
+    with pytest.raises(InputError, match="limit=0"):
+        load_file("longbench", tmp_path, encode, limit=0)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(InputError, match="has no samples"):
+        load_file("longbench", tmp_path / "empty.jsonl", encode)

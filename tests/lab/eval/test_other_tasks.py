@@ -1,0 +1,158 @@
+"""InfiniteBench's tasks, the dialogue and perplexity."""
+
+import json
+import random
+import re
+from statistics import median
+
+import pytest
+from kvsift_lab.eval.scorers import score
+from kvsift_lab.eval.tasks import FAMILIES, TASKS, make_sample
+from kvsift_lab.eval.tasks.infinite_code import _ERRORS, LETTERS, draft
+from kvsift_lab.eval.tasks.infinite_math import FINDERS, numbers_of
+from kvsift_lab.eval.tasks.infinite_retrieval import repetitive
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS, continued
+from lab.eval.task_tools import LONG, encode, sample
+
+from kvsift.errors import InputError
+from kvsift.texts.sample import SampleRequest
+
+SEEDS = range(5)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "count"), [("passkey", "pass key", 5), ("number_string", "sequence of digits", 10)]
+)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_digits_stand_twice_in_a_line_of_their_own(task: str, name: str, count: int, seed: int) -> None:
+    made = sample(f"infinite_{task}", seed=seed)
+    (question,) = made.questions
+    digits = question.answer
+    assert re.fullmatch(rf"\d{{{count}}}", digits)
+    line = f"The {name} is {digits}. Remember it. {digits} is the {name}."
+    assert made.context.split("\n").count(line) == 1
+    assert abs(question.depth - made.context.index(line) / LONG) < 0.001
+    assert question.answer_prefix == f"The {name} is"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_half_of_a_string_of_digits_repeats_a_neighbour(seed: int) -> None:
+    digits = repetitive(random.Random(seed))
+    assert len(digits) == 10
+    assert len(re.sub(r"(.)\1+", r"\1", digits)) <= 5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_key_has_its_value_in_the_object(seed: int) -> None:
+    made = sample("infinite_kv_retrieval", seed=seed)
+    (question,) = made.questions
+    whole_pairs = made.context[made.context.index("{") : made.context.rindex('",') + 1]
+    found = json.loads(whole_pairs + "}")
+    key = re.search('Key: "(.+)"', question.text)
+    assert key is not None
+    assert found[key[1]] == question.answer
+    assert len(found) > 100
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_number_wanted_is_that_of_the_list(seed: int) -> None:
+    made = sample("infinite_math_find", seed=seed)
+    (question,) = made.questions
+    listed = made.context.split("\n\n")[1]
+    numbers = [int(number) for number in listed.replace(",", " ").split()]
+    assert numbers_of(made.context) == numbers
+    ordered = sorted(set(numbers))
+    wanted = {"smallest": ordered[0], "second smallest": ordered[1], "third smallest": ordered[2]}
+    wanted |= {"largest": ordered[-1], "second largest": ordered[-2], "third largest": ordered[-3]}
+    wanted |= {"median": median(numbers)}
+    (asked,) = [name for name in wanted if f"the {name} number" in made.context]
+    assert set(wanted) == set(FINDERS)
+    assert float(question.answer) == wanted[asked]
+    assert f"The {asked} number" in question.answer_prefix
+    assert score(question.scorer, f" {question.answer}", question.references) == 1.0
+
+
+def test_an_even_count_has_a_median_between_two_numbers() -> None:
+    assert FINDERS["median"]([4, 1, 2, 9]) == 3
+    assert FINDERS["median"]([4, 1, 3, 9]) == 3.5
+    assert FINDERS["third largest"]([9, 9, 8, 8, 7]) == 7  # of distinct ones
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_exactly_one_function_does_not_run(seed: int) -> None:
+    made = sample("infinite_code_debug", seed=seed)
+    (question,) = made.questions
+    complete = made.context[made.context.index("def ") : made.context.rindex("\ndef ")]
+    functions: dict[str, object] = {}
+    exec(complete, functions)
+    names = re.findall(r"^def (\w+)", complete, re.MULTILINE)
+    assert len(names) == len(set(names)) > 50
+    assert [name for name in names if not _runs(functions[name])] == [question.answers[0]]
+    options = dict(re.findall(r"^([A-D])\. (\w+)$", question.text, re.MULTILINE))
+    assert set(options.values()) <= set(names)
+    assert question.answers == (options[question.answers[1]], question.answers[1])
+    assert score(question.scorer, f"{question.answers[1]}. it", question.references) == 1.0
+
+
+def test_every_kind_of_error_occurs_and_every_letter() -> None:
+    drafts = [draft(random.Random(seed), 1) for seed in range(200)]
+    assert {each.questions[0].answers[1] for each in drafts} == set(LETTERS)
+    for error in _ERRORS:
+        assert any(error.split("{n}")[0] in needle for each in drafts for needle in each.needles)
+
+
+def _runs(function: object) -> bool:
+    assert callable(function)
+    try:
+        function([3, 1, 2])
+        function([5])
+    except (TypeError, NameError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dialogue_comes_back_to_its_first_turn(seed: int) -> None:
+    made = sample("dialogue", seed=seed)
+    first, second, third, again, more = made.questions
+    assert made.in_turn
+    assert again.answer == first.answer
+    assert again.text != first.text
+    assert len({first.answer, second.answer, third.answer, more.answer}) == 4
+    key = re.search(r"for ([\w-]+) ", first.text)
+    assert key is not None
+    assert key[1] in again.text
+    assert key[1] in more.text
+    assert key[1] not in second.text + third.text
+    for turn in (first, second, third, more):
+        assert f"is: {turn.answer}." in made.context[round(turn.depth * LONG) - 1 :][:200]
+
+
+def test_perplexity_predicts_what_follows() -> None:
+    made = sample("perplexity", 3000)
+    assert made.questions == ()
+    assert TASKS["perplexity"].kind == "perplexity"
+    assert len(made.targets) == NUM_TARGETS
+    longer = sample("perplexity", 3000)
+    assert made == longer
+    words = [f" word{i}" for i in range(1000)]
+    whole = "".join(words).lstrip()
+    given = continued("words", SampleRequest(random.Random(0), 1001, 1, encode), iter(words))
+    assert given.context == whole[:1001]  # cut inside a piece
+    assert bytes(given.targets).decode() == whole[1001 : 1001 + NUM_TARGETS]
+
+
+def test_a_text_that_ends_too_early_is_refused() -> None:
+    for length in (900, 1100):  # the targets are missing, or some of the context
+        with pytest.raises(InputError, match="ask for a shorter context"):
+            continued("short", SampleRequest(random.Random(0), length, 1, encode), iter([" word"] * 200))
+
+
+def test_tasks_of_one_question_have_one() -> None:
+    for name in (*FAMILIES["ruler"], *FAMILIES["infinite"]):
+        assert len(sample(name, num_questions=8).questions) == 1
+
+
+def test_numbers_of_a_list_that_was_cut_are_those_that_are_there() -> None:
+    made = make_sample("infinite_math_find", 100, 0, encode)
+    assert numbers_of(made.context) == [int(number) for number in re.findall(r"\d+", made.context)]

@@ -1,0 +1,169 @@
+"""Recipes: checked before anything runs, complete with what every result is held against."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kvsift_lab.eval.contexts import Contexts
+from kvsift_lab.eval.recipe import EvalRecipe, Job
+from lab.eval.samples import RECIPE, recipe_of
+
+from kvsift import InputError
+from kvsift.models.transformers_load import ModelDirectory
+from kvsift.plan.syntax import parse_plan
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = [path for path in sorted((ROOT / "lab" / "recipes").glob("*.toml")) if not path.name.startswith("probe")]
+
+
+def test_a_recipe_is_read_as_it_is_written(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path) == EvalRecipe(
+        tasks=("passkey", "key_value"),
+        lengths=(700,),
+        questions_per_task=2,
+        questions_per_context=2,
+        plans=("dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"),
+        budgets=(64, 256),
+        settings=":sinks=4:dense_layers=none",
+        setup="question_decoded",
+        references=False,
+        seed=5,
+    )
+
+
+def test_a_single_length_may_be_given_alone(tmp_path: Path) -> None:
+    assert recipe_of(tmp_path, ("lengths = [700]", "length = 700")) == recipe_of(tmp_path)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_the_recipes_that_ship_can_be_run(path: Path) -> None:
+    loaded = EvalRecipe.load(path)
+    assert loaded.rows
+    assert loaded.jobs
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("seed = 5", "sed = 5"), "unknown key of the recipe recipe.toml 'sed'; did you mean 'seed'? Known: budgets,"),
+        (("lengths = [700]", ""), "the recipe recipe.toml is not complete; it lacks lengths."),
+        ((RECIPE, "seed = 5"), "it lacks questions_per_task, questions_per_context, plans, budgets, tasks, lengths."),
+        (("seed = 5", "length = 5"), "the recipe recipe.toml has length and lengths; give one of them."),
+        (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'? Known: "),
+        (('["passkey", "key_value"]', '"passkey"'), "tasks='passkey' of a recipe must be a list of names."),
+        (('["passkey", "key_value"]', "[]"), "tasks=() of a recipe must be a list of names."),
+        (("[700]", "700"), "lengths=700 of a recipe must be a list of whole numbers."),
+        (("[700]", "[-1]"), "length=-1 of a recipe must be a whole number, 1 or more."),
+        (("[64, 256]", "256"), "budgets=256 of a recipe must be a list of whole numbers."),
+        (("[64, 256]", '["64"]'), "budgets=('64',) of a recipe must be a list of whole numbers."),
+        (("[64, 256]", "[64, 32]"), "budget=32 leaves nothing to select"),
+        (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
+        (('"dense"', '"quest:budget={bugdet}"'), "budget='{bugdet}' must be a whole number"),
+        ((":sinks=4", ":sink=4"), "unknown key of quest 'sink'; did you mean 'sinks'?"),
+        (("questions_per_task = 2", "questions_per_task = 0"), "questions_per_task=0 of a recipe must be"),
+        (("seed = 5", "seed = true"), "seed=True of a recipe must be a whole number, 0 or more."),
+        (("seed = 5", "setup = 'sparse_prefil'"), "unknown setup 'sparse_prefil'; did you mean 'sparse_prefill'?"),
+        (("seed = 5", "setup = 'sparse_prefill'"), "has no rule for prefill, which setup"),
+        (("references = false", "references = 1"), "references=1 of a recipe must be true or false."),
+        (("seed = 5", "model = 5"), "model=5 of a recipe must be text."),
+        (("seed = 5", "seed = "), "recipe.toml cannot be read: "),
+        (
+            ("seed = 5", "[[files]]\nkind = 'longbench'"),
+            "files of the recipe recipe.toml are tables with kind and path",
+        ),
+        (("seed = 5", "[[files]]\nkind = 'longbenc'\npath = '.'"), "did you mean 'longbench'?"),
+        (("seed = 5", "[[files]]\nkind = 'longbench'\npath = 'no'"), "names the file no, which does not exist."),
+    ],
+)
+def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: tuple[str, str], says: str) -> None:
+    with pytest.raises(InputError, match=re.escape(says)):
+        recipe_of(tmp_path, change)
+
+
+def test_a_plan_that_selects_in_prefill_is_not_set_up_with_a_dense_prompt(tmp_path: Path) -> None:
+    prefill = ('"streaming_llm:budget={budget}"', '"prefill=quoka:budget={budget}:window=16"')
+    with pytest.raises(InputError, match=r'but setup = "whole_prompt" prefills densely. Leave out its prefill rule'):
+        recipe_of(tmp_path, prefill, ("seed", "setup='whole_prompt'\nseed"))
+
+
+def test_a_recipe_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"the recipe .*no\.toml cannot be read: "):
+        EvalRecipe.load(tmp_path / "no.toml")
+
+
+def test_a_row_per_plan_and_budget_with_the_common_settings(tmp_path: Path) -> None:
+    settings = ":sinks=4:dense_layers=none"
+    assert [(row.plan, row.budget, row.name, row.role) for row in recipe_of(tmp_path).rows] == [
+        ("dense", None, "dense", "ceiling"),
+        (f"quest:budget=64:window=16{settings}", 64, "quest", "plan"),
+        (f"quest:budget=256:window=16{settings}", 256, "quest", "plan"),
+        (f"streaming_llm:budget=64{settings}", 64, "streaming_llm", "floor"),
+        (f"streaming_llm:budget=256{settings}", 256, "streaming_llm", "floor"),
+    ]
+
+
+def test_a_plan_keeps_its_own_settings_and_streaming_takes_no_window(tmp_path: Path) -> None:
+    loaded = recipe_of(tmp_path, (":sinks=4:dense_layers=none", ":sinks=4:window=32"))
+    plans = [row.plan for row in loaded.rows if row.budget == 64]
+    assert plans == ["quest:budget=64:window=16:sinks=4", "streaming_llm:budget=64:sinks=4"]
+
+
+def test_floor_and_ceiling_are_added_where_they_lack(tmp_path: Path) -> None:
+    plans = '"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"'
+    alone = recipe_of(tmp_path, ("references = false\n", ""), (plans, '"quest:budget={budget}:window=16"'))
+    added = {row.name: row for row in alone.rows if row.role != "plan"}
+    assert added.keys() == {"dense", "oracle_tokens", "streaming_llm", "random"}
+    for name in ("oracle_tokens", "random"):  # they show what quest shows in any case
+        budget = parse_plan(added[name].plan).decode.budget
+        assert (budget.sinks, budget.window, budget.dense_layers) == (4, 16, ())
+    with_two = recipe_of(tmp_path, ("references = false\n", ""))
+    assert [row.name for row in with_two.rows[-4:]] == ["oracle_tokens"] * 2 + ["random"] * 2
+    assert sum(row.name == "dense" for row in with_two.rows) == 1
+
+
+def test_references_select_in_the_phase_that_the_recipe_is_about(tmp_path: Path) -> None:
+    plans = '"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"'
+    changes = ("references = false\n", ""), (plans, '"prefill=quoka:budget={budget}:window=16"')
+    rows = recipe_of(tmp_path, *changes, ("seed", "setup='sparse_prefill'\nseed")).rows
+    assert {row.phase for row in rows if row.name != "dense"} == {"prefill"}
+    assert all(parse_plan(row.plan).decode is None for row in rows)
+    changes = ("references = false\n", ""), (plans, '"both=keydiff:budget={budget}:window=16:evict=true"')
+    for setup, phase in (("sparse_prefill", "prefill"), ("question_decoded", "decode")):
+        rows = recipe_of(tmp_path, *changes, ("seed", f"setup='{setup}'\nseed")).rows
+        assert {row.phase for row in rows if row.name != "dense"} == {phase}
+
+
+def test_contexts_are_made_until_there_are_enough_questions_first_ones_first(tmp_path: Path) -> None:
+    many = recipe_of(tmp_path, ("[700]", "[100_000, 50_000]"), ("per_task = 2", "per_task = 3"))
+    assert many.jobs == tuple(
+        Job(task, length, seed)
+        for seed, tasks in ((5, ("passkey", "key_value")), (6, ("passkey", "key_value")), (7, ("passkey",)))
+        for length in (100_000, 50_000)
+        for task in tasks
+    )
+
+
+def test_a_context_too_short_for_its_questions_gets_company(tmp_path: Path) -> None:
+    """A short context holds fewer questions than were wanted of it; there are more contexts then."""
+    short = recipe_of(tmp_path, ("[700]", "[60]"))
+    assert [job.task for job in short.jobs] == ["passkey", "key_value"] * 2
+
+
+def test_a_family_of_tasks_stands_for_its_members(tmp_path: Path) -> None:
+    loaded = recipe_of(tmp_path, ('"passkey", "key_value"', '"ruler"'), ("[700]", "[4096]"))
+    assert len(loaded.tasks) == 13
+
+
+def test_questions_of_published_formats_can_be_put_into_our_own(tmp_path: Path) -> None:
+    tokenizer, loaded = ModelDirectory.check(None).tokenizer(), recipe_of(tmp_path)
+    asked = {}
+    for framed in (False, True):
+        recipe = replace(loaded, tasks=("niah_single_1",), lengths=(1024,), framed=framed)
+        contexts = Contexts(recipe, tokenizer)
+        asked[framed] = contexts.sample(contexts.jobs()[0]).questions[0]
+    assert not asked[False].is_framed
+    assert asked[True].tail.endswith("Answer:")
+    assert (asked[True].references, asked[True].scorer) == (asked[False].references, asked[False].scorer)

@@ -1,0 +1,305 @@
+"""The page: one file, every number from the samples, for eyes and for screen readers."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from kvsift_lab.eval.fingerprint import document_of
+from kvsift_lab.eval.page import page
+from kvsift_lab.eval.page.line_chart import ChartPoint, Level, Series, line_chart
+from kvsift_lab.eval.page.means import headline, means_of
+from kvsift_lab.eval.page.pareto import front_of
+from kvsift_lab.eval.summary import tables_of
+from lab.eval.samples import recipe_of, sample
+
+from kvsift import InputError
+
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> dict[str, Any]:
+    """Two lengths, all rows, scores that differ."""
+    return result_of(document_of(recipe_of(tmp_path, ("[700]", "[700, 1400]"))))
+
+
+def result_of(document: dict[str, Any], lengths: tuple[int, ...] = (700, 1400), questions: int = 3) -> dict[str, Any]:
+    """Samples of every row."""
+    samples = [
+        sample(
+            row["plan"],
+            row["budget"],
+            float((place + number) % 3 > 0),
+            task=task,
+            length=length,
+            question=number,
+            depth=(number + 0.5) / questions,
+            sparse_layer_visible_tokens=row["budget"] and row["budget"] - 8.0,
+            visible_tokens=float(length),
+        )
+        for task in ("passkey", "key_value")
+        for length in lengths
+        for number in range(questions)
+        for place, row in enumerate(document["rows"])
+    ]
+    session = {"started": "2026-01-01", "workers": 3, "machine": "an <odd> machine", "commit": "0" * 40}
+    session["versions"] = {"torch": "2.12"}
+    tables = tables_of(document, samples, [])
+    return {"recipe": document, "rows": document["rows"], "samples": samples, "sessions": [session], **tables}
+
+
+@pytest.fixture
+def text(result: dict[str, Any]) -> str:
+    return page([("mine & yours", result)])
+
+
+class Balance(HTMLParser):
+    """Complains about an element that is closed out of turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        self.open += [] if tag in VOID else [tag]
+
+    def handle_startendtag(self, tag: str, attributes: object) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_needs_nothing_else(text: str) -> None:
+    assert text.startswith("<!doctype html>")
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", text)
+    balance = Balance()
+    balance.feed(text)
+    assert balance.open == []
+
+
+def test_what_comes_from_outside_is_escaped(text: str) -> None:
+    assert "mine &amp; yours" in text
+    assert "an &lt;odd&gt; machine" in text
+    assert "<odd>" not in text
+
+
+def test_light_and_dark_have_the_same_colours_to_choose_from(text: str) -> None:
+    light, dark = text.split("@media (prefers-color-scheme:dark)")
+    names = re.compile(r"(--[a-z0-9]+):")
+    assert set(names.findall(light)) == set(names.findall(dark.split("}}")[0]))
+    sizes = {"--low", "--high", "--mean", "--dense", "--v", "--column"}  # of single marks
+    assert set(re.findall(r"var\((--[a-z0-9]+)[,)]", text)) <= set(names.findall(light)) | sizes
+
+
+def test_every_drawing_says_what_it_shows(text: str) -> None:
+    drawings = re.findall(r'<svg[^>]*role="img">.*?</svg>', text, flags=re.DOTALL)
+    assert len(drawings) == 4 + 2  # the score against tokens by task and length, against time by length
+    for drawing in drawings:
+        tree = ElementTree.fromstring(drawing)
+        assert tree.find("title").text
+        assert tree.find("desc").text
+    assert "Score of passkey, 1,400 tokens" in text
+
+
+def test_every_cell_stands_in_the_tables(text: str, result: dict[str, Any]) -> None:
+    for cell in result["cells"]:
+        assert f"<td>{cell['score']:.3f}</td><td>{cell['low']:.2f} to {cell['high']:.2f}</td>" in text
+    assert "3 contexts ran at a time, which slows each." in text
+    assert "Peak memory of a process: 1.00 GiB." in text
+
+
+def section_of(text: str, title: str) -> str:
+    """One part of the page; empty if it has none of that title."""
+    return text.partition(f"<h2>{title}</h2>")[2].partition("</section>")[0]
+
+
+def test_depth_maps_hold_means_by_length_and_depth(tmp_path: Path) -> None:
+    document = document_of(recipe_of(tmp_path, ("[700]", "[700, 1400]")))
+    result = result_of(document, questions=5)
+    row = result["rows"][1]
+    text = page([("x", result)])
+    own = [s for s in result["samples"] if (s["task"], s["plan"], s["length"]) == ("passkey", row["plan"], 700)]
+    for each in own:
+        start = 20 * int(each["depth"] * 5)
+        assert f"{row['name']}, {row['budget']}, 700 tokens, {start}-{start + 20} %: {each['score']:.3f}" in text
+    maps = section_of(text, "Score by depth")
+    assert maps.count("<table>") == 2, "one per task, not one per plan"
+
+
+def test_depth_maps_that_would_be_mostly_empty_are_left_out(text: str) -> None:
+    assert "Score by depth" not in text  # three depths
+
+
+def test_the_page_opens_with_one_line_of_result(result: dict[str, Any]) -> None:
+    for each in result["samples"]:
+        each["score"] = {"dense": 1.0}.get(each["plan"], 0.75 if "budget=256" in each["plan"] else 0.5)
+    tables = tables_of(result["recipe"], result["samples"], [])
+    text = page([("x", {**result, **tables})])
+    line = "quest at 256 tokens: mean 0.750, 75 % of dense&#x27;s 1.000."
+    assert f"</h1><p class=lead>{line}</p>" in text
+    assert text.count("75 %") >= 3, "and percent of dense stands in the tables"
+
+
+def test_several_results_have_a_line_each_that_links_to_them(result: dict[str, Any]) -> None:
+    text = page([("a", result), ("b", result)])
+    assert re.findall(r'<p class=lead><a href="#(r\d)">', text) == re.findall(r'<h2 class=result id="(r\d)">', text)
+    ids = re.findall(r' id="([^"]+)"', text)
+    assert len(set(ids)) == len(ids)
+    assert set(re.findall(r'href="#([^"]+)"', text)) <= set(ids)
+
+
+def test_without_dense_the_line_says_so(result: dict[str, Any]) -> None:
+    means = [each for each in means_of(result) if not each.is_dense]
+    assert headline(means).endswith("; dense is not in the recipe.")
+    assert headline([]) == "No plan has answered every task yet."
+
+
+def timed(result: dict[str, Any], scores: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """Names have a score and milliseconds per token."""
+    names = {row["plan"]: row["name"] for row in result["rows"]}
+    for each in result["samples"]:
+        each["score"], tpot_ms = scores[names[each["plan"]]]
+        each["tpot_s"] = tpot_ms / 1e3
+    return {**result, **tables_of(result["recipe"], result["samples"], [])}
+
+
+def test_the_pareto_front_is_what_no_plan_beats_in_score_and_time(result: dict[str, Any]) -> None:
+    result = timed(result, {"dense": (1.0, 8.0), "quest": (0.9, 4.0), "streaming_llm": (0.1, 6.0)})
+    means = [each for each in means_of(result) if each.length == 700]
+    assert [each.label for each in front_of(means)] == ["quest, 64", "dense"]
+    text = section_of(page([("x", result)]), "Quality against time per token")
+    assert "Pareto front: quest, 64 (4.00 ms, 0.900), dense (8.00 ms, 1.000)" in text
+    assert "quest, 64 takes 50 % of dense&#x27;s time." in text
+    assert text.count('class="front"') == 2, "one chart per length"
+    assert "quest, 256: 0.900 at 4.00 ms" in text
+
+
+def test_an_oracle_is_not_on_the_front(tmp_path: Path) -> None:
+    plans = ('"streaming_llm:budget={budget}"', '"oracle_tokens:budget={budget}:window=16"')
+    result = result_of(document_of(recipe_of(tmp_path, plans)), (700,))
+    result = timed(result, {"dense": (0.9, 8.0), "quest": (0.8, 9.0), "oracle_tokens": (1.0, 4.0)})
+    assert [each.name for each in front_of(means_of(result))] == ["dense"]
+    assert "No plan is faster than dense here." in page([("x", result)])
+
+
+def test_memory_is_a_bar_per_plan_and_per_budget_where_that_changes_it(result: dict[str, Any]) -> None:
+    for each in result["samples"]:
+        each["kv_bytes"] = (each["budget"] << 20) if "streaming" in each["plan"] else 512 << 20
+    memory = section_of(page([("x", result)]), "Memory")
+    names = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td><td class="bar"', memory)
+    expected = [("dense", "512.0", "100 %"), ("quest", "512.0", "100 %")]
+    expected += [("streaming_llm, 64", "64.0", "12 %"), ("streaming_llm, 256", "256.0", "50 %")]
+    assert names == expected * 2  # lengths
+
+
+def test_a_shared_prefill_is_no_time_of_a_plan(result: dict[str, Any]) -> None:
+    times = section_of(page([("x", result)]), "Times")
+    assert "context read" not in times
+    by_plan, _, prefill = times.partition("<h3>Prefill of the contexts</h3>")
+    assert "1.00" not in by_plan
+    rows = re.findall(r'<th scope="row">(.*?)</th><td class="text">(.*?)</td><td>(\d+)</td><td>(.*?)</td>', prefill)
+    assert rows == [
+        (f"{length} tokens", "dense, quest, streaming_llm", "2", "1.00") for length in ("700", "1,400")
+    ]  # one context of each task
+
+
+def many_plans(folder: Path) -> dict[str, Any]:
+    """Twenty, all with one setting in common."""
+    knobs = [f'"quest:page_size=8:budget={{budget}}:window=16:min_context={least}"' for least in range(20)]
+    return result_of(document_of(recipe_of(folder, ('"quest:budget={budget}:window=16"', ", ".join(knobs)))), (700,))
+
+
+def test_twenty_plans_have_a_named_row_each_instead_of_a_legend(tmp_path: Path) -> None:
+    result = many_plans(tmp_path)
+    text = page([("x", result)])
+    quality = section_of(text, "Quality against visible tokens").partition("Every number")[0]
+    assert "<svg" not in quality
+    assert "class=legend" not in quality
+    for row in result["rows"]:
+        assert quality.count(f">{row['name'].replace(':page_size=8', '').replace(':', ':<wbr>')}") >= 1
+    marks = re.findall(r'<td class="dot" title="(.*?) to (.*?), 3 samples">', quality)
+    assert len(marks) == 2 * len(result["rows"]), "an interval each"
+
+
+def test_settings_that_all_plans_share_are_said_once(tmp_path: Path) -> None:
+    text = page([("x", many_plans(tmp_path))])
+    assert "Every plan has page_size=8, which the names omit." in text
+    assert "quest:<wbr>min_context=7, 64" in text
+
+
+def test_every_plan_can_be_named_on_the_chart_of_times(tmp_path: Path) -> None:
+    result = many_plans(tmp_path)
+    chart = section_of(page([("x", result)]), "Quality against time per token")
+    labels = re.findall(r'<text class="name[^>]*>(.*?)</text>', chart)
+    numbers = [label for label in labels if label.isdigit()]
+    assert len(labels) == 1 + 20 + 1, "dense, the plans at their best budget, streaming_llm"
+    assert [f"{number} " in chart for number in numbers] == [True] * len(numbers)
+
+
+def test_nothing_is_wider_than_the_page(text: str) -> None:
+    """Tables scroll in a box of their own, that a keyboard reaches; code and versions wrap."""
+    assert text.count("<table>") == text.count('<div class=wide tabindex=0 role=region aria-label="')
+    assert "pre{" in text
+    assert "white-space:pre-wrap" in text
+    assert '<td class="text">torch 2.12</td>' in text
+
+
+def test_a_result_of_recall_alone_is_refused_in_a_sentence(result: dict[str, Any]) -> None:
+    del result["cells"]
+    with pytest.raises(InputError, match="x has no scores, only recall"):
+        page([("x", result)])
+
+
+def test_intervals_at_one_budget_do_not_cover_each_other() -> None:
+    series = [
+        Series(str(style), [ChartPoint(64, 0.5, 0.2, 0.8), ChartPoint(128, 0.5, 0.2, 0.8)], style) for style in range(8)
+    ]
+    tree = ElementTree.fromstring(line_chart("t", "x", "y", series))
+    places = sorted(float(line.get("x1")) for line in tree.iter("line") if line.get("class") == "interval")
+    assert len(places) == 16
+    assert all(after - before > 1.5 for before, after in pairwise(places))
+
+
+def test_names_of_levels_stand_beside_the_lines_not_on_them() -> None:
+    series = [Series("s", [ChartPoint(64, 0.5, 0.2, 0.8), ChartPoint(128, 0.5, 0.2, 0.8)], 0)]
+    tree = ElementTree.fromstring(line_chart("t", "x", "y", series, [Level("dense", 1.0), Level("chance", 0.99)]))
+    names = [text for text in tree.iter("text") if text.get("class") == "level"]
+    right = max(float(line.get("x2")) for line in tree.iter("line"))
+    assert all(float(name.get("x")) > right for name in names)
+    baselines = [float(name.get("y")) for name in names]
+    assert abs(baselines[0] - baselines[1]) >= 12
+
+
+def test_warnings_and_what_is_missing_stand_first(result: dict[str, Any]) -> None:
+    result["warnings"], result["left_out"] = ["something unequal"], [{"task": "passkey", "length": 700, "seed": 9}]
+    text = page([("x", result)])
+    assert text.index("something unequal") < text.index("Quality against visible tokens")
+    assert "1 contexts are not finished" in text
+
+
+def test_a_run_that_has_nothing_yet_has_a_page(result: dict[str, Any]) -> None:
+    empty = {**result, "samples": [], "cells": [], "chance": [], "warnings": []}
+    assert "There is no sample yet." in page([("x", empty)])
+
+
+def test_points_stand_where_their_numbers_say() -> None:
+    series = Series(
+        "s", [ChartPoint(64, 0.0, 0.0, 0.2), ChartPoint(256, 1.0, 0.8, 1.0), ChartPoint(128, 0.5, 0.4, 0.6)], 0
+    )
+    tree = ElementTree.fromstring(line_chart("t", "x", "y", [series], [Level("dense", 0.75)], logarithmic=True))
+    marks = [path.get("transform") for path in tree.iter("path") if path.get("class") == "mark"]
+    spots = [tuple(map(float, mark.removeprefix("translate(").rstrip(")").split())) for mark in marks]
+    (low, high, middle) = spots
+    assert low[1] > middle[1] > high[1]  # y grows downwards
+    assert middle[0] - low[0] == pytest.approx(high[0] - middle[0], abs=0.2)  # a doubling is a doubling
+    assert middle[1] == pytest.approx((low[1] + high[1]) / 2, abs=0.2)
+    line = tree.find("polyline").get("points").split()
+    assert [float(point.split(",")[0]) for point in line] == sorted(spot[0] for spot in spots)
+    assert "dense" in "".join(tree.itertext())

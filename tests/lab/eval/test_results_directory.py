@@ -1,0 +1,239 @@
+"""A results directory outlives kills, full disks and recipes that changed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.results import ResultsDirectory, job_of, read_summary
+from lab.eval.samples import recipe_of, recipe_text, sample
+
+from kvsift import InputError
+from kvsift.engine.atomic_files import write_atomically
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> EvalRecipe:
+    return recipe_of(tmp_path)
+
+
+def opened(folder: Path, recipe: EvalRecipe) -> ResultsDirectory:
+    return ResultsDirectory(folder / "out", recipe, recipe_text())
+
+
+@contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond this, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def lines_of(folder: Path) -> list[dict[str, object]]:
+    text = (folder / "out" / "samples.jsonl").read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_what_is_appended_is_there_when_it_is_opened_again(tmp_path: Path, recipe: EvalRecipe) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.append(sample(question=0))
+    first.append(sample(question=1))
+    first.close()
+    again = opened(tmp_path, recipe)
+    assert again.samples == [sample(question=0), sample(question=1)] == lines_of(tmp_path)
+    assert again.done(Job("passkey", 700, 5)) == {("dense", 0), ("dense", 1)}
+    assert again.done(Job("passkey", 700, 6)) == frozenset()
+    assert (tmp_path / "out" / "recipe.toml").read_text() == recipe_text()
+    again.close()
+
+
+def test_a_line_that_was_cut_short_is_dropped_and_the_next_one_is_whole(tmp_path: Path, recipe: EvalRecipe) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.append(sample(question=0))
+    first.close()
+    with (tmp_path / "out" / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(sample(question=1))[:100])
+    again = opened(tmp_path, recipe)
+    assert again.dropped == 100
+    again.append(sample(question=2))
+    again.close()
+    assert [line["question"] for line in lines_of(tmp_path)] == [0, 2]
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", "\0\0\0\0", '{"task": '])
+def test_a_whole_line_that_is_no_sample_is_named(tmp_path: Path, recipe: EvalRecipe, line: str) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.append(sample())
+    first.close()
+    with (tmp_path / "out" / "samples.jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(InputError, match=r"line 2 of .*samples\.jsonl is not a sample"):
+        opened(tmp_path, recipe)
+
+
+def test_a_changed_recipe_is_refused_with_what_changed(tmp_path: Path, recipe: EvalRecipe) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.append(sample())
+    first.close()
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    changed = recipe_of(tmp_path, ("[64, 256]", "[64, 128]"), ("seed = 5", "seed = 6"))
+    with pytest.raises(InputError, match=r"budgets is \[64, 128\] now and was \[64, 256\]; seed is 6 now and was 5"):
+        opened(tmp_path, changed)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "grown",
+    [
+        ("[64, 256]", "[64, 128, 256]"),
+        ("[700]", "[700, 900]"),
+        ("questions_per_task = 2", "questions_per_task = 9"),
+        ('"dense", ', '"dense", "tova:budget={budget}:window=16", '),
+        ('"key_value"]', '"key_value", "needle"]'),
+    ],
+    ids=["budgets", "lengths", "questions", "plans", "tasks"],
+)
+def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
+    tmp_path: Path, recipe: EvalRecipe, grown: tuple[str, str]
+) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.append(sample())
+    first.close()
+    larger = recipe_of(tmp_path, grown)
+    second = opened(tmp_path, larger)
+    assert second.done(job_of(sample())) == {(sample()["plan"], sample()["question"])}
+    second.write_summary({})
+    second.close()
+    opened(tmp_path, larger).close()
+    with pytest.raises(InputError, match="holds results of another recipe"):
+        opened(tmp_path, recipe)
+
+
+def test_a_recipe_that_grew_changes_nothing_while_another_process_writes(tmp_path: Path, recipe: EvalRecipe) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    grown = ("[64, 256]", "[64, 128, 256]")
+    with pytest.raises(InputError, match="another process is writing"):
+        ResultsDirectory(tmp_path / "out", recipe_of(tmp_path, grown), recipe_text(grown))
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    first.close()
+    ResultsDirectory(tmp_path / "out", recipe_of(tmp_path, grown), recipe_text(grown)).close()
+    assert (tmp_path / "out" / "recipe.toml").read_text() == recipe_text(grown)
+
+
+def test_growth_that_takes_the_place_of_a_reference_is_named(tmp_path: Path) -> None:
+    referred = ("references = false", "references = true")
+    first = opened(tmp_path, recipe_of(tmp_path, referred))
+    first.write_summary({})
+    first.close()
+    instead = ('"dense", ', '"dense", "random:budget={budget}:window=16:page_size=8", ')
+    with pytest.raises(InputError, match=r"rows are lost, decode=random:budget=256\S* among them"):
+        opened(tmp_path, recipe_of(tmp_path, referred, instead))
+
+
+def test_another_device_is_no_other_recipe(tmp_path: Path, recipe: EvalRecipe) -> None:
+    first = opened(tmp_path, recipe)
+    first.write_summary({})
+    first.close()
+    opened(tmp_path, recipe_of(tmp_path, ("seed = 5", "seed = 5\ndevice = 'cpu'"))).close()
+
+
+def test_a_file_that_changed_is_another_recipe(tmp_path: Path) -> None:
+    data = tmp_path / "hotpotqa.jsonl"
+    data.write_text("{}\n")
+    files = ("seed = 5", f"seed = 5\n[[files]]\nkind = 'longbench'\npath = '{data}'")
+    first = opened(tmp_path, recipe_of(tmp_path, files))
+    first.write_summary({})
+    first.close()
+    data.write_text("{}\n{}\n")
+    with pytest.raises(InputError, match="digests is"):
+        opened(tmp_path, recipe_of(tmp_path, files))
+
+
+def test_two_processes_do_not_write_at_once(tmp_path: Path, recipe: EvalRecipe) -> None:
+    first = opened(tmp_path, recipe)
+    with pytest.raises(InputError, match="another process is writing to"):
+        opened(tmp_path, recipe)
+    first.close()
+    opened(tmp_path, recipe).close()
+
+
+def test_someone_elses_samples_are_left_alone(tmp_path: Path, recipe: EvalRecipe) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "samples.jsonl").write_text("mine")
+    with pytest.raises(InputError, match=r"holds samples\.jsonl but no summary\.json"):
+        opened(tmp_path, recipe)
+    assert (tmp_path / "out" / "samples.jsonl").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_whole_samples_and_says_so(tmp_path: Path, recipe: EvalRecipe) -> None:
+    results = opened(tmp_path, recipe)
+    results.write_summary({})
+    for question in range(3):
+        results.append(sample(question=question))
+    size = (tmp_path / "out" / "samples.jsonl").stat().st_size
+    with (
+        file_size_limit(size + 100),
+        pytest.raises(InputError, match=r"the disk is full\. The 3 samples so far are safe"),
+    ):
+        results.append(sample(question=3))
+    assert len(lines_of(tmp_path)) == 3
+    results.append(sample(question=3))  # there is room again
+    results.close()
+    assert [line["question"] for line in lines_of(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_summary_that_has_no_room_leaves_the_older_one(tmp_path: Path, recipe: EvalRecipe) -> None:
+    results = opened(tmp_path, recipe)
+    results.write_summary({"cells": []})
+    with file_size_limit(1000), pytest.raises(InputError, match="the disk is full"):
+        results.write_summary({"cells": ["x" * 5000]})
+    results.close()
+    assert read_summary(tmp_path / "out")["cells"] == []
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"samples.jsonl", "summary.json", "recipe.toml"}
+
+
+def test_a_write_that_fails_half_way_is_taken_back(
+    tmp_path: Path, recipe: EvalRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = opened(tmp_path, recipe)
+    results.append(sample())
+    really = os.pwrite
+
+    def half(file: int, data: bytes, offset: int) -> int:
+        if len(data) < 100:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return really(file, data[: len(data) // 2], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", half)
+        with pytest.raises(InputError, match="the disk is full"):
+            results.append(sample(question=1))
+    assert len(lines_of(tmp_path)) == 1
+    results.close()
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_atomically(path, "old")
+    with file_size_limit(10), pytest.raises(OSError, match="File too large"):
+        write_atomically(path, "new" * 100)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,98 @@
+"""Cells are made of samples and nothing else, chance of other questions' answers, and unequal counts are said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvsift_lab.eval.fingerprint import document_of
+from kvsift_lab.eval.recipe import Job
+from kvsift_lab.eval.summary import chance, tables_of, unequal
+from lab.eval.samples import recipe_of, sample
+
+QUEST = "quest:budget=64:window=16:sinks=4:dense_layers=none"
+STREAMING = "streaming_llm:budget=64:sinks=4:dense_layers=none"
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> dict[str, Any]:
+    return document_of(recipe_of(tmp_path))
+
+
+def test_a_cell_per_task_length_plan_and_budget(document: dict[str, Any]) -> None:
+    answers = [(1.0, 56.0), (0.0, 58.0), (1.0, 60.0), (1.0, 58.0)]
+    samples = [
+        sample(QUEST, 64, score, question=index, sparse_layer_visible_tokens=count)
+        for index, (score, count) in enumerate(answers)
+    ]
+    samples += [sample(QUEST, 64, 0.0, length=1400), sample("dense", None, 1.0, visible_tokens=700.0)]
+    cells = tables_of(document, samples, [])["cells"]
+    assert [(cell["length"], cell["name"], cell["num_samples"]) for cell in cells] == [
+        (700, "dense", 1),
+        (700, "quest", 4),
+        (1400, "quest", 1),
+    ]
+    quest = cells[1]
+    assert (quest["score"], quest["counted_tokens"], quest["recall"], quest["tpot_s"]) == (0.75, 58.0, 0.5, 0.01)
+    assert (quest["low"], quest["high"]) == pytest.approx((0.3006, 0.9544), abs=1e-4)  # Wilson's for 3 of 4
+    assert cells[0]["counted_tokens"] == 700.0
+
+
+def test_intervals_know_which_questions_share_a_context(document: dict[str, Any]) -> None:
+    def cells_of(contexts: list[list[float]]) -> dict[str, Any]:
+        samples = [
+            sample(QUEST, 64, score, seed=seed, question=question, questions=len(scores))
+            for seed, scores in enumerate(contexts)
+            for question, score in enumerate(scores)
+        ]
+        return tables_of(document, samples, [])
+
+    apart, shared = cells_of([[1.0], [1.0], [1.0], [0.0], [0.0], [0.0]]), cells_of([[1.0] * 3, [0.0] * 3])
+    assert apart["design_effects"] == {"passkey": 1.0}
+    assert shared["design_effects"]["passkey"] == pytest.approx(3)
+    assert shared["cells"][0]["low"] < apart["cells"][0]["low"] < 0.5
+    assert not apart["warnings"]
+    assert not shared["warnings"]
+    one = cells_of([[1.0, 0.0]])
+    assert one["design_effects"] == {"passkey": None}
+    assert "passkey: all questions of a plan and length share one context" in one["warnings"][0]
+
+
+def test_prefill_plans_are_counted_in_prefill(tmp_path: Path) -> None:
+    plan = '"prefill=quoka:budget={budget}:window=16:dense_layers=none"'
+    changes = (('"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"', plan),)
+    document = document_of(recipe_of(tmp_path, *changes, (':dense_layers=none"', '"')))
+    spec = next(row["plan"] for row in document["rows"] if row["budget"] == 64)
+    made = sample(spec, 64, prefill_visible_tokens=70.0, sparse_layer_visible_tokens=None)
+    assert tables_of(document, [made], [])["cells"][0]["counted_tokens"] == 70.0
+
+
+def test_chance_is_what_answers_to_other_questions_score() -> None:
+    answers = ["A", "B", "A", "C"]
+    samples = [sample(plan, None, 1.0, question=index, references=[answer])
+               for index, answer in enumerate(answers) for plan in ("dense", QUEST)]  # fmt: skip
+    (found,) = chance(samples)
+    # of the twelve ordered pairs of different questions only the two of the As agree
+    assert (found["score"], found["num_guesses"]) == (pytest.approx(2 / 12), 12)
+    assert chance(samples[:1]) == []
+
+
+def cell(name: str, counted: float | None, budget: int | None = 64, phase: str | None = "decode") -> dict[str, Any]:
+    return {"task": "t", "length": 1, "name": name, "budget": budget, "phase": phase, "counted_tokens": counted}
+
+
+def test_counts_that_differ_by_more_than_a_twentieth_are_said() -> None:
+    fair = [cell("a", 64.0), cell("b", 61.0), cell("dense", 900.0, None, None), cell("c", None)]
+    assert unequal(fair) == []
+    (said,) = unequal([*fair, cell("d", 56.0)])
+    assert said.startswith("budget 64 in decode: d was shown 56 tokens, a 64.")
+    assert unequal([cell("a", 64.0), cell("p", 30.0, phase="prefill")]) == []
+
+
+def test_contexts_that_lack_samples_are_left_out(document: dict[str, Any]) -> None:
+    jobs = [Job("passkey", 700, seed) for seed in (5, 6, 7)]
+    whole = [sample(row["plan"], row["budget"]) for row in document["rows"]]
+    part = [sample("dense", None, seed=6)]
+    left = tables_of(document, [*whole, *part], jobs)["left_out"]
+    assert [(each["seed"], each["samples"], each["of"]) for each in left] == [(6, 1, 5), (7, 0, None)]

@@ -1,0 +1,66 @@
+"""Worker processes give results as they come, and whatever ends one ends the run with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from multiprocessing import active_children
+from time import monotonic
+
+import pytest
+from kvsift_lab.eval.workers import run_jobs
+from lab.eval.work import dying, failing, multiplying, refusing, seeing, sleeping
+
+from kvsift import InputError
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    before = active_children()
+    yield
+    assert active_children() == before
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_every_job_is_done_once(workers: int) -> None:
+    results = list(run_jobs(multiplying, (10,), [(1, 2), (2, 3), (3, 1)], workers))
+    assert sorted(results) == [10, 11, 20, 21, 22, 30]
+
+
+def test_one_worker_gives_results_in_order() -> None:
+    assert list(run_jobs(multiplying, (10,), [(3, 2), (1, 1)], 1)) == [30, 31, 10]
+
+
+def test_processes_see_one_gpu_each_in_turns() -> None:
+    assert sorted(run_jobs(seeing, (), [()] * 3, 3, gpus=("4", "6"))) == ["4", "4", "6"]
+
+
+def test_without_jobs_nothing_is_started() -> None:
+    assert list(run_jobs(multiplying, (10,), [], 3)) == []
+
+
+def test_what_is_not_wanted_any_more_is_ended() -> None:
+    results = run_jobs(sleeping, (), [(0.0,), (60.0,)], 2)
+    assert next(results) == 0.0
+    results.close()
+
+
+def test_time_that_is_up_ends_what_is_under_way() -> None:
+    started = monotonic()
+    assert list(run_jobs(sleeping, (), [(0.0,), (60.0,)], 2, stop_at=started + 8)) == [0.0]
+    assert monotonic() - started < 50
+    assert list(run_jobs(sleeping, (), [(0.0,)], 1, stop_at=monotonic())) == []
+
+
+def test_a_worker_that_dies_ends_the_run_with_a_reason() -> None:
+    with pytest.raises(InputError, match=r"a worker died, probably for lack of memory\. 2 ran at a time; give fewer"):
+        list(run_jobs(dying, (), [(), ()], 2))
+
+
+def test_what_a_worker_refuses_is_refused() -> None:
+    with pytest.raises(InputError, match="not this"):
+        list(run_jobs(refusing, (), [()], 1))
+
+
+def test_a_worker_that_fails_shows_where() -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)a worker failed:.*in fail.*ZeroDivisionError"):
+        list(run_jobs(failing, (), [()], 1))
