@@ -1,6 +1,8 @@
 """The shipped model loads offline with stock transformers and looks answers up."""
 
+import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -8,12 +10,14 @@ import pytest
 import torch
 import transformers
 from kvsift_lab.eval.tasks import make_sample
+from safetensors.torch import save_file
 
-import kvsift
 from kvsift.engine.prompt import exact_match, prompt
+from kvsift.errors import InputError
+from kvsift.models.embedded import WEIGHTS, embedded_model, pack, unpack
 from kvsift.texts.prose import document
 
-DIRECTORY = Path(kvsift.__file__).parent / "embedded"
+DIRECTORY = embedded_model()
 FACTS = (
     ("The access code of the north warehouse is 48213.", "What is the access code of the north warehouse?", "48213"),
     ("The owner of the green boat is Maria Lindqvist.", "Who is the owner of the green boat?", "Maria Lindqvist"),
@@ -74,3 +78,36 @@ def test_card_tells_the_measured_numbers() -> None:
     for found in json.loads(results.read_text())["accuracy"].values():
         for score in found.values():
             assert f"({score['correct']} / {score['questions']})" in card
+
+
+def test_the_unpacked_weights_are_those_of_the_card() -> None:
+    digest = hashlib.sha256((DIRECTORY / WEIGHTS).read_bytes()).hexdigest()
+    assert f"SHA-256 of {WEIGHTS}: `{digest}`" in (DIRECTORY / "README.md").read_text()
+
+
+def test_packing_loses_nothing(tmp_path: Path) -> None:
+    odd = torch.tensor([0.0, -0.0, 1e-40, -3e38, float("inf"), float("nan")], dtype=torch.bfloat16)
+    save_file({"odd": odd, "many": torch.randn(7, 33).bfloat16()}, tmp_path / WEIGHTS, {"format": "pt"})
+    pack(tmp_path / WEIGHTS, tmp_path / "packed.npz")
+    unpack(tmp_path / "packed.npz", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+
+
+def test_processes_that_unpack_at_once_leave_one_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with ThreadPoolExecutor(4) as pool:
+        directories = set(pool.map(lambda _: embedded_model.__wrapped__(), range(4)))
+    (directory,) = directories
+    assert {path.name for path in directory.parent.iterdir()} == {"embedded"}
+    assert {path.name: path.stat().st_size for path in directory.iterdir()} == {
+        path.name: path.stat().st_size for path in DIRECTORY.iterdir()
+    }
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(
+        InputError, match="cannot be unpacked into .*can be written in XDG_CACHE_HOME"
+    ):
+        embedded_model.__wrapped__()

@@ -13,7 +13,7 @@ from kvsift.cli.demo import make_document
 from kvsift.engine import growing_text
 from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.prompt import DocumentPrompts, PromptFormat
-from kvsift.models.transformers_load import embedded_model
+from kvsift.models.embedded import embedded_model
 
 DOCUMENT = make_document(8000)
 LLAMA_3 = (

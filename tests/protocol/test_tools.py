@@ -10,10 +10,10 @@ import pytest
 from protocol.conftest import ROOT, TOOLS
 from server.serving import Served
 
-import kvsift
+from kvsift.models.embedded import embedded_model
 
 pytestmark = pytest.mark.protocol
-EMBEDDED = Path(kvsift.__file__).parent / "embedded"
+EMBEDDED = embedded_model()
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 BENCH = """
 from vllm.benchmarks.serve import add_cli_args, main

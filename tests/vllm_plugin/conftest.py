@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from vllm_environment import ENVIRONMENT
 
-import kvsift
+from kvsift.models.embedded import embedded_model
 
 HERE = Path(__file__).parent
-EMBEDDED = Path(kvsift.__file__).parent / "embedded"
+EMBEDDED = embedded_model()
 NO_VLLM = "vLLM is not installed; make test-vllm installs it in an environment of its own"
 
 

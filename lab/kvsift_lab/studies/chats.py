@@ -32,7 +32,7 @@ from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.engine.transcript import Request, Transcript
-from kvsift.models.transformers_load import embedded_model
+from kvsift.models.embedded import embedded_model
 from kvsift.models.transformers_random import random_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report

@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from kvsift.models.transformers_load import embedded_model
+from kvsift.models.embedded import embedded_model
 from kvsift_lab.studies.chats import MOST, MeasuredChats, load_of, saver
 from kvsift_lab.studies.vllm_engine import LLAMA_3_8B, SIZES, engine
 

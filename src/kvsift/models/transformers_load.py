@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from kvsift.errors import InputError, unknown
 from kvsift.methods import checks
+from kvsift.models.embedded import embedded_model
 
 log = logging.getLogger("kvsift")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -32,11 +32,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
 NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
-
-
-def embedded_model() -> Path:
-    """The small long-context model that ships with kvsift."""
-    return Path(str(files("kvsift") / "embedded"))
 
 
 @dataclass(frozen=True)

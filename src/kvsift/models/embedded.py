@@ -1,0 +1,79 @@
+"""The small long-context model that ships with kvsift, whose weights are packed without loss.
+
+The exponents of bfloat16 weights repeat: apart from signs and mantissas they compress to a third, and the file to two
+thirds. The first use writes an ordinary model directory into the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+import tempfile
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from kvsift.errors import InputError
+
+PACKED, WEIGHTS = "weights.npz", "model.safetensors"
+
+
+@cache
+def embedded_model() -> Path:
+    """Return the model's directory, in the form of Hugging Face.
+
+    Raises:
+        InputError: if it has to be written and the cache of the user cannot be.
+    """
+    source = Path(str(files("kvsift") / "embedded"))
+    digest = hashlib.sha256((source / PACKED).read_bytes()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = home / "kvsift" / digest / "embedded"
+    if not target.is_dir():
+        try:
+            _write(source, target)
+        except OSError as error:
+            raise InputError(
+                f"the embedded model cannot be unpacked into {target.parent} ({error.strerror}). Name a folder that "
+                "can be written in XDG_CACHE_HOME."
+            ) from error
+    return target
+
+
+def pack(weights: Path, packed: Path) -> None:
+    """Pack a safetensors file whose tensors are all bfloat16."""
+    data = weights.read_bytes()
+    start = 8 + struct.unpack("<Q", data[:8])[0]
+    bits = np.frombuffer(data[start:], np.uint16)
+    exponents, others = (bits >> 7) & 0xFF, (bits >> 8) & 0x80 | bits & 0x7F
+    header = np.frombuffer(data[:start], np.uint8)
+    np.savez_compressed(packed, header=header, exponents=exponents.astype(np.uint8), others=others.astype(np.uint8))
+
+
+def unpack(packed: Path, weights: Path) -> None:
+    """Write the safetensors file that ``pack`` was given, byte for byte."""
+    with np.load(packed) as planes:
+        exponents, others = (planes[name].astype(np.uint16) for name in ("exponents", "others"))
+        bits = (others & 0x80) << 8 | exponents << 7 | others & 0x7F
+        weights.write_bytes(planes["header"].tobytes() + bits.tobytes())
+
+
+def _write(source: Path, target: Path) -> None:
+    """Write the directory beside its place and move it there as a whole, since several processes may do so at once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(dir=target.parent))
+    try:
+        for file in source.iterdir():
+            if file.name != PACKED:
+                shutil.copyfile(file, made / file.name)
+        unpack(source / PACKED, made / WEIGHTS)
+        made.chmod(0o755)
+        made.rename(target)
+    except OSError:
+        shutil.rmtree(made, ignore_errors=True)
+        if not target.is_dir():  # another process was faster
+            raise
