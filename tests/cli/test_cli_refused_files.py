@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -18,8 +20,9 @@ from kvsift.cli.options import write_whole
 
 CONTEXTS: list[tuple[bytes, str]] = [
     (b"", "is empty."),
-    (b" \n\t\r\n ", "is empty."),
-    (b"\xef\xbb\xbf \n", "is empty."),  # a byte-order mark alone
+    (1000 * b"\n", "has 1,000 characters, all of them white space."),
+    (b" \n\t\r\n ", "has 6 characters, all of them white space."),
+    (b"\xef\xbb\xbf", "is empty."),  # a byte-order mark alone
     (bytes(range(256)), "is not UTF-8 text (byte 128 is 0x80). Convert it to plain text first, for instance with"),
     (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "is not UTF-8 text (byte 10 is 0xe2)"),
     ("naïve".encode("latin-1"), "is not UTF-8 text (byte 2 is 0xef)"),
@@ -27,6 +30,21 @@ CONTEXTS: list[tuple[bytes, str]] = [
     (b"MZ\0\0text", "holds zero bytes: it is binary, not text."),
 ]
 COMMANDS = {"context": ("ask", "--question", "Why?", "--context"), "prompt": ("generate", "--prompt-file")}
+
+
+MISSING = ["ask --question Why? --context", "ask --question Why? --raw --context", "chat --context",
+           "ask --context manual.txt --questions-file", "generate --prompt-file",
+           "calibrate --out axes.safetensors --text"]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_a_missing_file_is_reported_at_once_and_not_after_torch_is_loaded(command: str, tmp_path: Path) -> None:
+    (tmp_path / "manual.txt").write_text("A text.")
+    without_torch = "import sys; sys.modules['torch'] = None; from kvsift.cli.main import main; main()"
+    line = [sys.executable, "-c", without_torch, *command.split(), "nowhere.txt"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("nowhere.txt does not exist.\n")
 
 
 def test_what_is_no_file_is_written_into_and_a_link_followed(tmp_path: Path) -> None:
@@ -129,7 +147,10 @@ def test_a_file_that_is_not_there_is_refused(refused: Refused, model: Path, what
 
 @pytest.mark.parametrize("what", COMMANDS)
 def test_a_directory_is_not_a_file(refused: Refused, model: Path, tmp_path: Path, what: str) -> None:
-    assert refused(*COMMANDS[what], tmp_path, "--model", model) == f"the {what} {tmp_path} is not a file."
+    assert refused(*COMMANDS[what], tmp_path, "--model", model) == (
+        f"the {what} {tmp_path} is a folder. Name the text files in it: --context and --text may be given several "
+        "times, with a file each."
+    )
 
 
 @pytest.mark.parametrize("what", COMMANDS)

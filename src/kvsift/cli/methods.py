@@ -18,6 +18,7 @@ from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
+    from kvsift.methods import Entry
     from kvsift.methods.base import Method
     from kvsift.plan.budget import Budget
     from kvsift.types import LayerShape
@@ -66,7 +67,7 @@ def method_row(name: str) -> dict[str, Any]:
     cls = method_class(name)
     entry = catalogue()[name]
     try:
-        return _row(name, entry.summary, cls())
+        return _row(name, entry, cls())
     except Exception as error:
         if not entry.package:
             raise
@@ -76,12 +77,12 @@ def method_row(name: str) -> dict[str, Any]:
         ) from error
 
 
-def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
+def _row(name: str, entry: Entry, method: Method) -> dict[str, Any]:
     knobs = {f.name: f.default for f in fields(method)}
     keeps = "all" if method.traits.keeps_all else "hides"
     return {
         "name": name,
-        "summary": summary,
+        "summary": entry.summary,
         "phases": list(method.phases),
         "granularity": method.traits.granularity,
         "keeps": f"{keeps}; evict=true frees" if "evict" in knobs else keeps,
@@ -89,7 +90,7 @@ def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
         "knobs": knobs,
         "meanings": {knob: text for knob, text in _meanings(type(method)).items() if knob in knobs},
         "budget": _budget_of(method),
-        "source": method.source,
+        "source": method.source or entry.package,
     }
 
 

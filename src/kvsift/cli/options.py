@@ -79,6 +79,7 @@ PlacementOption = Annotated[
     ),
 ]
 
+RAW = "{context}\n\n{question}"  # the prompt template of --raw
 EMBEDDED_NOTE = (
     "the embedded model only copies planted facts (codes, names, dates) out of a text and is no language model. For "
     "real answers name one, for instance --model Qwen/Qwen3-4B."
@@ -91,8 +92,6 @@ def read_template(template: str | None, raw: bool) -> str | None:
     Raises:
         InputError: if the file cannot be read, or both options are given.
     """
-    from kvsift.engine.prompt import RAW
-
     if raw and template is not None:
         raise InputError("--raw and --prompt-template are two prompts; give one of them.")
     if raw or template is None:
@@ -140,11 +139,16 @@ def read_text(path: Path, what: str) -> str:
     """Return the text of a file.
 
     Raises:
-        InputError: if it is missing, empty, a directory, or not text.
+        InputError: if it is missing, a directory, not text, or without anything but white space.
     """
     try:
         if not path.exists():
             raise InputError(f"the {what} file {path} does not exist.")
+        if path.is_dir():
+            raise InputError(
+                f"the {what} {path} is a folder. Name the text files in it: --context and --text may be given several "
+                "times, with a file each."
+            )
         if not path.is_file() and not path.is_fifo():  # a pipe: --context <(pdftotext manual.pdf -)
             raise InputError(f"the {what} {path} is not a file.")
         data = path.read_bytes()
@@ -163,8 +167,10 @@ def _decoded(data: bytes, what: str, path: str) -> str:
         ) from None
     if "\0" in text:
         raise InputError(f"the {what} {path} holds zero bytes: it is binary, not text.")
-    if not text.strip():
+    if not text:
         raise InputError(f"the {what} {path} is empty.")
+    if not text.strip():
+        raise InputError(f"the {what} {path} has {len(text):,} characters, all of them white space.")
     return text
 
 
