@@ -15,8 +15,10 @@ import pytest
 from cli.watched import Refused, Run
 from engine.tiny_directory import text_of
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
 from kvsift.cli.options import write_whole
+from kvsift.engine.model_runner import PARTS
 
 CONTEXTS: list[tuple[bytes, str]] = [
     (b"", "is empty."),
@@ -259,9 +261,33 @@ def test_a_text_longer_than_the_model_has_positions_is_refused(
     said = refused(*COMMANDS[command], "long.txt", "--model", model, "--max-new-tokens", 10)
     prompt_tokens = 6001 + (len("\n\nQuestion: Why?\nAnswer:") if command == "context" else 0)
     assert said == (
-        f"the prompt has {prompt_tokens} tokens and up to 10 will be generated, but tiny was made for 4096 positions. "
-        f"To go on: shorten the context by {prompt_tokens + 10 - 4096} tokens, or use a model made for longer contexts."
+        f"the prompt has {prompt_tokens:,} tokens and up to 10 will be generated, but tiny was made for 4,096 "
+        f"positions. To go on: shorten the context by {prompt_tokens + 10 - 4096:,} tokens ({PARTS}), or use a model "
+        "made for longer contexts."
     )
+
+
+@pytest.mark.parametrize("command", ["context", "prompt", "chat"])
+def test_a_large_log_is_refused_by_its_size_and_not_after_seconds_of_tokenizing(
+    refused: Refused, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "large.log").write_text(2500 * text_of(400))
+    tokenized = 0
+    encode = PreTrainedTokenizerBase.__call__
+
+    def counting(self: PreTrainedTokenizerBase, text: str, **options: object) -> object:
+        nonlocal tokenized
+        tokenized += len(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", counting)
+    arguments = ("chat", model, "--context") if command == "chat" else (*COMMANDS[command], "large.log", "--model")
+    said = refused(*arguments, "large.log" if command == "chat" else model)
+    assert said == (
+        "the text has 1,000,000 characters, about 1,000,000 tokens, but tiny was made for 4,096 positions. Give a "
+        f"part of it ({PARTS}), or use a model made for longer contexts."
+    )
+    assert tokenized <= 8 * 4096
 
 
 def test_no_more_advice_is_given_than_helps(refused: Refused, model: Path, text: Path) -> None:

@@ -157,7 +157,7 @@ def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
 
 def cut_mark(answer: Answer) -> str:
     """Return the mark after the text of an answer that ``max_new_tokens`` has cut."""
-    return f" [cut after {len(answer.token_ids)} tokens]" if answer.finish_reason == "length" else ""
+    return f" [cut after {len(answer.token_ids):,} tokens]" if answer.finish_reason == "length" else ""
 
 
 def _console(stderr: bool = False) -> Any:

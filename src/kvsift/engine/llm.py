@@ -166,6 +166,7 @@ class LLM(ModelRunner):
         require_text(context, "context")
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
+        self.check_text(context)
         return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
     def open(
@@ -201,9 +202,10 @@ class LLM(ModelRunner):
         arguments as for ``read``.
 
         Raises:
-            InputError: for a document that is no text.
+            InputError: for a document that is no text, or too long for the model.
         """
         require_text(context, "context")
+        self.check_text(context)
         form, plan = PromptFormat(self.tokenizer, system=system), self.plan if plan is None else parse_plan(plan)
 
         def start(
@@ -301,6 +303,7 @@ class LLM(ModelRunner):
         started = perf_counter()
         for text in texts:
             require_text(text, "prompt")
+            self.check_text(text)
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
             which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")
