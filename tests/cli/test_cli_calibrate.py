@@ -159,4 +159,6 @@ def test_what_cannot_be_done_is_refused(refused: Refused, model: Path, text: Pat
     assert "at least 512" in refused("calibrate", "--model", model, "--text", few, *out)
     assert "does not exist" in refused("calibrate", "--model", model, "--text", "nowhere.txt", *out)
     assert "no file can be written" in refused("calibrate", "--model", model, "--text", text, "--out", tmp_path)
-    assert "made for 4096 positions" in refused("calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out)
+    assert "made for 4,096 positions" in refused(
+        "calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out
+    )

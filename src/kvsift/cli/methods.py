@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvsift.types import LayerShape
 
 NAME_WIDTH = 21
-LEAST_TEXT_WIDTH = 30  # of a terminal that is narrower still
+LEAST_TEXT_WIDTH, NARROW_INDENT = 30, 2  # of texts beside names; of those below them, where there is no room for that
 
 
 def methods(
@@ -216,7 +216,10 @@ def _print_knobs(title: str, knobs: dict[str, Any], meanings: dict[str, str]) ->
 
 def _print_beside(name: str, texts: list[str], indent: int = NAME_WIDTH) -> None:
     """Print a name with texts beside it, each on its own lines, or below a long name."""
-    width = max(get_terminal_size().columns, indent + LEAST_TEXT_WIDTH)
+    columns = get_terminal_size().columns
+    if columns < indent + LEAST_TEXT_WIDTH:
+        indent = NARROW_INDENT
+    width = max(columns, indent + LEAST_TEXT_WIDTH)
     wrapper = TextWrapper(
         width, subsequent_indent=" " * indent, initial_indent=" " * indent, break_long_words=False,
         break_on_hyphens=False,
