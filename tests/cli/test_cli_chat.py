@@ -63,7 +63,8 @@ def terminals(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 def test_a_pipe_is_answered_line_by_line_and_stdout_has_the_answers_alone(piped: Piped, manual: Path) -> None:
     done = piped(f"\ufeff{QUESTION}\n\n  \r\n{QUESTION}\r\n", "--context", manual, "--plan", PLAN)
     assert (done.code, done.out) == (0, "48213\n48213\n")
-    warning, first, second = done.err.splitlines()
+    warning, *asked, first, again, second = done.err.splitlines()
+    assert [*asked, again] == 2 * [f"> {QUESTION}"], "a log has questions beside their numbers"
     assert "kvsift chat Qwen/Qwen3-4B" in warning
     assert "copies planted facts" in warning
     assert " ms per token, density " in first
@@ -90,7 +91,7 @@ def test_nothing_on_stdin_is_no_error(piped: Piped, run: Run, model: Path, monke
     assert piped("", model) == Outcome(0, "", "")
     monkeypatch.setattr(sys, "stdin", None)
     assert run("chat", model).code == 0
-    assert piped("/quit\n/undo\n", model) == Outcome(0, "", ""), "nothing after it is read"
+    assert piped("/quit\n/undo\n", model) == Outcome(0, "", "> /quit\n"), "nothing after it is read"
 
 
 def test_a_plan_changes_with_the_next_turns(piped: Piped, model: Path, text: Path) -> None:
@@ -137,7 +138,7 @@ def test_a_conversation_is_saved_whole_and_replaces_a_file_only_when_asked_twice
     assert "nothing to save yet" in done.err
     assert "the directory no does not exist" in done.err
     done = piped(f"{QUESTION}\n{save}\n{save}\n/save --force '{kept}'\n/save {other}\n", "--context", manual)
-    assert done.out.count("1 turns") == 3
+    assert done.out.count("1 turn\n") == 3
     text = kept.read_text()
     assert text.startswith(f"# Chat with `embedded`, about `{manual}`\n\n> {QUESTION}\n\n48213\n\n*")
     assert other.read_text() == text
@@ -222,7 +223,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(
     chat.until(r"stopped\n> $")
     chat.interrupt_until(r"Ctrl-D or /quit leaves")
     chat.type("/save chat.md\r")
-    chat.until(r"saved: chat\.md, 1 turns\n> $")
+    chat.until(r"saved: chat\.md, 1 turn\n> $")
     assert "> Who?\n" in (tmp_path / "chat.md").read_text()
     assert (tmp_path / "chat.md").read_text().endswith("*stopped*\n")
     chat.type("/undo\r")

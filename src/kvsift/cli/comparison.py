@@ -177,7 +177,12 @@ def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
 
 def cut_mark(answer: Answer) -> str:
     """Return the mark after the text of an answer that ``max_new_tokens`` has cut."""
-    return f" [cut after {len(answer.token_ids):,} tokens]" if answer.finish_reason == "length" else ""
+    return f" [cut after {counted(len(answer.token_ids), 'token')}]" if answer.finish_reason == "length" else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: ``1 token``, ``2 tokens``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _console(stderr: bool = False) -> Any:

@@ -79,6 +79,12 @@ class Document(Uncopied):
         self.read_s = self.open_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
+    def __repr__(self) -> str:
+        read = "not prefilled yet"
+        if self._cache is not None:
+            read = f"opened in {self.open_s:.1f} s" if self.open_s else f"prefilled in {self.read_s:.1f} s"
+        return f"<Document of {self.num_tokens:,} tokens for {self._runner.directory.name}, {self._plan}, {read}>"
+
     @property
     def num_tokens(self) -> int:
         """Tokens that all questions share."""

@@ -113,6 +113,10 @@ class LLM(ModelRunner):
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path, deterministic)
         self.loop = new_loop(self, keep_tokens)
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<LLM {self.directory.name} on {self.device} ({dtype}), {self.plan}>"
+
     def release(self) -> None:
         """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
         super().release()
