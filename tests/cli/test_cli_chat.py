@@ -113,8 +113,9 @@ def test_a_plan_changes_with_the_next_turns(piped: Piped, model: Path, text: Pat
 
 def test_passages_are_lines_of_the_context_and_the_strongest_come_first(piped: Piped, manual: Path) -> None:
     done = piped(f"{QUESTION}\n/passages 4\n/undo\n/passages\n", "--context", manual, "--plan", PLAN)
-    answer, *lines, others, removed = done.out.splitlines()
+    answer, meaning, *lines, others, removed = done.out.splitlines()
     assert answer == "48213"
+    assert meaning == "lines that were selected, each with the share of the steps, heads and layers that did:"
     assert next(line for line in lines if line.startswith("line 41, ")).endswith("warehouse is 48213.")
     shares = [int(line.split(", ")[1].partition(" ")[0]) for line in lines]
     assert len(shares) == 4

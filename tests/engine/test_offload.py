@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused(directory: Path) -> None:
         LLM(directory, QUEST, placement="split", path="captured").generate("Once")
     with pytest.raises(InputError, match="no NVIDIA GPU"):
         LLM(directory, QUEST, placement="offload", path="captured").generate("Once")
-    with pytest.raises(InputError, match="device_cache=5 is a knob of placement=offload"):
+    with pytest.raises(InputError, match="device_cache=5 is an option of placement=offload"):
         LLM(directory, QUEST, placement="split:device_cache=5")
 
 

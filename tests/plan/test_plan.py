@@ -126,7 +126,7 @@ REFUSED = [
     ("quest:budget", "'budget' in 'quest:budget' must be key=value, for instance budget=1024"),
     ("quest:=5", "'=5' in 'quest:=5' must be key=value"),
     ("quest:", "'' in 'quest:' must be key=value"),
-    ("quest,budget=100", "'quest,budget=100' has a comma before a knob"),
+    ("quest,budget=100", "'quest,budget=100' has a comma before an option"),
     ("quest:budget=100, window=32", "Did you mean 'quest:budget=100:window=32'?"),
     ("prefill=quoka,chunk=128,decode=quest", "Did you mean 'prefill=quoka:chunk=128,decode=quest'?"),
     ("quest,loki", "unknown phase 'quest'. Known: both, decode, prefill"),

@@ -48,6 +48,8 @@ def chat(
 ) -> None:
     """Talk with a model about texts. /help lists the commands; a pipe has a question or a command on each line.
 
+    Below an answer is its density: the share of the conversation so far that its tokens read, in the mean.
+
     Answers to a pipe go to stdout; its questions and the numbers of answers go to stderr, or nowhere with --quiet. The
     context is read once, with the first question; turns then read only what is new.
     """

@@ -93,7 +93,7 @@ def _machine(name: str) -> dict[str, Any]:
 
 def _short_contexts(on_gpu: bool) -> str:
     if on_gpu:
-        return "captured steps are dense where that is measured to be faster (--dense-below auto)"
+        return "steps in CUDA graphs are dense where that is measured to be faster (--dense-below auto)"
     return "on a CPU they stay sparse unless --dense-below N is given"
 
 
@@ -102,7 +102,11 @@ def _decode_path(on_gpu: bool) -> str:
     from kvsift.kernels.triton_shim import HAVE_TRITON
 
     if not on_gpu or not HAVE_TRITON:
-        return f"composed: captured steps need {'Triton' if on_gpu else 'an NVIDIA GPU'}"
+        needed = "Triton" if on_gpu else "an NVIDIA GPU"
+        return f"composed, one operation after the other; captured ones, in a CUDA graph, need {needed}"
     if have_nvrtc():
-        return "captured; page-sparse attention in one launch"
-    return "captured; page-sparse attention in three launches (one needs Hopper or newer, and cuda-bindings)"
+        return "captured in a CUDA graph; page-sparse attention in one launch"
+    return (
+        "captured in a CUDA graph; page-sparse attention in three launches (one needs Hopper or "
+        "newer, and cuda-bindings)"
+    )

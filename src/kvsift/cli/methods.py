@@ -31,7 +31,9 @@ def methods(
     name: Annotated[str | None, typer.Argument(help="One method in detail; by default, a list of all methods.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """List every method with its phases and knobs, or describe one in detail."""
+    """List every method with its phases (prefill, in which a prompt is read; decode, in which an answer is generated)
+    and its options, which a plan spells after its name (quest:budget=1024:page_size=32), or describe one in detail.
+    """
     if as_json:
         print(json.dumps(method_rows() if name is None else method_row(name), indent=2))
     elif name is None:
@@ -145,7 +147,7 @@ def state_note() -> str:
 def budget_note(knobs: str) -> str:
     """Return a note on the budget of every method; ``knobs`` are its keys with their defaults."""
     return (
-        f"A knob without a value is off by default. Every method except dense also accepts {knobs}; other defaults "
+        f"An option without a value is off by default. Every method except dense also accepts {knobs}; other defaults "
         'of a method follow "budget:", and a compat mode may set its own. A method refuses keys that do not apply: '
         "window if it selects nothing, mass and head_budgets=adaptive if its scores do not estimate attention, "
         "min_recovery if it drops tokens or selects in prefill alone."
@@ -184,7 +186,7 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
         texts += [f"budget: {' '.join(own)}"] if own else []
         _print_beside(row["name"], texts)
     print()
-    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME explains each knob."], 0)
+    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME explains each option."], 0)
 
 
 def _print_one(row: dict[str, Any]) -> None:
@@ -203,8 +205,8 @@ def _print_one(row: dict[str, Any]) -> None:
     for name, text in facts.items():
         _print_beside(name, [text])
     meanings = _meanings(Budget)
-    _print_knobs("Knobs", row["knobs"], row["meanings"])
-    _print_knobs("Budget", row["budget"], {**meanings, "budget": meanings["tokens"]})
+    _print_knobs("Options of the method", row["knobs"], row["meanings"])
+    _print_knobs("Options of the budget", row["budget"], {**meanings, "budget": meanings["tokens"]})
 
 
 def _print_knobs(title: str, knobs: dict[str, Any], meanings: dict[str, str]) -> None:

@@ -26,8 +26,9 @@ PlanOption = Annotated[
     str,
     typer.Option(
         "--plan",
-        help="How to sift, e.g. quest:budget=1024, or a TOML file with a \\[plan] table. The budget includes sinks (4) "
-        "and window (64).",
+        help="How to choose what is read, e.g. quest:budget=1024 (kvsift methods lists all), or a TOML file with a "
+        "\\[plan] table. The budget is the most tokens that a head reads for a query, the first 4 (sinks) and the last "
+        "64 (window) among them.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -40,7 +41,13 @@ ChunkOption = Annotated[
     typer.Option("--chunk-size", min=1, max=65_536, help="Prompt tokens per forward pass; 8192 on a GPU, else 512."),
 ]
 ProbeOption = Annotated[
-    int, typer.Option("--probe-every", min=0, help="Compare every Nth decode step with exact attention; 0: never.")
+    int,
+    typer.Option(
+        "--probe-every",
+        min=0,
+        help="Compare every Nth decode step with exact attention, for recovery: the share of it that was on the tokens "
+        "that were read; 0: never.",
+    ),
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopPOption = Annotated[
@@ -63,7 +70,8 @@ DenseBelowOption = Annotated[
     str,
     typer.Option(
         "--dense-below",
-        help="Decode shorter contexts densely; auto: on a GPU, where that is faster.",
+        help="Decode contexts of fewer tokens densely, as if there were no plan; auto: on a GPU, where that is "
+        "measured to be faster. On a CPU auto changes nothing.",
     ),
 ]
 ThreadsOption = Annotated[

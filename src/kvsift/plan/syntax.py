@@ -58,7 +58,7 @@ def parse_plan(spec: PlanSpec) -> Plan:
         phase = phase.strip()
         if phase not in NAMED and (corrected := _with_colons(spec)) != spec:
             raise InputError(
-                f"{spec!r} has a comma before a knob: commas separate phases, and colons the knobs of a method. "
+                f"{spec!r} has a comma before an option: commas separate phases, and colons the options of a method. "
                 f"Did you mean {corrected!r}?"
             )
         phases = _phases(phase, rules, spec)
