@@ -178,6 +178,10 @@ def test_a_plan_that_takes_longer_than_dense_says_so_beside_it(ask: Run, monkeyp
     assert f"a token took 90.0 ms under {PLAN} and 83.0 ms under dense. Plans pay in longer contexts; " in out
     assert "a token took" not in ask("--plan", "dense", "--compare", "dense").out
     assert "a token took" not in ask("--plan", PLAN, "--exact", "--compare", "dense").out
+    read = "prefill=quoka:budget=64:chunk=64:window=16:dense_layers=none"
+    times |= {read: 0.09, COVERING: 0.09}
+    assert "a token took" not in ask("--plan", read, "--compare", "dense").out, "it decodes as dense does"
+    assert "a token took" not in ask("--plan", COVERING, "--compare", "dense").out, "and so does this one"
     times["dense"] = 0.088
     assert "a token took" not in ask("--plan", PLAN, "--compare", "dense").out, "within the noise"
     assert "a token took" not in ask("--plan", PLAN).out

@@ -42,6 +42,13 @@ class Column(NamedTuple):
         """Return the numbers of the answers, for JSON and tables."""
         return summary(self.answers, self.read)
 
+    @property
+    def decodes_sparsely(self) -> bool:
+        """Whether tokens are generated under a rule of the plan, and not densely or as dense decoding would."""
+        rule = self.plan.decode
+        is_exact = any(answer.exact is not None for answer in self.answers)
+        return rule is not None and not rule.method.traits.unbounded and not is_exact
+
     def check_skipped(self, strict: bool) -> None:
         """Say, or warn where that is not to be expected, that the plan is sparse in a phase and skipped nothing there.
 
@@ -147,14 +154,14 @@ def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool
 
 
 def print_slower(columns: Sequence[Column], to_stderr: bool) -> None:
-    """Print which plans took longer for a token than dense decoding beside them, a line each."""
-    dense = next((column for column in columns if column.plan.decode is None), None)
+    """Print which plans took longer for a token than dense decoding in the same run, a line each."""
+    dense = next((column for column in columns if not column.decodes_sparsely), None)
     least = None if dense is None else dense.summary()["tpot_s"]
+    if least is None:
+        return
     for column in columns:
-        if column is dense or any(answer.exact is not None for answer in column.answers):
-            continue
         numbers = column.summary()
-        if least is None or numbers["tpot_s"] is None or numbers["tpot_s"] <= NOISE * least:
+        if not column.decodes_sparsely or numbers["density"] == 1 or (numbers["tpot_s"] or 0.0) <= NOISE * least:
             continue
         _console(to_stderr).print(cell(
             f"At {numbers['prompt_tokens']:,} tokens this plan saves no time here: a token took "
