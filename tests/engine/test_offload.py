@@ -174,7 +174,7 @@ def test_a_context_that_does_not_fit_the_host_is_refused(directory: Path, monkey
             if fits:
                 memory.require_memory(*given)
                 continue
-            with pytest.raises(InputError, match=r"KV of 1000 tokens takes .* of host memory.*Shorten") as refused:
+            with pytest.raises(InputError, match=r"KV of 1,000 tokens takes .* of host memory.*Shorten") as refused:
                 memory.require_memory(*given)
             assert ("--placement split:host_values=int8" in str(refused.value)) is not bool(knob)
 
