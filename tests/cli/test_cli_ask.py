@@ -11,6 +11,7 @@ import pytest
 from cli.watched import Outcome, Refused, Run
 
 from kvsift import LLM
+from kvsift.cli import comparison
 from kvsift.cli.escaping import plain
 from kvsift.engine.document import Document
 from kvsift.engine.result import Answer
@@ -153,11 +154,37 @@ def test_a_plan_in_a_file_is_the_plan_in_text(ask: Run, tmp_path: Path, content:
 
 def test_a_budget_above_the_context_is_said_aloud(ask: Run) -> None:
     outcome = ask("--plan", COVERING, "--json")
-    assert outcome.document["density"] == 1
+    document = outcome.document
+    assert document["density"] == 1
     assert outcome.err == (
-        f"kvsift: WARNING: the plan {COVERING} skipped nothing in decode: every query saw its whole context. "
-        "The context is shorter than the budget, or every layer is in dense_layers.\n"
+        f"kvsift: {COVERING} skipped nothing in decode: the {document['prompt_tokens'] + 6:,} tokens of context are "
+        "within its budget, so it does what dense attention does.\n"
     )
+
+
+def test_only_what_is_not_to_be_expected_is_a_warning(ask: Run) -> None:
+    outcome = ask("--plan", "quest:budget=128:window=16:dense_layers=0+1+2", "--json")
+    assert outcome.err.startswith("kvsift: WARNING: the plan quest:budget=128:window=16:dense_layers=0+1+2 skipped ")
+    assert outcome.err.endswith("The context is shorter than the budget, or every layer is in dense_layers.\n")
+
+
+def test_a_plan_that_takes_longer_than_dense_says_so_beside_it(ask: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {PLAN: 0.09, "dense": 0.083}
+    summary = comparison.summary
+    monkeypatch.setattr(
+        comparison, "summary", lambda answers, read: {**summary(answers, read), "tpot_s": times[answers[0].plan]}
+    )
+    out = ask("--plan", PLAN, "--compare", "dense").out
+    assert f"a token took 90.0 ms under {PLAN} and 83.0 ms under dense. Plans pay in longer contexts; " in out
+    assert "a token took" not in ask("--plan", "dense", "--compare", "dense").out
+    assert "a token took" not in ask("--plan", PLAN, "--exact", "--compare", "dense").out
+    read = "prefill=quoka:budget=64:chunk=64:window=16:dense_layers=none"
+    times |= {read: 0.09, COVERING: 0.09}
+    assert "a token took" not in ask("--plan", read, "--compare", "dense").out, "it decodes as dense does"
+    assert "a token took" not in ask("--plan", COVERING, "--compare", "dense").out, "and so does this one"
+    times["dense"] = 0.088
+    assert "a token took" not in ask("--plan", PLAN, "--compare", "dense").out, "within the noise"
+    assert "a token took" not in ask("--plan", PLAN).out
 
 
 def test_strict_fails_when_nothing_was_skipped_and_still_answers(ask: Run) -> None:

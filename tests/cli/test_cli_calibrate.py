@@ -136,6 +136,14 @@ def test_a_calibration_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_i
     assert list(tmp_path.iterdir()) == []
 
 
+def test_others_may_read_what_is_calibrated_as_they_may_read_other_files(
+    run: Run, model: Path, text: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "other").touch()
+    run("calibrate", "--model", model, "--text", text, "--tokens", 600, "--out", "axes.safetensors")
+    assert (tmp_path / "axes.safetensors").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 def test_without_a_text_it_reads_prose_of_ours(run: Run, model: Path) -> None:
     options: list[Any] = ["--model", model, "--tokens", 600, "--length", 200, "--out", "axes.safetensors", "--json"]
     first, second = run("calibrate", *options).document, run("calibrate", *options).document
@@ -151,4 +159,6 @@ def test_what_cannot_be_done_is_refused(refused: Refused, model: Path, text: Pat
     assert "at least 512" in refused("calibrate", "--model", model, "--text", few, *out)
     assert "does not exist" in refused("calibrate", "--model", model, "--text", "nowhere.txt", *out)
     assert "no file can be written" in refused("calibrate", "--model", model, "--text", text, "--out", tmp_path)
-    assert "made for 4096 positions" in refused("calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out)
+    assert "made for 4,096 positions" in refused(
+        "calibrate", "--model", model, "--tokens", 9000, "--length", 9000, *out
+    )

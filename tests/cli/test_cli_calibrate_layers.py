@@ -56,4 +56,4 @@ def test_what_contradicts_itself_is_refused(refused: Refused, model: Path) -> No
     layers = [*LAYERS[:4], "--model", model]
     assert "give one of them" in refused(*layers, "--anchors", 2, "--min-recovery", 0.5)
     assert "layer numbers such as 0+1" in refused(*layers, "--dense-layers", "first")
-    assert "made for 4096 positions" in refused(*layers, "--length", 9000, "--tokens", 9000)
+    assert "made for 4,096 positions" in refused(*layers, "--length", 9000, "--tokens", 9000)

@@ -63,7 +63,8 @@ def terminals(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 def test_a_pipe_is_answered_line_by_line_and_stdout_has_the_answers_alone(piped: Piped, manual: Path) -> None:
     done = piped(f"\ufeff{QUESTION}\n\n  \r\n{QUESTION}\r\n", "--context", manual, "--plan", PLAN)
     assert (done.code, done.out) == (0, "48213\n48213\n")
-    warning, first, second = done.err.splitlines()
+    warning, *asked, first, again, second = done.err.splitlines()
+    assert [*asked, again] == 2 * [f"> {QUESTION}"], "a log has questions beside their numbers"
     assert "kvsift chat Qwen/Qwen3-4B" in warning
     assert "copies planted facts" in warning
     assert " ms per token, density " in first
@@ -90,7 +91,7 @@ def test_nothing_on_stdin_is_no_error(piped: Piped, run: Run, model: Path, monke
     assert piped("", model) == Outcome(0, "", "")
     monkeypatch.setattr(sys, "stdin", None)
     assert run("chat", model).code == 0
-    assert piped("/quit\n/undo\n", model) == Outcome(0, "", ""), "nothing after it is read"
+    assert piped("/quit\n/undo\n", model) == Outcome(0, "", "> /quit\n"), "nothing after it is read"
 
 
 def test_a_plan_changes_with_the_next_turns(piped: Piped, model: Path, text: Path) -> None:
@@ -112,8 +113,9 @@ def test_a_plan_changes_with_the_next_turns(piped: Piped, model: Path, text: Pat
 
 def test_passages_are_lines_of_the_context_and_the_strongest_come_first(piped: Piped, manual: Path) -> None:
     done = piped(f"{QUESTION}\n/passages 4\n/undo\n/passages\n", "--context", manual, "--plan", PLAN)
-    answer, *lines, others, removed = done.out.splitlines()
+    answer, meaning, *lines, others, removed = done.out.splitlines()
     assert answer == "48213"
+    assert meaning == "lines that were selected, each with the share of the steps, heads and layers that did:"
     assert next(line for line in lines if line.startswith("line 41, ")).endswith("warehouse is 48213.")
     shares = [int(line.split(", ")[1].partition(" ")[0]) for line in lines]
     assert len(shares) == 4
@@ -137,7 +139,7 @@ def test_a_conversation_is_saved_whole_and_replaces_a_file_only_when_asked_twice
     assert "nothing to save yet" in done.err
     assert "the directory no does not exist" in done.err
     done = piped(f"{QUESTION}\n{save}\n{save}\n/save --force '{kept}'\n/save {other}\n", "--context", manual)
-    assert done.out.count("1 turns") == 3
+    assert done.out.count("1 turn\n") == 3
     text = kept.read_text()
     assert text.startswith(f"# Chat with `embedded`, about `{manual}`\n\n> {QUESTION}\n\n48213\n\n*")
     assert other.read_text() == text
@@ -222,7 +224,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_chat(
     chat.until(r"stopped\n> $")
     chat.interrupt_until(r"Ctrl-D or /quit leaves")
     chat.type("/save chat.md\r")
-    chat.until(r"saved: chat\.md, 1 turns\n> $")
+    chat.until(r"saved: chat\.md, 1 turn\n> $")
     assert "> Who?\n" in (tmp_path / "chat.md").read_text()
     assert (tmp_path / "chat.md").read_text().endswith("*stopped*\n")
     chat.type("/undo\r")

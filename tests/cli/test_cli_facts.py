@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,6 +129,8 @@ def test_methods_names_a_broken_plug_in_and_lists_the_others(run: Run) -> None:
         "'no_method' of the installed package my-package cannot be loaded: TypeError: pathlib:Path is no" in warned[1]
     )
     assert run("methods").out.count("added by my-package") == 1
+    described = run("methods", "fine").out
+    assert re.search(r"^source +my-package$", described, re.M), "the package that the method is of, not kvsift"
 
 
 @pytest.mark.usefixtures("broken")

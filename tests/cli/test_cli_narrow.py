@@ -1,33 +1,83 @@
-"""Tables of plans on terminals of any width: nothing is cut off."""
+"""Tables of plans on terminals of any width: nothing is cut off, and neither words nor numbers are broken."""
 
 from __future__ import annotations
 
-import pytest
-from rich.console import Console
-from rich.table import Table
+import re
 
-from kvsift.cli.numbers_table import header, print_fitted, side_by_side
+import pytest
+from cli.watched import Run
+from rich.console import Console
+
+from kvsift.cli.numbers_table import print_columns, side_by_side
 
 PLANS = ["dense", "quest:budget=2048", "sketch:budget=1024:dense_layers=none", "snapkv:budget=128", "tova:budget=64"]
-LABELS = ["TTFT (document cached)", "visible tokens (sparse layers)"]
-CELL = "51.7 %, 2 of 5 layers dense"
+LABELS = ["", "TTFT (document cached)", "visible tokens (sparse layers)"]
+CELL = "51.7 %, 2 of 5 layers dense, elegant-notebook"
+COLUMNS = [[plan, CELL, CELL] for plan in PLANS]
+
+
+def table_of(width: int, count: int) -> list[list[list[str]]]:
+    """The lines of each column, of each group of columns that are side by side."""
+    console = Console(width=width, record=True, highlight=False)
+    print_columns(console, LABELS, COLUMNS[:count])
+    groups: list[list[str]] = []
+    for line in console.export_text().splitlines():
+        assert len(line) <= width
+        if line[0] == "┏":
+            groups.append([])
+        assert not groups[-1] or len(line) == len(groups[-1][0]), "all edges are there"
+        groups[-1].append(line)
+    return [
+        [
+            [part.strip() for part in column]
+            for column in zip(*(re.split("[┃│]", line)[1:-1] for line in group if line[0] in "┃│"))
+        ]
+        for group in groups
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("width", [32, 40, 80, 81, 120, 300])
+@pytest.mark.parametrize("width", [24, 32, 40, 80, 81, 120, 300])
 def test_every_plan_and_label_is_there_whole(width: int, count: int) -> None:
-    console = Console(width=width, record=True, highlight=False)
-    groups = list(side_by_side(PLANS[:count], width))
-    assert [plan for group in groups for plan in group] == PLANS[:count]
-    for group in groups:
-        table = Table("", *(header(plan) for plan in group))
-        for label in LABELS:
-            table.add_row(label, *[CELL] * len(group))
-        print_fitted(console, table)
-        lines = console.export_text(clear=True).splitlines()
-        assert len({len(line) for line in lines}) == 1, "all edges are there"
-        assert len(lines[0]) <= width
-        columns = zip(*(line.strip("┃│").replace("│", "┃").split("┃") for line in lines if line[0] in "┃│"))
-        labels, *plans = ("".join(part.strip() for part in column) for column in columns)
-        assert labels.replace(" ", "") == "".join(LABELS).replace(" ", "")
-        assert [plan.replace(" ", "") for plan in plans] == [plan + 2 * CELL.replace(" ", "") for plan in group]
+    groups = table_of(width, count)
+    shown = ["".join(lines).replace(" ", "") for group in groups for lines in group[1:]]
+    assert shown == [plan + 2 * CELL.replace(" ", "") for plan in PLANS[:count]]
+    for labels, *_ in groups:
+        assert "".join(labels).replace(" ", "") == "".join(LABELS).replace(" ", "")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_no_word_and_no_number_is_broken_at_40_columns_or_80(width: int, count: int) -> None:
+    for labels, *columns in table_of(width, count):
+        assert " ".join(labels).split() == " ".join(LABELS).split()
+        for lines in columns:
+            start = next(index for index, line in enumerate(lines) if line.startswith(CELL[:6]))
+            head = [line for line in lines[:start] if line]
+            assert "".join(head) in PLANS
+            assert all(line.endswith(":") for line in head[:-1]), "a plan goes on after a colon"
+            assert " ".join(lines[start:]).split() == 2 * CELL.split()
+
+
+def test_as_many_plans_as_have_room_are_side_by_side() -> None:
+    assert [len(group) for group in side_by_side(LABELS, COLUMNS, 300)] == [5]
+    assert [len(group) for group in side_by_side(LABELS, COLUMNS, 80)] == [3, 2]
+    assert [len(group) for group in side_by_side(LABELS, COLUMNS, 40)] == [1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_what_there_is_is_listed_without_breaking_words(
+    run: Run, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    wide: dict[tuple[str, ...], list[str]] = {}
+    commands = ("methods",), ("methods", "quest"), ("doctor", "--device", "cpu")
+    for width in (300, columns):
+        monkeypatch.setenv("COLUMNS", str(width))
+        for command in commands:
+            out = run(*command).out
+            assert max(map(len, out.splitlines())) <= width
+            words = sorted(re.sub("[─-╿]", " ", out).split())
+            if command[0] == "methods":
+                assert wide.setdefault(command, words) == words
+            else:
+                assert {"GiB", "available", "compiled", "soft-capped", "transformers"} <= set(words)

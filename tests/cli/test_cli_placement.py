@@ -30,7 +30,7 @@ def test_the_same_answer_comes_from_anywhere(run: Run, model: Path, text: Path) 
     [
         (("--placement", "of"), "unknown placement 'of'"),
         (("--placement", "offload:device_cach=5"), "did you mean 'device_cache'?"),
-        (("--placement", "device:host_values=int8"), "is a knob of placement=split and placement=offload"),
+        (("--placement", "device:host_values=int8"), "is an option of placement=split and placement=offload"),
         (("--placement", "host", "--device", "cuda"), "device=cuda is none"),
         (("--placement", "offload", "--plan", "prefill=quoka:budget=256"), "with placement=offload prefill is dense"),
     ],

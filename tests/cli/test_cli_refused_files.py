@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -13,13 +15,16 @@ import pytest
 from cli.watched import Refused, Run
 from engine.tiny_directory import text_of
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
 from kvsift.cli.options import write_whole
+from kvsift.engine.model_runner import PARTS
 
 CONTEXTS: list[tuple[bytes, str]] = [
     (b"", "is empty."),
-    (b" \n\t\r\n ", "is empty."),
-    (b"\xef\xbb\xbf \n", "is empty."),  # a byte-order mark alone
+    (1000 * b"\n", "has 1,000 characters, all of them white space."),
+    (b" \n\t\r\n ", "has 6 characters, all of them white space."),
+    (b"\xef\xbb\xbf", "is empty."),  # a byte-order mark alone
     (bytes(range(256)), "is not UTF-8 text (byte 128 is 0x80). Convert it to plain text first, for instance with"),
     (b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n", "is not UTF-8 text (byte 10 is 0xe2)"),
     ("naïve".encode("latin-1"), "is not UTF-8 text (byte 2 is 0xef)"),
@@ -27,6 +32,21 @@ CONTEXTS: list[tuple[bytes, str]] = [
     (b"MZ\0\0text", "holds zero bytes: it is binary, not text."),
 ]
 COMMANDS = {"context": ("ask", "--question", "Why?", "--context"), "prompt": ("generate", "--prompt-file")}
+
+
+MISSING = ["ask --question Why? --context", "ask --question Why? --raw --context", "chat --context",
+           "ask --context manual.txt --questions-file", "generate --prompt-file",
+           "calibrate --out axes.safetensors --text"]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", MISSING)
+def test_a_missing_file_is_reported_at_once_and_not_after_torch_is_loaded(command: str, tmp_path: Path) -> None:
+    (tmp_path / "manual.txt").write_text("A text.")
+    without_torch = "import sys; sys.modules['torch'] = None; from kvsift.cli.main import main; main()"
+    line = [sys.executable, "-c", without_torch, *command.split(), "nowhere.txt"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("nowhere.txt does not exist.\n")
 
 
 def test_what_is_no_file_is_written_into_and_a_link_followed(tmp_path: Path) -> None:
@@ -129,7 +149,10 @@ def test_a_file_that_is_not_there_is_refused(refused: Refused, model: Path, what
 
 @pytest.mark.parametrize("what", COMMANDS)
 def test_a_directory_is_not_a_file(refused: Refused, model: Path, tmp_path: Path, what: str) -> None:
-    assert refused(*COMMANDS[what], tmp_path, "--model", model) == f"the {what} {tmp_path} is not a file."
+    assert refused(*COMMANDS[what], tmp_path, "--model", model) == (
+        f"the {what} {tmp_path} is a folder. Name the text files in it: --context and --text may be given several "
+        "times, with a file each."
+    )
 
 
 @pytest.mark.parametrize("what", COMMANDS)
@@ -238,9 +261,33 @@ def test_a_text_longer_than_the_model_has_positions_is_refused(
     said = refused(*COMMANDS[command], "long.txt", "--model", model, "--max-new-tokens", 10)
     prompt_tokens = 6001 + (len("\n\nQuestion: Why?\nAnswer:") if command == "context" else 0)
     assert said == (
-        f"the prompt has {prompt_tokens} tokens and up to 10 will be generated, but tiny was made for 4096 positions. "
-        f"To go on: shorten the context by {prompt_tokens + 10 - 4096} tokens, or use a model made for longer contexts."
+        f"the prompt has {prompt_tokens:,} tokens and up to 10 will be generated, but tiny was made for 4,096 "
+        f"positions. To go on: shorten the context by {prompt_tokens + 10 - 4096:,} tokens ({PARTS}), or use a model "
+        "made for longer contexts."
     )
+
+
+@pytest.mark.parametrize("command", ["context", "prompt", "chat"])
+def test_a_large_log_is_refused_by_its_size_and_not_after_seconds_of_tokenizing(
+    refused: Refused, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "large.log").write_text(2500 * text_of(400))
+    tokenized = 0
+    encode = PreTrainedTokenizerBase.__call__
+
+    def counting(self: PreTrainedTokenizerBase, text: str, **options: object) -> object:
+        nonlocal tokenized
+        tokenized += len(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "__call__", counting)
+    arguments = ("chat", model, "--context") if command == "chat" else (*COMMANDS[command], "large.log", "--model")
+    said = refused(*arguments, "large.log" if command == "chat" else model)
+    assert said == (
+        "the text has 1,000,000 characters, about 1,000,000 tokens, but tiny was made for 4,096 positions. Give a "
+        f"part of it ({PARTS}), or use a model made for longer contexts."
+    )
+    assert tokenized <= 8 * 4096
 
 
 def test_no_more_advice_is_given_than_helps(refused: Refused, model: Path, text: Path) -> None:

@@ -50,9 +50,9 @@ PLAN_FILES = [
     ("plan = ", "plan.toml is not TOML: "),
     ("", "the plan file plan.toml is empty."),
     ("[plans]\n", "plan.toml has no plan; it needs plan = 'quest:budget=1024' or a [plan] table."),
-    ("plan = 5\n", "a plan is text such as 'quest:budget=1024', a table or a Plan; got 5."),
+    ("plan = 5\n", "a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got 5."),
     ("[plan]\ndecod = 'dense'\n", "unknown phase 'decod'; did you mean 'decode'?"),
-    ("[plan.decode]\nbudget = 256\n", "a phase is given as text, a table with the key 'method', or a Rule"),
+    ("[plan.decode]\nbudget = 256\n", "a phase is given as text, a table with the key 'method', a Rule or a Method"),
     ("[plan.decode]\nmethod = 'quest'\nbudget = '256'\n", "budget='256' must be a whole number"),
     ("[plan]\nmethod = 'quest'\nbudget = 256\npage_sise = 8\n", "did you mean 'page_size'?"),
 ]
@@ -73,8 +73,8 @@ OPTIONS = [
     (["--seed", "-1"], "seed=-1 must be a whole number, 0 or more"),
     (["--compare", "dens"], "unknown method 'dens'; did you mean 'dense'?"),
     (["--question", " \n"], "the question is empty."),
-    (["--question", "why " * 300], "the question has 1200 tokens and the context only 913. Were they swapped?"),
-    (["--max-new-tokens", "5000"], "and up to 5000 will be generated, but tiny was made for 4096 positions."),
+    (["--question", "why " * 300], "the question has 1,200 tokens and the context only 913. Were they swapped?"),
+    (["--max-new-tokens", "5000"], "and up to 5,000 will be generated, but tiny was made for 4,096 positions."),
 ]
 
 # What the option parser refuses before any of our code runs: a box with the same facts, and exit code 2 as well.

@@ -106,7 +106,7 @@ def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> Non
 
     with pytest.raises(KeyboardInterrupt):
         chat.ask("How many sacks?", max_new_tokens=40, on_text=interrupt)
-    with pytest.raises(InputError, match="was made for 4096 positions"):
+    with pytest.raises(InputError, match="was made for 4,096 positions"):
         chat.ask(text_of(5000), max_new_tokens=4)
     with pytest.raises(InputError, match="the question is empty"):
         chat.ask("  ")

@@ -15,7 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvsift import LLM
-from kvsift.engine.prompt import RAW, DocumentPrompts, PromptFormat
+from kvsift.cli.options import RAW
+from kvsift.engine.prompt import DocumentPrompts, PromptFormat
 from kvsift.errors import InputError
 
 TEMPLATE = (

@@ -58,7 +58,7 @@ def test_a_run_that_cannot_fit_is_refused_before_the_weights_are_loaded(
 @pytest.mark.usefixtures("unloadable")
 def test_positions_are_checked_before_the_weights_are_loaded(llama: Path) -> None:
     llm = LLM(llama)
-    says = f"4001 tokens and up to 100 will be generated, but {llama.name} was made for {POSITIONS} positions. "
+    says = f"4,001 tokens and up to 100 will be generated, but {llama.name} was made for {POSITIONS:,} positions. "
     with pytest.raises(
         InputError, match=re.escape(says + "To go on: generate 95 at most, or shorten the context by 5")
     ):
@@ -90,7 +90,7 @@ def test_yarn_and_dynamic_ntk_extend_the_positions(
     assert ModelDirectory.check(directory).max_positions == expected
     with pytest.raises(AssertionError, match="the weights were loaded"):
         LLM(directory).generate(text_of(expected - 11), max_new_tokens=10)
-    with pytest.raises(InputError, match=f"was made for {expected} positions"):
+    with pytest.raises(InputError, match=f"was made for {expected:,} positions"):
         LLM(directory).generate(text_of(expected - 10), max_new_tokens=10)
 
 

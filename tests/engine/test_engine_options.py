@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine.options import GenerateOptions
+from kvsift.engine.result import Answer
 
 PROMPTS = [text_of(300), text_of(90), text_of(200)]
 
@@ -20,6 +22,24 @@ def test_a_keyword_that_is_not_known_is_refused(llama: Path) -> None:
     for call in (llm.generate, llm.stream, document.ask):
         with pytest.raises(InputError, match="unknown option 'max_token'; did you mean 'max_new_tokens'"):
             call("Why?", **wrong)  # type: ignore[operator]
+
+
+def test_printing_an_answer_shows_a_few_words_and_not_all_counters(llama: Path) -> None:
+    plan = "quest:budget=128:dense_layers=none"
+    llm = LLM(llama, plan, device="cpu")
+    document = llm.read(text_of(300))
+    about = f"<Document of {document.num_tokens} tokens for {llama.name}, {plan}, "
+    assert repr(document) == f"{about}not prefilled yet>"
+    answer = document.ask("Why?", max_new_tokens=120)
+    assert re.fullmatch(re.escape(about) + r"prefilled in \d+\.\d s>", repr(document))
+    assert repr(llm) == f"<LLM {llama.name} on cpu (float32), {plan}>"
+    assert repr(llm.chat("A text.")) == "<Chat about 7 characters, turns: 0>"
+    shown = str(answer)
+    assert shown.startswith("Answer(")
+    assert len(shown) < 600, "100 characters, which may be escaped"
+    numbers = r"\.\.\.['\"], tokens=120, finish_reason='length', \d+\.\d ms per token, density \d\d\.\d %, "
+    assert re.search(f"{numbers}{plan}\\)$", shown)
+    assert repr(Answer("", [], 1, 1, 0.0, [], "dense", 0, 0)) == "Answer('', tokens=0, finish_reason='stop', dense)"
 
 
 def test_samplings_are_one_for_all_or_one_for_each() -> None:

@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused(directory: Path) -> None:
         LLM(directory, QUEST, placement="split", path="captured").generate("Once")
     with pytest.raises(InputError, match="no NVIDIA GPU"):
         LLM(directory, QUEST, placement="offload", path="captured").generate("Once")
-    with pytest.raises(InputError, match="device_cache=5 is a knob of placement=offload"):
+    with pytest.raises(InputError, match="device_cache=5 is an option of placement=offload"):
         LLM(directory, QUEST, placement="split:device_cache=5")
 
 
@@ -174,7 +174,7 @@ def test_a_context_that_does_not_fit_the_host_is_refused(directory: Path, monkey
             if fits:
                 memory.require_memory(*given)
                 continue
-            with pytest.raises(InputError, match=r"KV of 1000 tokens takes .* of host memory.*Shorten") as refused:
+            with pytest.raises(InputError, match=r"KV of 1,000 tokens takes .* of host memory.*Shorten") as refused:
                 memory.require_memory(*given)
             assert ("--placement split:host_values=int8" in str(refused.value)) is not bool(knob)
 

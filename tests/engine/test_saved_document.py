@@ -139,6 +139,22 @@ def test_models_of_every_kind_of_layer(family: str, plan: str, tmp_path: Path, r
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].text == answers[1].text
     assert answers[0].decode("kv_bytes_read") == answers[1].decode("kv_bytes_read")
+    assert answers[0].kv_bytes == answers[1].kv_bytes
+
+
+@pytest.mark.parametrize("plan", [QUEST, NO_CACHE, "dense", "streaming_llm:budget=128:evict=true"])
+@pytest.mark.parametrize("placement", ["device", "split", "offload"])
+def test_an_opened_document_takes_the_memory_of_one_that_was_read(
+    placement: str, plan: str, llama: Path, path: Path
+) -> None:
+    if placement != "device" and "evict" in plan:
+        pytest.skip("what is in host memory is not evicted")
+    llm = LLM(llama, plan, placement=placement)
+    document = llm.read(TEXT)
+    document.save(path)
+    opened = llm.open(path, progress=unread)
+    read, again = (each.ask(QUESTION, max_new_tokens=8).kv_bytes for each in (document, opened))
+    assert again == read
 
 
 @pytest.mark.parametrize("placement", ["device", "split", "offload", "host"])

@@ -44,10 +44,10 @@ def test_a_place_is_written_as_a_plan_is(text: str | Placement, place: Placement
     ("text", "message"),
     [
         ("ofload", "unknown placement 'ofload'.*offload"),
-        ("split:host_value=int8", "unknown knob of a placement 'host_value'.*host_values"),
+        ("split:host_value=int8", "unknown option of a placement 'host_value'.*host_values"),
         ("split:host_values=int4", "unknown host_values 'int4'"),
-        ("device:host_values=int8", "host_values=int8 is a knob of placement=split and placement=offload"),
-        ("split:device_cache=5", "device_cache=5 is a knob of placement=offload"),
+        ("device:host_values=int8", "host_values=int8 is an option of placement=split and placement=offload"),
+        ("split:device_cache=5", "device_cache=5 is an option of placement=offload"),
         ("offload:device_cache=0", "device_cache=0 must be a number of tokens"),
         ("offload:device_cache=", "device_cache='' must be a number of tokens"),
     ],

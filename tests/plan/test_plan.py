@@ -16,6 +16,7 @@ from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
 from kvsift.methods.critiprefill import CritiPrefill
 from kvsift.methods.dense import Dense
+from kvsift.methods.infllm import InfLLM
 from kvsift.methods.oracle import OraclePages, OracleTokens
 from kvsift.methods.pages import SummaryMethod
 from kvsift.methods.quest import Quest
@@ -44,7 +45,12 @@ QUEST = Plan(decode=Rule(Quest(), Budget(tokens=1024)))
         ({"decode": {"method": "quest"}}, QUEST),
         ({"decode": "quest:budget=1024", "prefill": None}, QUEST),
         ({"decode": Rule(Quest())}, QUEST),
+        ({"decode": Quest()}, QUEST),
         (Rule(Quest()), QUEST),
+        (Quest(), QUEST),
+        (CritiPrefill(), parse_plan("critiprefill")),  # of prefill, with a budget of its own
+        (InfLLM(), parse_plan("infllm")),
+        (Dense(), Plan()),
         (QUEST, QUEST),
         ("both=streaming_llm:budget=64", Plan(*2 * [Rule(StreamingLLM(), Budget(tokens=64))])),
         ({"both": {"method": "oracle_tokens"}}, Plan(Rule(OracleTokens()), Rule(OracleTokens()))),
@@ -120,14 +126,17 @@ REFUSED = [
     ("quest:budget", "'budget' in 'quest:budget' must be key=value, for instance budget=1024"),
     ("quest:=5", "'=5' in 'quest:=5' must be key=value"),
     ("quest:", "'' in 'quest:' must be key=value"),
-    ("quest,budget=100", "'quest,budget=100' has a comma before a knob"),
+    ("quest,budget=100", "'quest,budget=100' has a comma before an option"),
     ("quest:budget=100, window=32", "Did you mean 'quest:budget=100:window=32'?"),
     ("prefill=quoka,chunk=128,decode=quest", "Did you mean 'prefill=quoka:chunk=128,decode=quest'?"),
     ("quest,loki", "unknown phase 'quest'. Known: both, decode, prefill"),
-    ("", "a plan is text such as 'quest:budget=1024', a table or a Plan; got ''"),
-    (5, "a plan is text such as 'quest:budget=1024', a table or a Plan; got 5"),
-    ({"decode": 5}, "a phase is given as text, a table with the key 'method', or a Rule; got 5"),
-    ({"decode": {"budget": 5}}, "a phase is given as text, a table with the key 'method', or a Rule; got {"),
+    ("", "a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got ''"),
+    (5, "a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got 5"),
+    ({"decode": 5}, "a phase is given as text, a table with the key 'method', a Rule or a Method; got 5"),
+    (Quest, "Quest is a class of methods, and a plan takes an object: Quest()."),
+    ({"decode": Quest}, "Quest is a class of methods, and a plan takes an object: Quest()."),
+    ({"method": Quest()}, "A Method object stands in a Rule, such as Rule(method, Budget(tokens=1024))."),
+    ({"decode": {"budget": 5}}, "a phase is given as text, a table with the key 'method', a Rule or a Method; got {"),
     ("quest:budget=-5", "budget=-5 must be a whole number, 1 or more"),
     ("quest:budget=1e3", "budget=1000.0 must be a whole number"),
     ("quest:budget=many", "budget='many' must be a whole number"),

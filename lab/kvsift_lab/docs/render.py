@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 def method_table() -> str:
     """Return the catalogue as a Markdown table."""
-    heads = ("method", "chooses", "phases", "unit", "keeps", "state", "knobs", "source")
+    heads = ("method", "chooses", "phases", "unit", "keeps", "state", "options", "source")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in method_rows():
         knobs = _code(spelled(row["knobs"])) + (f"; budget: {_code(own)}" if (own := own_budget(row)) else "")

@@ -247,8 +247,8 @@ class Loop:
             return
         row = max(waiting, key=self._model.pages_of)
         error = InputError(
-            f"the prompt has {len(row.ids)} tokens and up to {row.max_new_tokens} will be generated; there is memory "
-            f"for {self._room() * self._model.page_size} in all. Shorten the prompt, or generate fewer."
+            f"the prompt has {len(row.ids):,} tokens and up to {row.max_new_tokens:,} will be generated; there is "
+            f"memory for {self._room() * self._model.page_size:,} in all. Shorten the prompt, or generate fewer."
         )
         self._end(row, "error", error)
 

@@ -20,6 +20,7 @@ from kvsift.cli.comparison import (
     print_guard,
     print_numbers,
     print_reading,
+    print_slower,
 )
 from kvsift.cli.escaping import plain
 from kvsift.cli.option_groups import PrintOptions, SamplingOptions
@@ -217,6 +218,7 @@ def _finish(llm: LLM, document: Document, items: Sequence[Item], columns: Sequen
     if not printed.quiet:
         print_guard(columns, to_stderr=output.by_line)
         print_numbers([column.summary() for column in columns], printed.verbose, to_stderr=output.by_line)
+        print_slower(columns, to_stderr=output.by_line)
 
 
 def as_json(llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column]) -> dict[str, Any]:

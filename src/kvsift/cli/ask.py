@@ -72,6 +72,10 @@ def ask(
 
     The document is read once. Every question is answered from the same cache, under the plan and under each plan to
     compare with.
+
+    In the table of numbers, TTFT is the time to the first token, TPOT the mean time of a token after it, density the
+    share of the context that was read (visible tokens), and attention mass recovered the share of exact attention that
+    was on it. docs/concepts.md explains all words.
     """
     if questions_file == "-" and "-" in context:
         raise InputError("standard input (-) cannot be both the context and the questions. Give one of them as a file.")

@@ -45,20 +45,19 @@ def calibrate(
     serve which others."""
     from rich.console import Console
     from rich.progress import Progress
-    from safetensors import SafetensorError
-
-    from kvsift.engine.calibration import calibrate as run
-    from kvsift.engine.llm import LLM
 
     chosen.check(layers)
     o.require_writable(out, "--out")
-    o.use_threads(threads)
     texts = {str(path): o.read_text(path, "text") for path in text} if text else None
+    o.use_threads(threads)
+    from kvsift.engine.calibration import calibrate as run
+    from kvsift.engine.llm import LLM
+
     llm = LLM(model, "dense", device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("texts" if layers else "tokens", total=None)
         show = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
-        with o.writing(out, SafetensorError):
+        with o.writing(out):
             if layers:
                 facts = calibrate_layers(llm, texts, out, tokens, length, chosen, show)
             else:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsift.cli.escaping import cell, plain
+from kvsift.cli.escaping import plain
+from kvsift.cli.numbers_table import print_columns
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
@@ -76,21 +77,24 @@ def calibrate_layers(
 def print_layers(facts: Mapping[str, Any]) -> None:
     """Print what every number of anchors recovers, then the layers of the file."""
     from rich.console import Console
-    from rich.table import Table
 
-    numbers = Table("anchors", "layers that select", "mean recovery", "least", title="attention that layers recover")
+    console = Console(highlight=False)
+    numbers = [("anchors", "layers that select", "mean recovery", "least")]
     for choice in facts["choices"]:
         mark = " *" if choice["anchors"] == facts["anchors"] else ""
-        numbers.add_row(f"{len(choice['anchors'])}{mark}", cell(", ".join(map(str, choice["anchors"]))),
-                        f"{choice['mean_recovery']:.3f}", f"{choice['least_recovery']:.3f}")  # fmt: skip
-    layers = Table("layer", "reuses layer", "KV heads", "recovery", title="layers that reuse a selection")
-    for layer, reuse in facts["reuse"].items():
-        heads = cell(" ".join(map(str, reuse["heads"])))
-        layers.add_row(str(layer), str(reuse["anchor"]), heads, f"{reuse['recovery']:.3f}")
-    console = Console()
-    console.print(numbers)
+        numbers.append((f"{len(choice['anchors'])}{mark}", ", ".join(map(str, choice["anchors"])),
+                        f"{choice['mean_recovery']:.3f}", f"{choice['least_recovery']:.3f}"))  # fmt: skip
+    console.print("attention that layers recover")
+    labels, *columns = zip(*numbers)
+    print_columns(console, labels, columns)
     if facts["reuse"]:
-        console.print(layers)
+        layers = [("layer", "reuses layer", "KV heads", "recovery")]
+        for layer, reuse in facts["reuse"].items():
+            heads = " ".join(map(str, reuse["heads"]))
+            layers.append((str(layer), str(reuse["anchor"]), heads, f"{reuse['recovery']:.3f}"))
+        console.print("layers that reuse a selection")
+        labels, *columns = zip(*layers)
+        print_columns(console, labels, columns)
     count, every = len(facts["anchors"]), len(facts["anchors"]) + len(facts["reuse"])
     queries = facts["recipe"]["queries"]
     print(plain(f"{facts['file']}: {count} of {every} layers select, from {queries:,} decoded tokens"))

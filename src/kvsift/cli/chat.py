@@ -12,7 +12,7 @@ import typer
 from kvsift.cli import options as o
 from kvsift.cli.chat_commands import ChatCommands, is_command, show
 from kvsift.cli.chat_context import ChatContext
-from kvsift.cli.chat_input import open_terminal, piped_lines, read_from_terminal, typed_lines
+from kvsift.cli.chat_input import echoed, open_terminal, piped_lines, read_from_terminal, typed_lines
 from kvsift.cli.conversation import Conversation, complain
 from kvsift.cli.option_groups import EngineOptions, SamplingOptions, expand
 from kvsift.cli.progress import ProgressBar
@@ -48,7 +48,10 @@ def chat(
 ) -> None:
     """Talk with a model about texts. /help lists the commands; a pipe has a question or a command on each line.
 
-    The context is read once, with the first question; turns then read only what is new.
+    Below an answer is its density: the share of the conversation so far that its tokens read, in the mean.
+
+    Answers to a pipe go to stdout; its questions and the numbers of answers go to stderr, or nowhere with --quiet. The
+    context is read once, with the first question; turns then read only what is new.
     """
     spec, names = o.read_plan(plan), context or []
     if from_stdin := "-" in names:
@@ -77,7 +80,8 @@ def chat(
         progress.clear()
         if interactive and not quiet:
             _welcome(conversation, model is None)
-        refused = talk(conversation, typed_lines() if interactive else piped_lines())
+        lines = typed_lines() if interactive else piped_lines()
+        refused = talk(conversation, lines if interactive or quiet else echoed(lines))
     if refused and not interactive:
         raise typer.Exit(REFUSED)
 

@@ -12,6 +12,7 @@ from kvsift.cli import options as o
 from kvsift.cli.chat_context import ChatContext
 from kvsift.cli.chat_markdown import as_markdown
 from kvsift.cli.chat_passages import passage_lines
+from kvsift.cli.comparison import counted
 from kvsift.cli.conversation import Conversation
 from kvsift.cli.escaping import cell
 from kvsift.errors import InputError, unknown
@@ -115,7 +116,7 @@ class ChatCommands:
         o.write_whole(
             path, as_markdown(conversation.llm.directory.name, conversation.context.names, conversation.turns)
         )
-        show(f"saved: {path}, {len(conversation.turns)} turns")
+        show(f"saved: {path}, {counted(len(conversation.turns), 'turn')}")
 
     def _help(self, rest: str) -> None:
         for usage, text in HELP.items():

@@ -6,10 +6,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 PROMPT = "> "
@@ -42,6 +43,15 @@ def piped_lines() -> Iterator[str]:
     """Yield the lines of standard input, which may be closed."""
     for number, line in enumerate(sys.stdin or ()):
         yield (line.removeprefix("\ufeff") if number == 0 else line).rstrip("\r\n")
+
+
+def echoed(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines, and print each on stderr first, so that what is printed about it there follows its question."""
+    for line in lines:
+        if line.strip():
+            sys.stdout.flush()  # what the line before it has brought
+            print(f"{PROMPT}{plain(line.strip())}", file=sys.stderr, flush=True)
+        yield line
 
 
 def read_from_terminal() -> None:

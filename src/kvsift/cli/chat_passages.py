@@ -45,6 +45,8 @@ def strongest(context: ChatContext, passages: Passages) -> list[LinePassage]:
 def passage_lines(context: ChatContext, passages: Passages, most: int) -> Iterator[str]:
     """Yield the strongest lines with their numbers and excerpts, how many others there are, and what is left out."""
     lines = strongest(context, passages)
+    if lines:
+        yield "lines that were selected, each with the share of the steps, heads and layers that did:"
     for passage in lines[:most]:
         file = f"{passage.place.file}, " if passage.place.file else ""
         yield f"{file}line {passage.place.line:,}, {100 * passage.share:.0f} %: {excerpt(context.text, passage)}"

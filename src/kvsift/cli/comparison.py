@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvsift.cli.escaping import cell
-from kvsift.cli.numbers_table import header, numbers_table, print_fitted, side_by_side
+from kvsift.cli.numbers_table import print_columns, print_numbers_table
 from kvsift.errors import NothingSkipped
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class Reading(NamedTuple):
 
 
 NO_READING = Reading()
+NOISE = 1.05  # a ratio of times that is no difference
 
 
 class Column(NamedTuple):
@@ -41,8 +42,15 @@ class Column(NamedTuple):
         """Return the numbers of the answers, for JSON and tables."""
         return summary(self.answers, self.read)
 
+    @property
+    def decodes_sparsely(self) -> bool:
+        """Whether tokens are generated under a rule of the plan, and not densely or as dense decoding would."""
+        rule = self.plan.decode
+        is_exact = any(answer.exact is not None for answer in self.answers)
+        return rule is not None and not rule.method.traits.unbounded and not is_exact
+
     def check_skipped(self, strict: bool) -> None:
-        """Warn if the plan is sparse in a phase and skipped nothing there.
+        """Say, or warn where that is not to be expected, that the plan is sparse in a phase and skipped nothing there.
 
         Raises:
             NothingSkipped: under ``strict``.
@@ -65,7 +73,15 @@ class Column(NamedTuple):
                 )
             if strict:
                 raise NothingSkipped(message)
-            print(f"kvsift: WARNING: {message}", file=sys.stderr)
+            context = max(answer.prompt_tokens + len(answer.token_ids) for answer in self.answers)
+            if rule.budget.limit(context) < context:
+                print(f"kvsift: WARNING: {message}", file=sys.stderr)
+                continue
+            print(
+                f"kvsift: {rule} skipped nothing in {phase}: the {context:,} tokens of context are within its budget, "
+                "so it does what dense attention does.",
+                file=sys.stderr,
+            )
 
 
 def _counts(exact: dict[str, Any] | None) -> dict[str, int]:
@@ -125,23 +141,34 @@ def print_bold(text: str) -> None:
 
 def print_answers(questions: Sequence[str], columns: Sequence[Column]) -> None:
     """Print questions and answers side by side, a column per plan."""
-    from rich.table import Table
-
-    console = _console()
-    for group in side_by_side(columns, console.width):
-        headers = [header(column.answers[0].plan) for column in group]
-        table = Table("question", *headers, show_lines=True)
-        for index, question in enumerate(questions):
-            texts = [column.answers[index] for column in group]
-            table.add_row(cell(question), *(cell((text.text or "(nothing)") + cut_mark(text)) for text in texts))
-        print_fitted(console, table)
+    texts = [
+        [column.answers[0].plan, *((answer.text or "(nothing)") + cut_mark(answer) for answer in column.answers)]
+        for column in columns
+    ]
+    print_columns(_console(), ["question", *questions], texts, between_rows=True)
 
 
 def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool) -> None:
     """Print the table of numbers."""
-    console = _console(to_stderr)
-    for group in side_by_side(rows, console.width):
-        print_fitted(console, numbers_table(group, verbose))
+    print_numbers_table(_console(to_stderr), rows, verbose)
+
+
+def print_slower(columns: Sequence[Column], to_stderr: bool) -> None:
+    """Print which plans took longer for a token than dense decoding in the same run, a line each."""
+    dense = next((column for column in columns if not column.decodes_sparsely), None)
+    least = None if dense is None else dense.summary()["tpot_s"]
+    if least is None:
+        return
+    for column in columns:
+        numbers = column.summary()
+        if not column.decodes_sparsely or numbers["density"] == 1 or (numbers["tpot_s"] or 0.0) <= NOISE * least:
+            continue
+        _console(to_stderr).print(cell(
+            f"At {numbers['prompt_tokens']:,} tokens this plan saves no time here: a token took "
+            f"{1e3 * numbers['tpot_s']:.1f} ms under {numbers['plan']} and {1e3 * least:.1f} ms under dense. Plans pay "
+            "in longer contexts; --dense-below N decodes those below N tokens densely, which on a CPU nothing does by "
+            "itself."
+        ), soft_wrap=True)  # fmt: skip
 
 
 def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
@@ -157,7 +184,12 @@ def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
 
 def cut_mark(answer: Answer) -> str:
     """Return the mark after the text of an answer that ``max_new_tokens`` has cut."""
-    return f" [cut after {len(answer.token_ids)} tokens]" if answer.finish_reason == "length" else ""
+    return f" [cut after {counted(len(answer.token_ids), 'token')}]" if answer.finish_reason == "length" else ""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: ``1 token``, ``2 tokens``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _console(stderr: bool = False) -> Any:

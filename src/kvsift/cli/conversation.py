@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvsift.cli.chat_context import ChatContext
 from kvsift.cli.chat_input import one_interrupt
 from kvsift.cli.chat_markdown import SavedTurn
-from kvsift.cli.comparison import cut_mark
+from kvsift.cli.comparison import counted, cut_mark
 from kvsift.cli.escaping import cell, plain
 from kvsift.cli.progress import ProgressBar
 from kvsift.cli.stripped_text import StrippedText
@@ -195,7 +195,7 @@ class TurnPrinter:
 
 def numbers_of(answer: Answer) -> str:
     """Return the numbers of an answer in a line."""
-    parts: list[Any] = [f"{len(answer.token_ids):,} tokens"]
+    parts: list[Any] = [counted(len(answer.token_ids), "token")]
     if answer.tpot_s is not None:
         parts.append(f"{1e3 * answer.tpot_s:.1f} ms per token")
     if (density := answer.decode("density")) is not None:

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import cell
+from kvsift.cli.numbers_table import print_columns
 
 PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings")
 
@@ -22,13 +22,14 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
         print(json.dumps(facts, indent=2))
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table("", "", show_header=False)
-    for group, values in facts.items():
-        for key, value in values.items() if isinstance(values, dict) else [("", values)]:
-            table.add_row(f"{group} {key}".strip(), cell(str(value)))
-    Console().print(table)
+    rows = [
+        (f"{group} {key}".strip(), str(value))
+        for group, values in facts.items()
+        for key, value in (values.items() if isinstance(values, dict) else [("", values)])
+    ]
+    labels, values = zip(("", ""), *rows)
+    print_columns(Console(highlight=False), labels, [values])
 
 
 def _versions() -> dict[str, str]:
@@ -83,9 +84,17 @@ def _machine(name: str) -> dict[str, Any]:
             "page scores": "one torch matrix product per layer",
             "selected pages": "gathered, then as dense attention",
             "decode steps": _decode_path(device.type == "cuda"),
+            "short contexts": "sparse steps can be slower than dense ones, which kvsift ask --compare dense times; "
+            + _short_contexts(device.type == "cuda"),
         },
         "embedded model": {"path": str(embedded.path), "dtype here": str(dtype).removeprefix("torch.")},
     }
+
+
+def _short_contexts(on_gpu: bool) -> str:
+    if on_gpu:
+        return "steps in CUDA graphs are dense where that is measured to be faster (--dense-below auto)"
+    return "on a CPU they stay sparse unless --dense-below N is given"
 
 
 def _decode_path(on_gpu: bool) -> str:
@@ -93,7 +102,11 @@ def _decode_path(on_gpu: bool) -> str:
     from kvsift.kernels.triton_shim import HAVE_TRITON
 
     if not on_gpu or not HAVE_TRITON:
-        return f"composed: captured steps need {'Triton' if on_gpu else 'an NVIDIA GPU'}"
+        needed = "Triton" if on_gpu else "an NVIDIA GPU"
+        return f"composed, one operation after the other; captured ones, in a CUDA graph, need {needed}"
     if have_nvrtc():
-        return "captured; page-sparse attention in one launch"
-    return "captured; page-sparse attention in three launches (one needs Hopper or newer, and cuda-bindings)"
+        return "captured in a CUDA graph; page-sparse attention in one launch"
+    return (
+        "captured in a CUDA graph; page-sparse attention in three launches (one needs Hopper or "
+        "newer, and cuda-bindings)"
+    )

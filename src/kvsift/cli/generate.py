@@ -38,7 +38,12 @@ def generate(
     ] = None,
     printed: PrintOptions,
 ) -> None:
-    """Continue a text, exactly as given: no template, no instructions added."""
+    """Continue a text, exactly as given: no template, no instructions added.
+
+    In the table of numbers, TTFT is the time to the first token, TPOT the mean time of a token after it, density the
+    share of the context that was read (visible tokens), and attention mass recovered the share of exact attention that
+    was on it. docs/concepts.md explains all words.
+    """
     if (prompt is None) == (prompt_file is None):
         raise InputError("give the text to continue with either --prompt or --prompt-file.")
     spec = o.read_plan(plan)

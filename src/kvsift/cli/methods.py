@@ -18,19 +18,22 @@ from kvsift.cli.escaping import plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
+    from kvsift.methods import Entry
     from kvsift.methods.base import Method
     from kvsift.plan.budget import Budget
     from kvsift.types import LayerShape
 
 NAME_WIDTH = 21
-LEAST_TEXT_WIDTH = 30  # of a terminal that is narrower still
+LEAST_TEXT_WIDTH, NARROW_INDENT = 30, 2  # of texts beside names; of those below them, where there is no room for that
 
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method in detail; by default, a list of all methods.")] = None,
     as_json: o.JsonOption = False,
 ) -> None:
-    """List every method with its phases and knobs, or describe one in detail."""
+    """List every method with its phases (prefill, in which a prompt is read; decode, in which an answer is generated)
+    and its options, which a plan spells after its name (quest:budget=1024:page_size=32), or describe one in detail.
+    """
     if as_json:
         print(json.dumps(method_rows() if name is None else method_row(name), indent=2))
     elif name is None:
@@ -66,7 +69,7 @@ def method_row(name: str) -> dict[str, Any]:
     cls = method_class(name)
     entry = catalogue()[name]
     try:
-        return _row(name, entry.summary, cls())
+        return _row(name, entry, cls())
     except Exception as error:
         if not entry.package:
             raise
@@ -76,12 +79,12 @@ def method_row(name: str) -> dict[str, Any]:
         ) from error
 
 
-def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
+def _row(name: str, entry: Entry, method: Method) -> dict[str, Any]:
     knobs = {f.name: f.default for f in fields(method)}
     keeps = "all" if method.traits.keeps_all else "hides"
     return {
         "name": name,
-        "summary": summary,
+        "summary": entry.summary,
         "phases": list(method.phases),
         "granularity": method.traits.granularity,
         "keeps": f"{keeps}; evict=true frees" if "evict" in knobs else keeps,
@@ -89,7 +92,7 @@ def _row(name: str, summary: str, method: Method) -> dict[str, Any]:
         "knobs": knobs,
         "meanings": {knob: text for knob, text in _meanings(type(method)).items() if knob in knobs},
         "budget": _budget_of(method),
-        "source": method.source,
+        "source": method.source or entry.package,
     }
 
 
@@ -144,7 +147,7 @@ def state_note() -> str:
 def budget_note(knobs: str) -> str:
     """Return a note on the budget of every method; ``knobs`` are its keys with their defaults."""
     return (
-        f"A knob without a value is off by default. Every method except dense also accepts {knobs}; other defaults "
+        f"An option without a value is off by default. Every method except dense also accepts {knobs}; other defaults "
         'of a method follow "budget:", and a compat mode may set its own. A method refuses keys that do not apply: '
         "window if it selects nothing, mass and head_budgets=adaptive if its scores do not estimate attention, "
         "min_recovery if it drops tokens or selects in prefill alone."
@@ -183,7 +186,7 @@ def _print_list(rows: list[dict[str, Any]]) -> None:
         texts += [f"budget: {' '.join(own)}"] if own else []
         _print_beside(row["name"], texts)
     print()
-    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME explains each knob."], 0)
+    _print_beside("", [budget_note(" ".join(spelled(budget_knobs()))), "kvsift methods NAME explains each option."], 0)
 
 
 def _print_one(row: dict[str, Any]) -> None:
@@ -202,8 +205,8 @@ def _print_one(row: dict[str, Any]) -> None:
     for name, text in facts.items():
         _print_beside(name, [text])
     meanings = _meanings(Budget)
-    _print_knobs("Knobs", row["knobs"], row["meanings"])
-    _print_knobs("Budget", row["budget"], {**meanings, "budget": meanings["tokens"]})
+    _print_knobs("Options of the method", row["knobs"], row["meanings"])
+    _print_knobs("Options of the budget", row["budget"], {**meanings, "budget": meanings["tokens"]})
 
 
 def _print_knobs(title: str, knobs: dict[str, Any], meanings: dict[str, str]) -> None:
@@ -215,7 +218,10 @@ def _print_knobs(title: str, knobs: dict[str, Any], meanings: dict[str, str]) ->
 
 def _print_beside(name: str, texts: list[str], indent: int = NAME_WIDTH) -> None:
     """Print a name with texts beside it, each on its own lines, or below a long name."""
-    width = max(get_terminal_size().columns, indent + LEAST_TEXT_WIDTH)
+    columns = get_terminal_size().columns
+    if columns < indent + LEAST_TEXT_WIDTH:
+        indent = NARROW_INDENT
+    width = max(columns, indent + LEAST_TEXT_WIDTH)
     wrapper = TextWrapper(
         width, subsequent_indent=" " * indent, initial_indent=" " * indent, break_long_words=False,
         break_on_hyphens=False,

@@ -1,59 +1,116 @@
-"""The table of numbers of runs: their rows, and how each is written."""
+"""Tables of plans for terminals of any width, and the table of numbers of runs: its rows, and how each is written."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from kvsift.cli.escaping import cell
+from kvsift.cli.escaping import cell, plain
 
 MAIN_ROWS = 8
-LABEL, NARROWEST = 12, 8  # characters of the column of labels, and of each plan's, at least
-ENOUGH = 20  # of each plan's, before labels get more
-T = TypeVar("T")
+LONGEST = 24  # characters of a word, or of a part of a plan, that is not broken
+PARTS = re.compile(r"[^\s:,]+[:,]*|[:,]+")  # of a plan, which may begin a line
+EDGE = 3  # characters of an edge and the spaces beside it
 
 
-def numbers_table(rows: Sequence[dict[str, Any]], verbose: bool = False) -> Any:
-    """Return the table of numbers, a column per plan, without empty rows."""
-    from rich.table import Table
-
-    table = Table("", *(header(row["plan"]) for row in rows))
+def print_numbers_table(console: Any, rows: Sequence[dict[str, Any]], verbose: bool = False) -> None:
+    """Print the table of numbers, a column per plan, without empty rows."""
     lines: dict[str, list[str]] = {}
     for name, show in {**MAIN, **MORE}.items():
         shown = [show(row) for row in rows]
         if any(shown):
             lines[name] = [text or "-" for text in shown]
-    main = [name for name in MAIN if name in lines][:MAIN_ROWS]
-    for name in lines if verbose else main:
-        table.add_row(name, *lines[name])
-    return table
+    names = list(lines) if verbose else [name for name in MAIN if name in lines][:MAIN_ROWS]
+    columns = [[row["plan"], *(lines[name][number] for name in names)] for number, row in enumerate(rows)]
+    print_columns(console, ["", *names], columns)
 
 
-def header(plan: str) -> Any:
-    """Return a column header that shows all of a plan, on a terminal of any width."""
-    from rich.table import Column as TableColumn
+def print_columns(
+    console: Any, labels: Sequence[str], columns: Sequence[Sequence[str]], between_rows: bool = False
+) -> None:
+    """Print a table on a terminal of any width: nothing is left out, and neither words nor numbers are broken.
 
-    return TableColumn(cell(plan), overflow="fold", min_width=NARROWEST)
+    As many columns as have room are side by side, then the next ones below, each time after the labels.
+
+    Args:
+        console: where to print.
+        labels: the first column, with its header.
+        columns: the others, each a header, which may be a plan, and a text for each label.
+        between_rows: whether to draw lines between rows.
+    """
+    from rich.table import Column, Table
+
+    for group in side_by_side(labels, columns, console.width):
+        shown = [labels, *group]
+        heads = [
+            Column(cell(_broken(column[0], width)), width=width, overflow="fold")
+            for column, width in zip(shown, _widths(shown, console.width))
+        ]
+        table = Table(*heads, show_lines=between_rows, show_header=any(column[0] for column in shown))
+        for row in list(zip(*shown))[1:]:
+            table.add_row(*map(cell, row))
+        console.print(table)
 
 
-def side_by_side(plans: Sequence[T], width: int) -> Iterator[Sequence[T]]:
-    """Yield as many plans as a table of this width has room for, then the next ones."""
-    most = max((width - LABEL - 4) // (NARROWEST + 3), 1)  # with lines and spaces between columns
-    for start in range(0, len(plans), most):
-        yield plans[start : start + most]
+def side_by_side(
+    labels: Sequence[str], columns: Sequence[Sequence[str]], width: int
+) -> Iterator[Sequence[Sequence[str]]]:
+    """Yield as many columns as a table of this width has room for beside its labels, then the next ones."""
+    group: list[Sequence[str]] = []
+    for column in columns:
+        wider = [labels, *group, column]
+        if group and sum(map(_least, wider)) > _room(wider, width):
+            yield group
+            group = []
+        group.append(column)
+    if group:
+        yield group
 
 
-def print_fitted(console: Any, table: Any) -> None:
-    """Print a table of plans; one that is too wide gets columns of equal width, and no edge is cut off."""
-    labels, *plans = table.columns
-    if console.measure(table, options=console.options.update(width=10_000)).maximum > console.width:
-        longest = max(len(str(label)) for label in [labels.header, *labels.cells])
-        labels.width = max(LABEL, min(longest, console.width - 4 - (ENOUGH + 3) * len(plans)))
-        table.expand, labels.overflow = True, "fold"
-        for column in plans:
-            column.ratio, column.min_width = 1, None
-    console.print(table)
+def _widths(columns: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Return the width of each column: what its words need, then the narrowest get what is left."""
+    room, widths, most = _room(columns, width), list(map(_least, columns)), list(map(_most, columns))
+    while sum(widths) > max(room, len(widths)):
+        widths[widths.index(max(widths))] -= 1
+    while sum(widths) < room and (growing := [index for index, own in enumerate(widths) if own < most[index]]):
+        widths[min(growing, key=lambda index: widths[index])] += 1
+    return widths
+
+
+def _room(columns: Sequence[Sequence[str]], width: int) -> int:
+    """Return the characters that the edges leave for texts."""
+    return width - EDGE * len(columns) - 1
+
+
+def _least(column: Sequence[str]) -> int:
+    """Return the characters of the longest word of a column, of its header's longest part."""
+    pieces = [*PARTS.findall(column[0]), *(word for text in column[1:] for word in plain(text).split())]
+    return min(max(map(_length, pieces), default=1), LONGEST)
+
+
+def _most(column: Sequence[str]) -> int:
+    return max(_length(line) for text in column for line in plain(text).split("\n"))
+
+
+def _length(text: str) -> int:
+    from rich.cells import cell_len
+
+    return cell_len(plain(text))
+
+
+def _broken(header: str, width: int) -> str:
+    """Return a header whose words, plans for instance, continue on the next line after a colon or a comma."""
+    words = []
+    for word in header.split(" "):
+        lines = [""]
+        for part in PARTS.findall(word):
+            if lines[-1] and _length(lines[-1] + part) > width:
+                lines.append("")
+            lines[-1] += part
+        words.append("\n".join(lines))
+    return " ".join(words)
 
 
 def _visible(row: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, cleandoc, signature
 from typing import TYPE_CHECKING, Any
 
 from kvsift.cli import options as o
@@ -86,4 +86,6 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
 
     expanded.__signature__ = signature(command).replace(parameters=options)  # type: ignore[attr-defined]
     expanded.__annotations__ = {option.name: option.annotation for option in options}
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")  # of --help, which would keep the ends of their lines
+    expanded.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return expanded

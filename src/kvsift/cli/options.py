@@ -26,8 +26,9 @@ PlanOption = Annotated[
     str,
     typer.Option(
         "--plan",
-        help="How to sift, e.g. quest:budget=1024, or a TOML file with a \\[plan] table. The budget includes sinks (4) "
-        "and window (64).",
+        help="How to choose what is read, e.g. quest:budget=1024 (kvsift methods lists all), or a TOML file with a "
+        "\\[plan] table. The budget is the most tokens that a head reads for a query, the first 4 (sinks) and the last "
+        "64 (window) among them.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -40,7 +41,13 @@ ChunkOption = Annotated[
     typer.Option("--chunk-size", min=1, max=65_536, help="Prompt tokens per forward pass; 8192 on a GPU, else 512."),
 ]
 ProbeOption = Annotated[
-    int, typer.Option("--probe-every", min=0, help="Compare every Nth decode step with exact attention; 0: never.")
+    int,
+    typer.Option(
+        "--probe-every",
+        min=0,
+        help="Compare every Nth decode step with exact attention, for recovery: the share of it that was on the tokens "
+        "that were read; 0: never.",
+    ),
 ]
 TemperatureOption = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopPOption = Annotated[
@@ -63,7 +70,8 @@ DenseBelowOption = Annotated[
     str,
     typer.Option(
         "--dense-below",
-        help="Decode shorter contexts densely; auto: on a GPU, where that is faster.",
+        help="Decode contexts of fewer tokens densely, as if there were no plan; auto: on a GPU, where that is "
+        "measured to be faster. On a CPU auto changes nothing.",
     ),
 ]
 ThreadsOption = Annotated[
@@ -79,6 +87,7 @@ PlacementOption = Annotated[
     ),
 ]
 
+RAW = "{context}\n\n{question}"  # the prompt template of --raw
 EMBEDDED_NOTE = (
     "the embedded model only copies planted facts (codes, names, dates) out of a text and is no language model. For "
     "real answers name one, for instance --model Qwen/Qwen3-4B."
@@ -91,8 +100,6 @@ def read_template(template: str | None, raw: bool) -> str | None:
     Raises:
         InputError: if the file cannot be read, or both options are given.
     """
-    from kvsift.engine.prompt import RAW
-
     if raw and template is not None:
         raise InputError("--raw and --prompt-template are two prompts; give one of them.")
     if raw or template is None:
@@ -140,11 +147,16 @@ def read_text(path: Path, what: str) -> str:
     """Return the text of a file.
 
     Raises:
-        InputError: if it is missing, empty, a directory, or not text.
+        InputError: if it is missing, a directory, not text, or without anything but white space.
     """
     try:
         if not path.exists():
             raise InputError(f"the {what} file {path} does not exist.")
+        if path.is_dir():
+            raise InputError(
+                f"the {what} {path} is a folder. Name the text files in it: --context and --text may be given several "
+                "times, with a file each."
+            )
         if not path.is_file() and not path.is_fifo():  # a pipe: --context <(pdftotext manual.pdf -)
             raise InputError(f"the {what} {path} is not a file.")
         data = path.read_bytes()
@@ -163,8 +175,10 @@ def _decoded(data: bytes, what: str, path: str) -> str:
         ) from None
     if "\0" in text:
         raise InputError(f"the {what} {path} holds zero bytes: it is binary, not text.")
-    if not text.strip():
+    if not text:
         raise InputError(f"the {what} {path} is empty.")
+    if not text.strip():
+        raise InputError(f"the {what} {path} has {len(text):,} characters, all of them white space.")
     return text
 
 

@@ -121,7 +121,7 @@ def calibrate(
     total = sum(map(len, pieces))
     if total < FEWEST_TOKENS:
         raise InputError(
-            f"the texts have {total} tokens; at least {FEWEST_TOKENS} are needed. Give more or longer ones."
+            f"the texts have {total:,} tokens; at least {FEWEST_TOKENS:,} are needed. Give more or longer ones."
         )
     method, done = MomentsMethod(), 0
     plan = Plan(prefill=Rule(method))

@@ -46,6 +46,10 @@ class Chat(Uncopied):
         self._lock, self._growing = Lock(), GrowingText()
         self.turns: list[Turn] = []
 
+    def __repr__(self) -> str:
+        about = f"{len(self._context):,} characters" if self._context else "nothing"
+        return f"<Chat about {about}, turns: {len(self.turns)}>"
+
     def ask(
         self, question: str, *, progress: ProgressCallback | None = None, on_text: Callable[[str], None] | None = None,
         **options: Unpack[Options],

@@ -79,6 +79,12 @@ class Document(Uncopied):
         self.read_s = self.open_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
+    def __repr__(self) -> str:
+        read = "not prefilled yet"
+        if self._cache is not None:
+            read = f"opened in {self.open_s:.1f} s" if self.open_s else f"prefilled in {self.read_s:.1f} s"
+        return f"<Document of {self.num_tokens:,} tokens for {self._runner.directory.name}, {self._plan}, {read}>"
+
     @property
     def num_tokens(self) -> int:
         """Tokens that all questions share."""
@@ -96,11 +102,12 @@ class Document(Uncopied):
         require_text(question, "question")
         if not question.strip():
             raise InputError("the question is empty.")
+        self._runner.check_text(question)
         length = len(self._runner.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
         if length > max(self.num_tokens, LONG):
             raise InputError(
-                f"the question has {length} tokens and the context only {self.num_tokens}. Were they swapped? The long "
-                "text is the context."
+                f"the question has {length:,} tokens and the context only {self.num_tokens:,}. Were they swapped? The "
+                "long text is the context."
             )
         ids = self._encode(question)
         if ids[: self.num_tokens] != self._ids:
@@ -250,8 +257,8 @@ class Document(Uncopied):
         require_tokens(ids)
         if len(ids) <= self.num_tokens or list(ids[: self.num_tokens]) != self._ids:
             raise InputError(
-                f"the prompt of {len(ids)} tokens does not begin with the {self.num_tokens} of the document, or ends "
-                "with them. Give those of the document and of a question."
+                f"the prompt of {len(ids):,} tokens does not begin with the {self.num_tokens:,} of the document, or "
+                "ends with them. Give those of the document and of a question."
             )
         self._runner.check_prompts(
             [ids], GenerateOptions.of(options).max_new_tokens, self._resolved(options.get("plan"))

@@ -49,7 +49,8 @@ class LLM(ModelRunner):
     Args:
         model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
             cache if it is not there; None is the embedded model.
-        plan: how to sift the KV cache; see ``kvsift.parse_plan``.
+        plan: how to sift the KV cache: text such as "quest:budget=1024", a table, or an object, a ``Plan``, a ``Rule``
+            or a method (``kvsift.parse_plan``); so is every ``plan`` below.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
@@ -112,6 +113,10 @@ class LLM(ModelRunner):
         super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path, deterministic)
         self.loop = new_loop(self, keep_tokens)
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"<LLM {self.directory.name} on {self.device} ({dtype}), {self.plan}>"
+
     def release(self) -> None:
         """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
         super().release()
@@ -165,6 +170,7 @@ class LLM(ModelRunner):
         require_text(context, "context")
         if not context.strip():
             raise InputError("the context is empty; there is nothing to ask about.")
+        self.check_text(context)
         return self._document(DocumentText(context, template, system, stops_of(stop)), plan, progress)
 
     def open(
@@ -200,9 +206,10 @@ class LLM(ModelRunner):
         arguments as for ``read``.
 
         Raises:
-            InputError: for a document that is no text.
+            InputError: for a document that is no text, or too long for the model.
         """
         require_text(context, "context")
+        self.check_text(context)
         form, plan = PromptFormat(self.tokenizer, system=system), self.plan if plan is None else parse_plan(plan)
 
         def start(
@@ -300,6 +307,7 @@ class LLM(ModelRunner):
         started = perf_counter()
         for text in texts:
             require_text(text, "prompt")
+            self.check_text(text)
         prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
         if not prompts or not all(prompts):
             which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")

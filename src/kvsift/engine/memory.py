@@ -81,7 +81,7 @@ def require_memory(
     kv = directory.kv_bytes_per_token(dtype) * num_stored
     raise InputError(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
-        f"on disk, {kv / GIB:.1f} GiB of KV for {num_stored} tokens in {str(dtype).removeprefix('torch.')}), and "
+        f"on disk, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
         f"{free / GIB:.1f} GiB is free. Shorten the context, take a smaller model"
         + (", or use --dtype bfloat16" if dtype == torch.float32 else "")
         + (", or keep KV in host memory with --placement split." if device.type == "cuda" and not on_host else ".")
@@ -95,7 +95,7 @@ def require_host_memory(directory: ModelDirectory, dtype: torch.dtype, num_token
         is_packed = place.knob("host_values") == "int8"
         packed = "" if is_packed else f", or pack values: --placement {place}:host_values=int8"
         raise InputError(
-            f"the KV of {num_tokens} tokens takes {need / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB is "
+            f"the KV of {num_tokens:,} tokens takes {need / GIB:.1f} GiB of host memory, and {free / GIB:.1f} GiB is "
             f"free. Shorten the context{packed}."
         )
 

@@ -33,6 +33,9 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_probes
 from kvsift.stores.kv_pool import KVPool
 
+CHARACTERS_PER_TOKEN = 8  # more than languages and code have, so that the first part of a long text decides
+PARTS = "for instance its end, as tail gives it, lines that grep finds, or one part after the other"
+
 
 class ModelRunner(Uncopied):
     """A model with its tokenizer on one device. Weights are loaded on first use.
@@ -83,6 +86,25 @@ class ModelRunner(Uncopied):
         self.load()
         return self._model
 
+    def check_text(self, text: str) -> None:
+        """Refuse a text whose first part has too many tokens already: all of it would take seconds to tokenize.
+
+        Raises:
+            InputError: with an estimate of its tokens.
+        """
+        positions = self.directory.max_positions
+        if positions is None or len(text) <= CHARACTERS_PER_TOKEN * positions:
+            return
+        head = text[: CHARACTERS_PER_TOKEN * positions]
+        count = len(self.tokenizer(head, add_special_tokens=False, verbose=False)["input_ids"])
+        if count > positions:
+            estimate = float(f"{count * len(text) / len(head):.2g}")
+            raise InputError(
+                f"the text has {len(text):,} characters, about {estimate:,.0f} tokens, but {self.directory.name} was "
+                f"made for {positions:,} positions. Give a part of it ({PARTS}), or use a model made for longer "
+                "contexts."
+            )
+
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: Plan) -> None:
         """Refuse prompts that do not fit the model's embeddings or positions, or the memory of this machine.
 
@@ -94,20 +116,20 @@ class ModelRunner(Uncopied):
         largest = max((max(ids, default=0) for ids in prompts), default=0)
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
-                f"the tokenizer of {name} gives token {largest}, but the model has a vocabulary of {vocabulary}. They "
-                "do not belong together."
+                f"the tokenizer of {name} gives token {largest:,}, but the model has a vocabulary of {vocabulary:,}. "
+                "They do not belong together."
             )
         longest = max(len(ids) for ids in prompts)
         positions, total = self.directory.max_positions, longest + max_new_tokens
         if positions is not None and total > positions:
             ways = ["use a model made for longer contexts"]
             if total - positions < longest:
-                ways.insert(0, f"shorten the context by {total - positions} tokens")
+                ways.insert(0, f"shorten the context by {total - positions:,} tokens ({PARTS})")
             if longest < positions:
-                ways.insert(0, f"generate {positions - longest} at most")
+                ways.insert(0, f"generate {positions - longest:,} at most")
             raise InputError(
-                f"the prompt has {longest} tokens and up to {max_new_tokens} will be generated, but {name} was made "
-                f"for {positions} positions. To go on: {', or '.join(ways)}."
+                f"the prompt has {longest:,} tokens and up to {max_new_tokens:,} will be generated, but {name} was "
+                f"made for {positions:,} positions. To go on: {', or '.join(ways)}."
             )
         check_probes(plan, self.probe_every)
         plan.check_layers(range(self.directory.config.num_hidden_layers))

@@ -23,7 +23,6 @@ from kvsift.errors import InputError
 
 STOP = "\n"
 Turn = tuple[str, str]  # a question and its answer
-RAW = "{context}\n\n{question}"  # a template that adds nothing
 
 
 @dataclass(frozen=True)

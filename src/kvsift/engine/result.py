@@ -8,10 +8,12 @@ from typing import Any
 from kvsift.engine.passages import Passages
 from kvsift.engine.transcript import TokenLogprobs
 
+LONGEST_SHOWN = 100  # characters of an answer in its ``repr``
 
-@dataclass
+
+@dataclass(repr=False)
 class Answer:
-    """Generated text with its times and counters.
+    """Generated text with its times and counters; ``as_dict`` has all of them, and ``print`` shows a few.
 
     Attributes:
         text: the generated text, stop excluded.
@@ -64,6 +66,15 @@ class Answer:
     no_reuse: str = ""
     exact: dict[str, Any] | None = None
     passages: Passages | None = None
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= LONGEST_SHOWN else f"{self.text[:LONGEST_SHOWN]}..."
+        parts = [repr(text), f"tokens={len(self.token_ids)}", f"finish_reason={self.finish_reason!r}"]
+        if self.tpot_s is not None:
+            parts.append(f"{1e3 * self.tpot_s:.1f} ms per token")
+        if self.stats and (density := self.decode("density")) is not None:
+            parts.append(f"density {100 * density:.1f} %")
+        return f"Answer({', '.join([*parts, self.plan])})"
 
     @property
     def tpot_s(self) -> float | None:

@@ -204,7 +204,7 @@ class SparseAttention(LayerCache):
         evicted = self.store.lengths[row] - self.store.num_stored(row)
         if evicted and not self.plan.evicts_prompt:
             raise InputError(
-                f"{evicted} tokens of this cache were dropped for good while it generated (evict=true), and another "
+                f"{evicted:,} tokens of this cache were dropped for good while it generated (evict=true), and another "
                 "prompt would be read without them. Read everything into a new cache, or leave evict out: the same "
                 "tokens are then hidden from generated ones only. Methods of both phases can read prompts so: "
                 "both=METHOD:evict=true."

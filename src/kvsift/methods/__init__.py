@@ -53,7 +53,9 @@ BUILT_IN: dict[str, Entry] = {
     "sample_attention": Entry(
         "kvsift.methods.sample_attention:SampleAttention", "tokens that evenly spaced queries of the chunk attend to"
     ),
-    "sketch": Entry("kvsift.methods.sketch:Sketch", "tokens by 1 or 2 bits per channel, and an estimate of the rest"),
+    "sketch": Entry(
+        "kvsift.methods.sketch:Sketch", "tokens by 1 or 2 bits per channel, and an estimate of attention to the others"
+    ),
     "snapkv": Entry(
         "kvsift.methods.snapkv:SnapKV", "tokens that the end of the prompt attended to; drops the others for good"
     ),

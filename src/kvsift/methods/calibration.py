@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from kvsift.errors import InputError
@@ -49,7 +49,7 @@ def write(path: Path, directions: Mapping[str, Tensor], origin: Origin, recipe: 
     about = {"format": FORMAT, "model": origin.name, "recipe": text, "recipe_sha256": digest}
     tensors = {name: tensor.float().cpu().contiguous() for name, tensor in directions.items()}
     partial = path.with_name(path.name + ".partial")
-    save_file({**tensors, SAMPLE: origin.sample()}, partial, about)
+    partial.write_bytes(save({**tensors, SAMPLE: origin.sample()}, about))  # save_file would let only its owner read it
     partial.replace(path)
 
 

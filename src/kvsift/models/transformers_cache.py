@@ -17,14 +17,12 @@ from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.models.transformers_run import SparseRun
-from kvsift.plan.plan import PHASES, Plan
+from kvsift.plan.plan import PHASES
 from kvsift.plan.refusals import check_probes, check_rope
-from kvsift.plan.syntax import parse_plan
+from kvsift.plan.syntax import PlanSpec, parse_plan
 from kvsift.stores.background import new_thread
 from kvsift.stores.page_table import PageTable
 from kvsift.types import LayerShape
-
-PlanSpec = str | Mapping[str, Any] | Plan | None
 
 
 class SparseBlock:

@@ -44,12 +44,12 @@ class Placement:
             homes = [f"placement={place}" for place in STORES if knob in _knobs_of(place)]
             if not homes:
                 raise unknown(
-                    "knob of a placement", knob, sorted({key for place in STORES for key in _knobs_of(place)})
+                    "option of a placement", knob, sorted({key for place in STORES for key in _knobs_of(place)})
                 )
             if knob not in _knobs_of(name):
                 raise InputError(
-                    f"{knob}={value} is a knob of {' and '.join(homes)}; leave it out with placement={name}, or change "
-                    "the placement."
+                    f"{knob}={value} is an option of {' and '.join(homes)}; leave it out with placement={name}, or "
+                    "change the placement."
                 )
         store_class(name).check_knobs(**knobs)
         changed = [(key, knobs[key]) for key, default in _knobs_of(name).items() if knobs.get(key, default) != default]

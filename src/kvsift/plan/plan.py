@@ -130,7 +130,10 @@ class Plan:
         for phase in PHASES:
             rule = self.rule(phase)
             if rule is not None and not isinstance(rule, Rule):
-                raise InputError(f"{phase}={rule!r} must be a Rule, or None; parse_plan reads text such as 'quest'.")
+                raise InputError(
+                    f"{phase}={rule!r} must be a Rule, or None. A method goes into one: Rule(method, "
+                    "Budget(tokens=1024)); parse_plan reads text such as 'quest'."
+                )
             if rule is not None and phase not in rule.method.phases:
                 able = " and ".join(rule.method.phases)
                 raise InputError(

@@ -3,7 +3,7 @@
     quest:budget=1024                                     command line, TOML, Python string
     prefill=streaming_llm:budget=4096,decode=quest:budget=2048:page_size=32
     {decode = {method = "quest", budget = 2048}}          TOML table, Python dict
-    Plan(decode=Rule(Quest(), Budget(tokens=2048)))       Python objects
+    Plan(decode=Rule(Quest(), Budget(tokens=2048)))       Python objects: a Plan, a Rule, or a method
 
 A bare method applies to decode if it can, else to prefill; a phase that is not named is dense. ``both=`` names the two
 phases at once: both=streaming_llm:budget=4096.
@@ -25,10 +25,13 @@ NAMED: dict[str, tuple[Phase, ...]] = {"prefill": ("prefill",), "decode": ("deco
 BUDGET_KEYS = {"budget": "tokens"} | {field.name: field.name for field in fields(Budget) if field.name != "tokens"}
 
 SIZES = {"tokens", "ratio", "mass"}
+PlanSpec = str | Mapping[str, Any] | Plan | Rule | Method | None
 
 
-def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
+def parse_plan(spec: PlanSpec) -> Plan:
     """A plan from any of its spellings (see the module).
+
+    A method gets the budget that it has by default; a method or a rule applies as a bare method does.
 
     Raises:
         InputError: for an unknown method, key or value; nothing is ignored.
@@ -37,12 +40,15 @@ def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
         return Plan()
     if isinstance(spec, Plan):
         return spec
-    if isinstance(spec, Rule):
-        return _plan_of(spec)
+    if isinstance(spec, Rule | Method):
+        return _plan_of(_rule_of_object(spec))
     if isinstance(spec, Mapping):
         return _from_mapping(spec)
     if not isinstance(spec, str) or not spec.strip():
-        raise InputError(f"a plan is text such as 'quest:budget=1024', a table or a Plan; got {spec!r}.")
+        _refuse_class(spec)
+        raise InputError(
+            f"a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got {spec!r}."
+        )
     heads = [part.partition("=")[0].strip() for part in spec.split(",")]
     if len(heads) == 1 and heads[0] not in NAMED and "=" not in spec.partition(":")[0]:
         return _plan_of(_parse_rule(spec.strip()))
@@ -52,7 +58,7 @@ def parse_plan(spec: str | Mapping[str, Any] | Plan | Rule | None) -> Plan:
         phase = phase.strip()
         if phase not in NAMED and (corrected := _with_colons(spec)) != spec:
             raise InputError(
-                f"{spec!r} has a comma before a knob: commas separate phases, and colons the knobs of a method. "
+                f"{spec!r} has a comma before an option: commas separate phases, and colons the options of a method. "
                 f"Did you mean {corrected!r}?"
             )
         phases = _phases(phase, rules, spec)
@@ -69,7 +75,10 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
         InputError: for a name or key that does not exist (with the nearest one that does), or a bad value.
     """
     if not isinstance(method, str):
-        raise InputError(f"method={method!r} must be the name of a method; see kvsift methods.")
+        raise InputError(
+            f"method={method!r} must be the name of a method; see kvsift methods. A Method object stands in a Rule, "
+            "such as Rule(method, Budget(tokens=1024))."
+        )
     cls = method_class(method)
     if settings and not fields(cls) and cls().traits.unbounded:
         raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
@@ -85,6 +94,16 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     if budget.keys() & SIZES:  # one that is given replaces one that is not, whatever its unit
         defaults = {name: value for name, value in defaults.items() if name not in SIZES}
     return Rule(chosen, Budget(**{**defaults, **budget}))
+
+
+def _rule_of_object(spec: Rule | Method) -> Rule:
+    """The rule, or that of a method with its own default budget."""
+    return spec if isinstance(spec, Rule) else Rule(spec, Budget(**spec.budget_defaults))
+
+
+def _refuse_class(spec: object) -> None:
+    if isinstance(spec, type) and issubclass(spec, Method):
+        raise InputError(f"{spec.__name__} is a class of methods, and a plan takes an object: {spec.__name__}().")
 
 
 def _new_method(cls: type[Method], settings: Mapping[str, Any]) -> Method:
@@ -145,13 +164,16 @@ def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[
 
 
 def _rule_of(value: Any) -> Rule | None:
-    if value is None or isinstance(value, Rule):
-        return value
+    if value is None:
+        return None
+    if isinstance(value, Rule | Method):
+        return _rule_of_object(value)
     if isinstance(value, str):
         return _parse_rule(value)
     if isinstance(value, Mapping) and "method" in value:
         return make_rule(value["method"], {k: v for k, v in value.items() if k != "method"})
-    raise InputError(f"a phase is given as text, a table with the key 'method', or a Rule; got {value!r}.")
+    _refuse_class(value)
+    raise InputError(f"a phase is given as text, a table with the key 'method', a Rule or a Method; got {value!r}.")
 
 
 def _parse_rule(text: str) -> Rule:

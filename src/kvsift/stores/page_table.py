@@ -183,14 +183,16 @@ class PageTable:
         return pages.runs[index].start + first - pages.starts[index]
 
     def grow(self, row: int, num_pages: int, reserve: int = 0) -> None:
-        """Give a row pages until it owns ``num_pages``; a new row gets consecutive ones, ``reserve`` in all."""
+        """Give a row pages until it owns ``num_pages``; a new row gets consecutive ones, ``reserve`` in all, or some to
+        spare if it is to grow beyond that."""
         pages = self.rows[row]
         missing = num_pages - pages.num_pages
         if missing <= 0:
             return
         if pages.last is None:
-            roomy = num_pages if self.pool.num_free >= num_pages else num_pages + num_pages // 8 + SPARE_PAGES
-            roomy = max(reserve, roomy)
+            roomy = reserve  # what its caller expects is enough, in whatever pieces the row grows
+            if reserve <= num_pages:
+                roomy = num_pages if self.pool.num_free >= num_pages else num_pages + num_pages // 8 + SPARE_PAGES
             with self.pool.lock:  # nobody else takes what can be allocated
                 pages.spare = self.pool.allocate(roomy if self.pool.can_allocate(roomy) else num_pages)
         spare, pages.spare = _split(pages.spare, missing)
