@@ -107,7 +107,5 @@ def test_processes_that_unpack_at_once_leave_one_whole_model(tmp_path: Path, mon
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(
-        InputError, match="cannot be unpacked into .*can be written in XDG_CACHE_HOME"
-    ):
+    with pytest.raises(InputError, match=r"cannot be unpacked into .*can be written in XDG_CACHE_HOME"):
         embedded_model.__wrapped__()
