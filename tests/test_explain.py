@@ -365,4 +365,6 @@ def test_text_without_spaces_is_still_cut_into_passages() -> None:
     pieces = list("蒸気機関車は山を越えて" * 20)  # a token each
     assert all(word_starts(pieces))
     assert {each.stop - each.start for each in passages_of(pieces, (4, 204), 50)[1:-1]} == {50}
-    assert [each.stop for each in passages_of(["x"] * 300, (0, 300), 100)] == [100, 200, 300], "one word, cut as it comes"
+    assert [each.stop for each in passages_of(["x"] * 300, (0, 300), 100)] == [100, 200, 300], (
+        "one word, cut as it comes"
+    )

@@ -141,8 +141,8 @@ def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
     )
     assert data.decode() == (
-        head + '{"index":0,"delta":{"role":"assistant","content":"Gr\\u00fc\\u00df"},"logprobs":null,"finish_reason":null}],'
-        '"usage":null}\n\n'
+        head + '{"index":0,"delta":{"role":"assistant","content":"Gr\\u00fc\\u00df"},"logprobs":null,'
+        '"finish_reason":null}],"usage":null}\n\n'
         + head + '{"index":0,"delta":{"content":" Gott"},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
         + head + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}],"usage":null}\n\n'
         + head + '],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"prompt_tokens_details":'

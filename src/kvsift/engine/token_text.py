@@ -12,15 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
-from os.path import commonprefix
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, proxy
+
+from kvsift.engine.growing_text import common_length
 
 INCOMPLETE = "\ufffd"  # at the end of a text: a character whose other bytes may follow
 CONTEXT_TOKENS, CONTEXT_CHARACTERS = 8, 4  # that are decoded before new tokens, at least: decoders change first tokens
 FOLD_TOKENS = 16  # after a context: then the next one begins
 ROLES = "bos", "eos", "unk", "sep", "pad", "cls", "mask"  # of special tokens that are no part of what is said
-# White space that ``clean_up_tokenization`` may remove once more text follows: of " ' " both sides, else before the mark.
+# White space that ``clean_up_tokenization`` may remove once more text follows: around ', and before other marks.
 UNCLEAN = re.compile(r"(?<! )(?: +')* +(?:' *[vr]? *|n *'? *)?\Z")
 
 
@@ -142,7 +143,7 @@ class TokenDecoder:
         for are_bytes, run in groupby(ids, self._bytes.__contains__):
             if are_bytes:
                 text = bytes(self._bytes[token] for token in run).decode(errors="replace")
-                run = (self._byte_tokens[byte] for byte in text.encode())  # type: ignore[assignment]
+                run = (self._byte_tokens[byte] for byte in text.encode())
             whole += run
         return whole
 
@@ -212,13 +213,13 @@ class AnswerText:
     def rest(self) -> str:
         """Return the text after all that was returned, if no token follows."""
         text = self._decoder.cleaned(self._open)
-        return text[len(commonprefix([text, self._prompt])) :]
+        return text[common_length(text, self._prompt) :]
 
     def _after_prompt(self, text: str) -> str:
         """Return what of the next certain text is not the prompt's."""
         if not self._prompt:
             return text
-        num_common = len(commonprefix([text, self._prompt]))
+        num_common = common_length(text, self._prompt)
         self._prompt = self._prompt[num_common:] if num_common == len(text) else ""
         return text[num_common:]
 

@@ -6,12 +6,12 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from kvsift.batching.row import FinishReason
+from kvsift.engine.growing_text import common_length
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
@@ -170,7 +170,7 @@ class Transcript:
             begin, before = self._num_returned + len(self._waiting), self._answer.rest()
             self._waiting += self._answer.add([token])
             after = self._waiting[begin - self._num_returned :] + self._answer.rest()
-            num_same = len(commonprefix([before, after]))
+            num_same = common_length(before, after)
             # a part of a character that is still incomplete: it stands where the character begins
             num_same -= num_same == len(after) and after.endswith(INCOMPLETE)
             self.offsets.append(max(begin + num_same, self.offsets[-1] if self.offsets else 0))
@@ -187,4 +187,5 @@ class Transcript:
 
 def undecided(text: str, stops: Sequence[str] = ()) -> int:
     """Return how many characters at the end of a text may begin a stop."""
-    return max((n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])), default=0)
+    starts = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
+    return max(starts, default=0)

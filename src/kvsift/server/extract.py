@@ -105,7 +105,8 @@ def text_of_html(data: bytes) -> str:
     parser = Paragraphs()
     parser.feed(_decoded(data).translate(dict.fromkeys(range(3))).replace("\r\n", "\n"))  # ``KEPT`` uses these
     parser.close()
-    text = re.sub(r"(\n\x02[\x00\x01]*)+(?=\n\n)", "", "".join(parser.parts))  # blank lines at the end of preformatted text
+    # without blank lines at the end of preformatted text
+    text = re.sub(r"(\n\x02[\x00\x01]*)+(?=\n\n)", "", "".join(parser.parts))
     lines = (re.sub(r" *\t[ \t]*", "\t", re.sub(" {2,}", " ", line)).strip() for line in text.split("\n"))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip().translate(RESTORED)
 
