@@ -259,7 +259,7 @@ def test_a_stop_that_is_a_special_token_ends_the_answer(tmp_path: Path) -> None:
             answer = llm.generate("H", max_new_tokens=20, skip_special_tokens=skips, **options)  # type: ignore[call-overload]
             assert (answer.text, answer.finish_reason) == ("i", "stop")
     assert llm.generate("H", max_new_tokens=20, stop="<|im_end|>.").text == "i", "in the middle of a text it is text"
-    with pytest.raises(InputError, match=r"'<\|im_end\|>', which is left out of the text"):
+    with pytest.raises(InputError, match=r"'<\|im_end\|>' in it, which is left out of the text"):
         llm.generate("H", stop="<|im_end|>.", skip_special_tokens=True)
     with pytest.raises(InputError, match="stop_token_ids has 5000"):
         llm.generate("H", stop_token_ids=[5000])
