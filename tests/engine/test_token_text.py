@@ -291,6 +291,16 @@ def test_the_history_of_a_chat_has_no_control_tokens(tmp_path: Path) -> None:
     chat = generator(tmp_path, tokenizer, follows).chat()
     assert chat.ask("Who?", max_new_tokens=9).text == "<|note|>i"
     assert chat.turns == [("Who?", "i")]
+    decoder = TokenDecoder.of(tokenizer)
+    spelled = tokenizer.convert_tokens_to_ids(["<", "|"])
+    assert decoder.without_special("<|note|>", spelled) == "<|note|>", "spelled, it is text"
+
+
+def test_white_space_before_an_answer_is_no_stop_where_it_is_a_token_of_its_own(tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_tokens(["\n\n"])
+    llm = generator(tmp_path, tokenizer, cycle(tokenizer.convert_tokens_to_ids(["H", "\n\n", "i"])))
+    assert llm.generate("H", max_new_tokens=9, stop="\n\n").text == "\n\niH"
 
 
 def test_punctuation_after_a_cleaned_space_is_streamed(tmp_path: Path) -> None:

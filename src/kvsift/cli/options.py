@@ -58,7 +58,7 @@ DeterministicOption = Annotated[
 ]
 StopOption = Annotated[
     str | None,
-    typer.Option("--stop", help="End the text when this text, or the token of this name, appears; it is left out."),
+    typer.Option("--stop", help="End the text at this text, or at the special token of this name; it is left out."),
 ]
 SpecialTokensOption = Annotated[
     bool | None,

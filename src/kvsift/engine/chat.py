@@ -85,7 +85,7 @@ class Chat(Uncopied):
             answer.text = answer.text.strip()
             self._answered, self._tried = generation, None
             if answer.token_ids or answer.finish_reason == "stop":
-                said = TokenDecoder.of(self._form.tokenizer).without_special(answer.text)
+                said = TokenDecoder.of(self._form.tokenizer).without_special(answer.text, answer.token_ids)
                 self.turns.append((question.strip(), said.strip()))
             return answer
         finally:

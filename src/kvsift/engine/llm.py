@@ -251,8 +251,8 @@ class LLM(ModelRunner):
             max_new_tokens: maximum number of tokens to generate for each prompt, 64 by default.
             sampling: how to choose tokens, for all prompts or one for each; greedy by default. A prompt's draws come
                 from its own seed, so its answer does not depend on its neighbours.
-            stop: text, or several texts, that end the answer and are not part of it; a token of such a name ends it
-                too.
+            stop: text, or several texts, that end the answer and are not part of it; a special token of such a name
+                ends it too.
             stop_token_ids: further tokens that do.
             skip_special_tokens: True leaves all special tokens out of the text, False none; by default those without a
                 meaning of their own, such as bos and padding (``GenerateOptions``).

@@ -269,7 +269,7 @@ class ModelRunner(Uncopied):
         named = {*(options.stop_token_ids or ())}
         if vocabulary is not None and max(named, default=0) >= vocabulary:
             raise InputError(f"stop_token_ids has {max(named)}, and the vocabulary {vocabulary} tokens, from 0 on.")
-        return frozenset(named | {decoder.added[stop] for stop in options.stops if stop in decoder.added})
+        return decoder.special.intersection(map(decoder.added.get, options.stops)) | named
 
     def _end_ids(self) -> frozenset[int]:
         ends = self.model.generation_config.eos_token_id

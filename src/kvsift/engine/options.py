@@ -42,8 +42,8 @@ class GenerateOptions:
         plan: how to sift; None: the default plan of the model or the document.
         max_new_tokens: maximum number of tokens to generate for each prompt.
         sampling: how to choose tokens, for all prompts or one for each; None: greedy.
-        stop: text, or several texts, that end the answer and are not part of it; a token that has one as its name, such
-            as "<|im_end|>", ends it too.
+        stop: text, or several texts, that end the answer and are not part of it; a special token that has one as its
+            name, such as "<|im_end|>", ends it too.
         stop_token_ids: further tokens that end the answer and are not part of it.
         skip_special_tokens: True leaves all special tokens out of the text, False none; None those with a role of their
             own, which begin, end, separate or pad texts, so that others, such as "<|channel|>", are text.
@@ -102,8 +102,8 @@ class GenerateOptions:
             raise InputError(f"stop_token_ids={tokens!r} must be a list of tokens, as whole numbers.")
         for token in tokens:
             checks.whole("a token of stop_token_ids", token, 0)
-        if self.skip_special_tokens not in (None, True, False):
-            raise InputError(f"skip_special_tokens={self.skip_special_tokens!r} must be True, False or None.")
+        if self.skip_special_tokens is not None:
+            checks.flag("skip_special_tokens", self.skip_special_tokens)
         for name in ("exact", "passages"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be True or False.")

@@ -116,10 +116,12 @@ class TokenDecoder:
             label = self._labels[token, is_first] = self._label(token, is_first)
         return label
 
-    def without_special(self, text: str) -> str:
-        """Return a text without the special tokens that it spells."""
-        spelled = sorted((token for token, number in self.added.items() if number in self.special), key=len)
-        return re.sub("|".join(map(re.escape, reversed(spelled))), "", text) if spelled else text
+    def without_special(self, text: str, ids: Collection[int]) -> str:
+        """Return the text of tokens without the special ones among them."""
+        special = self.special.intersection(ids)
+        for name in (token for token, number in self.added.items() if number in special):
+            text = text.replace(name, "")
+        return text
 
     def _label(self, token: int, is_first: bool) -> TokenLabel:
         if token in self._bytes:
