@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cli.watched import Outcome, Refused, Run
+from engine.tiny_tokenizers import byte_level, cycle, parrot
 
 from kvsift import LLM
 from kvsift.engine.result import Answer
@@ -53,6 +54,15 @@ def test_a_stop_ends_the_text(generate: Run, text: Path) -> None:
     whole = generate("--prompt-file", text, "--json").document["text"]
     stop = whole[3]
     assert generate("--prompt-file", text, "--json", "--stop", stop).document["text"] == whole[: whole.index(stop)]
+
+
+def test_special_tokens_are_kept_in_the_text(run: Run, tmp_path: Path) -> None:
+    tokenizer = byte_level()
+    model = parrot(tmp_path, tokenizer, cycle(tokenizer.convert_tokens_to_ids(["H", "<|note|>", "i"])))
+    command = "generate", "--model", model, "--plan", "dense", "--prompt", "H", "--max-new-tokens", 2, "--quiet"
+    assert run(*command).out == run(*command, "--keep-special-tokens").out == "<|note|>i\n"
+    assert run(*command, "--skip-special-tokens").out == "i\n"
+    assert run(*command, "--stop", "<|note|>").out == "\n"
 
 
 def test_strict_fails_when_nothing_was_skipped(generate: Run) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, write_tokenizer
+from engine.tiny_tokenizers import SPACE, byte_fallback, byte_level
 from server.fake_worker import USAGE
 
 from kvsift.engine.prompt import PromptFormat
@@ -80,6 +82,66 @@ def test_a_reply_without_the_white_space_before_it(tokenizer: Any) -> None:
             reply.take(torch.nn.functional.one_hot(torch.tensor(token), len(tokenizer)).float(), 0.0)
         sent = "" if strips else "  \n"
         assert sent + "".join(piece for _, piece, _ in reply.events) == text
+
+
+def probable(reply: Reply, tokenizer: Any, *tokens: tuple[int, ...]) -> None:
+    """Let each of these tokens be chosen, the others of its group being the likeliest after it."""
+    for group in tokens:
+        logits = torch.zeros(len(tokenizer))
+        for rank, token in enumerate(group):
+            logits[token] = 20.0 - rank
+        reply.take(logits, 0.0)
+
+
+def logprobs_of(reply: Reply, **asked: Any) -> tuple[dict[str, Any], str]:
+    """Log-probabilities of a completion, and its text."""
+    job = accepted()
+    job.add({"index": 0, "tokens": list(reply.events), "finish": "stop", "usage": USAGE})
+    [choice] = AnswerForm(CompletionRequest(prompt="a", **asked), "tiny").whole(job)["choices"]
+    return choice["logprobs"], choice["text"]
+
+
+def test_log_probabilities_tell_a_word_from_its_end(tmp_path: Path) -> None:
+    """Tokens have their spaces, so that none of the likeliest has the text of another one, and offsets fit the text."""
+    tokenizer = byte_fallback()
+    words = tokenizer.get_vocab()
+    end = next(name for name in words if f"{SPACE}{name}" in words and len(name) > 1 and name.isascii())
+    word, before = words[f"{SPACE}{end}"], words["a"]
+    reply = Reply(Request([1, before], 3, streamed=True, logprobs=3), tokenizer, torch.device("cpu"))
+    byte = words[f"<0x{ord(end[0]):02X}>"]
+    probable(reply, tokenizer, *[(word, words[end], byte)] * 3)
+    logprobs, text = logprobs_of(reply, logprobs=3)
+    assert text == f" {end}" * 3
+    assert logprobs["tokens"] == [f" {end}"] * 3
+    assert [list(top) for top in logprobs["top_logprobs"]] == [[f" {end}", end, end[0]]] * 3
+    assert logprobs["text_offset"] == [0, 1 + len(end), 2 + 2 * len(end)]
+
+
+def test_log_probabilities_of_parts_of_characters_and_none_beyond_a_stop() -> None:
+    tokenizer = byte_level()
+    ids = tokenizer("🐙yzx", add_special_tokens=False).input_ids
+    num_parts = len(ids) - 3
+    assert num_parts > 1
+    for stops, count in (((), 3), (("z",), 1)):
+        reply = Reply(Request([5], len(ids), stops=stops, streamed=True, logprobs=1), tokenizer, torch.device("cpu"))
+        probable(reply, tokenizer, *[(token,) for token in ids[: num_parts + max(count, 2)]])
+        logprobs, text = logprobs_of(reply, logprobs=1)
+        assert text == "🐙yzx"[: 1 + count]
+        assert logprobs["text_offset"] == [0] * num_parts + [1, 2, 3][:count]
+        assert logprobs["tokens"][num_parts:] == ["y", "z", "x"][:count]
+        data = [byte for event in reply.events for _, each, *_ in event[2] for byte in each]
+        assert bytes(data).decode() == text
+        assert logprobs["tokens"][0].startswith("bytes:\\xf0")
+        assert all(len(top) == 1 for top in logprobs["top_logprobs"])
+
+
+def test_events_are_lines_for_clients_that_read_lines_of_text() -> None:
+    separators = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
+    job = accepted()
+    job.add({"index": 0, "tokens": [[7, separators, None]]})
+    data = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny").chunks(job.take())
+    [line, _] = data.decode().splitlines()
+    assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == separators
 
 
 def stream(job: ServerJob, during: Any) -> tuple[bytes, list[ServerJob]]:

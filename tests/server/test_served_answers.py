@@ -143,6 +143,33 @@ def test_logprobs_of_a_completion(client: httpx.Client, alone: kvsift.LLM) -> No
     assert len(logprobs["tokens"]) == len(logprobs["text_offset"]) == 5
 
 
+def test_stop_tokens_and_special_tokens_over_http(client: httpx.Client, alone: kvsift.LLM) -> None:
+    expected = alone.generate("Count", max_new_tokens=5)
+    last = next(token for token in reversed(expected.token_ids) if token != expected.token_ids[0])
+    count = expected.token_ids.index(last)
+    stopped = complete(client, prompt="Count", stop_token_ids=[last], skip_special_tokens=True)
+    assert stopped["choices"][0]["finish_reason"] == "stop"
+    assert stopped["choices"][0]["text"] == alone.generate("Count", max_new_tokens=count).text
+    for body, reason in (
+        ({"stop": "<pad> then"}, "is left out of the text. Stop at '<pad>'"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids has 5000"),
+        ({"stop_token_ids": ["<pad>"]}, "stop_token_ids"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens"),
+    ):
+        response = client.post("/v1/completions", json={"prompt": "Count", **body})
+        assert response.status_code == 400
+        assert reason in response.json()["error"]["message"]
+
+
+def test_a_prompt_with_its_bos_is_fed_one_and_the_log_says_so(server: Served, client: httpx.Client) -> None:
+    plain = complete(client, prompt="Twice")
+    for _ in range(2):
+        body = complete(client, prompt="<bos>Twice")
+        assert body["choices"] == plain["choices"]
+        assert body["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] == 6
+    assert server.log.read_text().count("the prompt begins with <bos>") == 1
+
+
 def test_exact_answers_are_those_of_dense_attention(client: httpx.Client, alone: kvsift.LLM) -> None:
     body = {"prompt": "Exact. " + LONG, "max_tokens": 24, "temperature": 0.7, "seed": 5}
     dense = complete(client, **body, sparsity="dense")

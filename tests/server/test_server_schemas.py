@@ -119,11 +119,13 @@ def job_of() -> ServerJob:
     """A request that a step has begun and another has ended."""
     job = ServerJob(1, {}, 1)
     job.accept([3])
-    job.add({"index": 0, "read": 3, "tokens": [[5, "Grüß", ["Grüß", -0.5, [["Grüß", -0.5]]]]]})
+    job.add({"index": 0, "read": 3, "tokens": [[5, "Grüß", [["Grüß", list("Grüß".encode()), -0.5, 0, [GRUESS]]]]]})
     return job
 
 
-END = {"index": 0, "tokens": [[6, " Gott", [" Gott", -1.0, [["!", -0.9]]]]], "finish": "length", "usage": USAGE}
+GRUESS = ["Grüß", list("Grüß".encode()), -0.5, 5]
+GOTT = [[" Gott", list(b" Gott"), -1.0, 4, [["!", [33], -0.9, 7], ["!", [33], -1.5, 8]]]]
+END = {"index": 0, "tokens": [[6, " Gott", GOTT]], "finish": "length", "usage": USAGE}
 
 
 def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,8 +141,8 @@ def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
         '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
     )
     assert data.decode() == (
-        head + '{"index":0,"delta":{"role":"assistant","content":"Grüß"},"logprobs":null,"finish_reason":null}],'
-        '"usage":null}\n\n'
+        head + '{"index":0,"delta":{"role":"assistant","content":"Gr\\u00fc\\u00df"},"logprobs":null,'
+        '"finish_reason":null}],"usage":null}\n\n'
         + head + '{"index":0,"delta":{"content":" Gott"},"logprobs":null,"finish_reason":null}],"usage":null}\n\n'
         + head + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}],"usage":null}\n\n'
         + head + '],"usage":{"prompt_tokens":3,"completion_tokens":2,"total_tokens":5,"prompt_tokens_details":'
@@ -181,7 +183,7 @@ def test_logprobs_in_both_forms() -> None:
     assert choice["logprobs"] == {
         "tokens": ["Grüß", " Gott"],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"Grüß": -0.5}, {"!": -0.9}],
+        "top_logprobs": [{"Grüß": -0.5}, {"!": -0.9, "token_id:8": -1.5}],
         "text_offset": [0, 4],
     }
     job = job_of()
@@ -189,7 +191,7 @@ def test_logprobs_in_both_forms() -> None:
     [choice] = AnswerForm(chat(logprobs=True, top_logprobs=1), "tiny").whole(job)["choices"]
     assert choice["logprobs"]["content"][1] == {
         "token": " Gott", "logprob": -1.0, "bytes": list(b" Gott"),
-        "top_logprobs": [{"token": "!", "logprob": -0.9, "bytes": [33]}],
+        "top_logprobs": [{"token": "!", "logprob": value, "bytes": [33]} for value in (-0.9, -1.5)],
     }  # fmt: skip
 
 

@@ -66,6 +66,8 @@ def test_a_file_written_by_an_attacker_opens_nothing(tmp_path: Path) -> None:
         ("<p>a<p>b", "a\n\nb"),
         ("a<br>b<br/>c", "a\nb\nc"),
         ("<pre>a\n  b</pre>c", "a\n  b\n\nc"),
+        ("<p>x<pre>\nf:\r\n\n\n\n\ta\n\n\n  \n\tb \t c\n\n</pre>\n\n<p>d", "x\n\nf:\n\n\n\n\ta\n\n\n  \n\tb \t c\n\nd"),
+        ("<pre><code>a\n\n\nb\n</code></pre>c\0\1", "a\n\n\nb\n\nc"),
         ("<table><tr><th>x<th>y<tr><td>1<td>2</table>", "x\ty\n1\t2"),
         ("<style>x</style><STYLE>y</STYLE>z", "z"),
         ("<svg><text>no</text><svg></svg><text>no</text></svg>yes", "yes"),

@@ -105,7 +105,8 @@ def answer_all(
             document, stop = llm.open(context, progress=progress.reading), prompt.get("stop")
         else:
             document, stop = llm.read(context, progress=progress.reading, **prompt), None
-        options: Options = {"max_new_tokens": max_new_tokens, "sampling": chosen}
+        skips = sampling.skip_special_tokens
+        options: Options = {"max_new_tokens": max_new_tokens, "sampling": chosen, "skip_special_tokens": skips}
         if stop is not None:
             options["stop"] = stop
         for item, plan in product(items, plans):

@@ -69,7 +69,12 @@ def chat(
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))
-        options: Options = {"max_new_tokens": max_new_tokens, "sampling": chosen, "exact": sampling.exact}
+        options: Options = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": chosen,
+            "exact": sampling.exact,
+            "skip_special_tokens": sampling.skip_special_tokens,
+        }
         conversation = Conversation(
             llm, about, options, progress, interactive=interactive, quiet=quiet, system=system, stop=stop
         )

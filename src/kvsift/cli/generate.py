@@ -70,6 +70,7 @@ def generate(
             sampling=chosen,
             stop=stop,
             exact=sampling.exact,
+            skip_special_tokens=sampling.skip_special_tokens,
             progress=progress.reading,
             on_text=None if printed.as_json or out is not None else show,
         )

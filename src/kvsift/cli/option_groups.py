@@ -45,12 +45,13 @@ class EngineOptions(DeviceOptions):
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of ``Sampling``."""
+    """Options of ``Sampling``, and how what is sampled becomes an answer."""
 
     temperature: o.TemperatureOption = 0.0
     top_p: o.TopPOption = 1.0
     seed: o.SeedOption = 0
     exact: o.ExactOption = False
+    skip_special_tokens: o.SpecialTokensOption = None
 
     def sampling(self) -> Sampling:
         """Return the sampling; imports torch."""

@@ -63,7 +63,17 @@ DeterministicOption = Annotated[
     bool,
     typer.Option("--deterministic", help="Answers whose bits do not depend on others; --exact needs it on a GPU."),
 ]
-StopOption = Annotated[str | None, typer.Option("--stop", help="End the text when this appears; it is left out.")]
+StopOption = Annotated[
+    str | None,
+    typer.Option("--stop", help="End the text at this text, or at the special token of this name; it is left out."),
+]
+SpecialTokensOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--skip-special-tokens/--keep-special-tokens",
+        help="Leave all special tokens out of the text, or none; by default those that begin, end or pad a text.",
+    ),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress and no table of numbers.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Print all numbers, not only the main ones.")]
 DenseBelowOption = Annotated[

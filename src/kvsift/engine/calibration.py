@@ -170,6 +170,6 @@ def pieces_of_texts(runner: ModelRunner, texts: Mapping[str, str], tokens: int, 
     """At most so many token ids of texts, in pieces of at most ``length``."""
     left = tokens
     for text in texts.values():
-        ids = runner.tokenizer(text, verbose=False)["input_ids"][:left]
+        ids = runner.encode(text)[:left]
         left -= len(ids)
         yield from (ids[first : first + length] for first in range(0, len(ids), length))

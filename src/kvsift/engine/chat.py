@@ -10,6 +10,7 @@ from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.options import Options, ProgressCallback, Stop
 from kvsift.engine.prompt import PromptFormat, Turn, require_text
 from kvsift.engine.result import Answer
+from kvsift.engine.token_text import TokenDecoder
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.locks import take
@@ -34,7 +35,8 @@ class Chat(Uncopied):
             none.
 
     Attributes:
-        turns: questions and their answers so far; may be changed between turns.
+        turns: questions and their answers so far, without special tokens, which templates may refuse; may be changed
+            between turns.
     """
 
     INSTEAD = "Begin another one with llm.chat, and give it these turns: other.turns = list(chat.turns)."
@@ -87,7 +89,8 @@ class Chat(Uncopied):
             answer.text = answer.text.strip()
             self._answered, self._tried = generation, None
             if answer.token_ids or answer.finish_reason == "stop":
-                self.turns.append((question.strip(), answer.text))
+                said = TokenDecoder.of(self._form.tokenizer).without_special(answer.text, answer.token_ids)
+                self.turns.append((question.strip(), said.strip()))
             return answer
         finally:
             del earlier, generation  # they let go now, whoever keeps a traceback

@@ -225,6 +225,7 @@ class Document(Uncopied):
             max_new_tokens: maximum number of tokens to generate, 64 by default.
             sampling: how to choose tokens; greedy by default.
             stop: text, or several texts, that end the answer, instead of the document's.
+            stop_token_ids, skip_special_tokens: see ``LLM.generate``.
             timeout_s: end the answer after so many seconds, as it is then, with its first token at the earliest. They
                 count from the cached document, as ``ttft_s`` does: what is read for the first question is read whole.
             exact: the answer of dense attention, token by token; see ``LLM.generate``.

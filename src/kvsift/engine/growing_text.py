@@ -62,7 +62,7 @@ def _whole(tokenizer: Any, text: str, special: bool) -> KnownText:
 
 def _go_on(tokenizer: Any, text: str, special: bool, before: KnownText) -> KnownText | None:
     """Encode the end of a text that begins like another one; None if its other tokens are not certain."""
-    common = _common(before.text, text)
+    common = common_length(before.text, text)
     begin = common - OVERLAP
     if begin < len(before.text) - KEPT_END or special != before.special:
         return None
@@ -97,8 +97,8 @@ def _placed(encoding: Any, begin: int, limit: int) -> tuple[int, list[PlacedToke
     return first, [PlacedToken(*token) for token in zip(starts[first:], ids[first:], begun[first:])]
 
 
-def _common(one: str, other: str) -> int:
-    """How many characters two texts begin with in common."""
+def common_length(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

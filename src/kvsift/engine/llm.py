@@ -258,7 +258,11 @@ class LLM(ModelRunner):
             max_new_tokens: maximum number of tokens to generate for each prompt, 64 by default.
             sampling: how to choose tokens, for all prompts or one for each; greedy by default. A prompt's draws come
                 from its own seed, so its answer does not depend on its neighbours.
-            stop: text, or several texts, that end the answer and are not part of it.
+            stop: text, or several texts, that end the answer and are not part of it; a special token of such a name
+                ends it too.
+            stop_token_ids: further tokens that do.
+            skip_special_tokens: True leaves all special tokens out of the text, False none; by default those without a
+                meaning of their own, such as bos and padding (``GenerateOptions``).
             logprobs: keep the log-probability of every token, and those of so many likeliest ones (composed steps).
             timeout_s: end each answer after so many seconds, as it is then; they count from where ``Answer.ttft_s``
                 does. Several captured prompts are read whole.
@@ -308,11 +312,14 @@ class LLM(ModelRunner):
         for text in texts:
             require_text(text, "prompt")
             self.check_text(text)
-        prompts = [self.tokenizer(text, verbose=False)["input_ids"] if text else [] for text in texts]
+        prompts = [self.encode(text) if text else [] for text in texts]
         if not prompts or not all(prompts):
             which = {0: "there is no prompt", 1: "the prompt is empty"}.get(len(prompts), "a prompt is empty")
             raise InputError(f"{which}.")
-        offsets = [offsets_of(self.tokenizer, text) for text in texts] if options.passages else None
+        offsets = None
+        if options.passages:
+            found = [offsets_of(self.tokenizer, text) for text in texts]
+            offsets = [each.shifted(len(ids) - each.num_tokens) for ids, each in zip(prompts, found)]
         return self._continuing(prompts, options, progress, streamed, started, offsets=offsets)
 
     def _continuing(

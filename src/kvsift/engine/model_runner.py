@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from threading import Lock
@@ -17,6 +18,7 @@ from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
+from kvsift.engine.token_text import TokenDecoder
 from kvsift.engine.transcript import Request
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
@@ -35,6 +37,7 @@ from kvsift.stores.kv_pool import KVPool
 
 CHARACTERS_PER_TOKEN = 8  # more than languages and code have, so that the first part of a long text decides
 PARTS = "for instance its end, as tail gives it, lines that grep finds, or one part after the other"
+log = logging.getLogger("kvsift")
 
 
 class ModelRunner(Uncopied):
@@ -71,6 +74,7 @@ class ModelRunner(Uncopied):
         self.kv: KVPool | None = None
         self._model: Any = None
         self._loading = Lock()
+        self._has_left_out_bos = False
 
     def load(self) -> float:
         """Load the weights unless they are loaded. Returns the seconds it took, which no answer includes."""
@@ -149,9 +153,35 @@ class ModelRunner(Uncopied):
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
         started = perf_counter() if started is None else started
         deadline = None if options.timeout_s is None else started + options.timeout_s
-        ends, logprobs = self._end_ids(), options.logprobs
-        stops, most, exact = options.stops, options.max_new_tokens, options.exact
-        return Request(ids, most, sampling, ends, stops, streamed, logprobs, deadline, exact, offsets)
+        ends, skip = self._end_ids(), options.skip_special_tokens
+        return Request(
+            ids,
+            options.max_new_tokens,
+            sampling,
+            ends,
+            self._stop_ids(options, ends),
+            options.stops,
+            streamed,
+            options.logprobs,
+            deadline,
+            options.exact,
+            offsets,
+            skip,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a prompt as it stands. A bos token that the text begins with is not doubled."""
+        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
+        bos = self.tokenizer.bos_token_id
+        if bos is None or ids[:2] != [bos, bos]:
+            return ids
+        if not self._has_left_out_bos:
+            self._has_left_out_bos = True
+            log.warning(
+                "the prompt begins with %s, which the tokenizer adds by itself; it is fed once, here and in prompts to "
+                "come. Leave it out of the text.", self.tokenizer.bos_token,
+            )  # fmt: skip
+        return ids[1:]
 
     def composed_reason(self, plan: Plan) -> str | None:
         """Why decode steps under a plan are composed; None: they are captured. The first call may capture a trial step.
@@ -239,6 +269,28 @@ class ModelRunner(Uncopied):
     @cached_property
     def _rope_limits(self) -> RopeLimits | None:
         return RopeLimits.of(self.model)
+
+    def _stop_ids(self, options: GenerateOptions, ends: Collection[int]) -> frozenset[int]:
+        """Return the tokens that end an answer by an option.
+
+        Raises:
+            InputError: for a stop that no text can have, since a token in it is left out of the text, and for tokens
+                that the model does not have.
+        """
+        decoder, vocabulary = TokenDecoder.of(self.tokenizer), getattr(self.directory.config, "vocab_size", None)
+        left_out = decoder.left_out(options.skip_special_tokens, ends) - {*ends}
+        unseen = [token for token, number in decoder.added.items() if number in left_out]
+        for stop in options.stops:
+            found = next((token for token in unseen if token in stop and token != stop), None)
+            if found is not None:
+                raise InputError(
+                    f"stop={stop!r} has the special token {found!r} in it, which is left out of the text. Stop at "
+                    f"{found!r}, or give skip_special_tokens=False."
+                )
+        named = {*(options.stop_token_ids or ())}
+        if vocabulary is not None and max(named, default=0) >= vocabulary:
+            raise InputError(f"stop_token_ids has {max(named)}, and the vocabulary {vocabulary} tokens, from 0 on.")
+        return decoder.special.intersection(map(decoder.added.get, options.stops)) | named
 
     def _end_ids(self) -> frozenset[int]:
         ends = self.model.generation_config.eos_token_id

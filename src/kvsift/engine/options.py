@@ -26,6 +26,8 @@ class Options(TypedDict, total=False):
     max_new_tokens: int
     sampling: Sampling | Sequence[Sampling] | None
     stop: Stop
+    stop_token_ids: Sequence[int] | None
+    skip_special_tokens: bool | None
     logprobs: int | None
     timeout_s: float | None
     exact: bool
@@ -40,7 +42,11 @@ class GenerateOptions:
         plan: how to sift; None: the default plan of the model or the document.
         max_new_tokens: maximum number of tokens to generate for each prompt.
         sampling: how to choose tokens, for all prompts or one for each; None: greedy.
-        stop: text, or several texts, that end the answer and are not part of it.
+        stop: text, or several texts, that end the answer and are not part of it; a special token that has one as its
+            name, such as "<|im_end|>", ends it too.
+        stop_token_ids: further tokens that end the answer and are not part of it.
+        skip_special_tokens: True leaves all special tokens out of the text, False none; None those with a role of their
+            own, which begin, end, separate or pad texts, so that others, such as "<|channel|>", are text.
         logprobs: keep the log-probability of every token, and those of so many likeliest ones; None: none.
         timeout_s: end the answer after so many seconds, as it is then; None: never.
         exact: answer as dense attention does, token by token; the plan drafts, and dense attention verifies.
@@ -54,6 +60,8 @@ class GenerateOptions:
     max_new_tokens: int = 64
     sampling: Sampling | Sequence[Sampling] | None = None
     stop: Stop = None
+    stop_token_ids: Sequence[int] | None = None
+    skip_special_tokens: bool | None = None
     logprobs: int | None = None
     timeout_s: float | None = None
     exact: bool = False
@@ -89,6 +97,13 @@ class GenerateOptions:
                     f"sampling is {type(each).__name__}. Give a kvsift.Sampling, as Sampling(temperature=0.8)."
                 )
         stops_of(self.stop)
+        tokens = self.stop_token_ids or ()
+        if not isinstance(tokens, list | tuple | Set):
+            raise InputError(f"stop_token_ids={tokens!r} must be a list of tokens, as whole numbers.")
+        for token in tokens:
+            checks.whole("a token of stop_token_ids", token, 0)
+        if self.skip_special_tokens is not None:
+            checks.flag("skip_special_tokens", self.skip_special_tokens)
         for name in ("exact", "passages"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}={getattr(self, name)!r} must be True or False.")

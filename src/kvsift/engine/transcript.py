@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,11 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kvsift.batching.row import FinishReason
+from kvsift.engine.growing_text import common_length
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
-
-FOLD_TOKENS = 64  # text before the last of these tokens is not decoded again with every token
-CONTEXT_TOKENS = 8  # tokens of that text that are decoded again, since some tokenizers join words
+from kvsift.engine.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,10 @@ class Request:
         ids: tokens of the prompt.
         max_new_tokens: maximum number of tokens to generate.
         sampling: how to choose them.
-        ends: tokens that end the text and are not part of it.
+        ends: tokens of the model that end the text and are not part of it.
+        stop_ids: tokens that the client has named, which end it likewise.
         stops: texts that end it likewise.
+        skip_special_tokens: see ``TokenDecoder.left_out``.
         streamed: whether pieces of text are returned as they are generated.
         logprobs: of how many of the likeliest tokens log-probabilities are kept, besides the chosen one; None: of none.
         deadline: time at which the answer ends as it is.
@@ -38,12 +40,14 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     ends: Collection[int] = ()
+    stop_ids: Collection[int] = ()
     stops: tuple[str, ...] = ()
     streamed: bool = False
     logprobs: int | None = None
     deadline: float | None = None
     exact: bool = False
     offsets: TextOffsets | None = None
+    skip_special_tokens: bool | None = None
 
     @property
     def length(self) -> int:
@@ -67,38 +71,61 @@ class TokenLogprobs(NamedTuple):
 
 
 class Transcript:
-    """The answer to a request so far."""
+    """The answer to a request so far.
+
+    Attributes:
+        offsets: characters of the text before each token, if log-probabilities are kept and text is decoded.
+    """
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
         self.request = request
         self.new_ids: list[int] = []
         self.times: list[float] = []
         self.logprobs: list[TokenLogprobs] = []
+        self.offsets: list[int] = []
         self.done = False
         self.finish_reason: FinishReason = "stop"
-        self._tokenizer = tokenizer
-        self._folded, self._context, self._open = "", 0, 0  # text of the first ``_open`` tokens; first token to decode
-        self._text: str | None = None
+        self._tokenizer, self._decoder = tokenizer, TokenDecoder.of(tokenizer)
+        left_out = self._decoder.left_out(request.skip_special_tokens, request.ends)
+        self._answer = AnswerText(self._decoder, request.ids, left_out)
+        self._starts_text = self._answer.is_first
+        self._num_decoded = 0  # tokens
+        self._pieces: list[str] = []  # that were returned
         self._num_returned = 0  # characters
+        self._waiting = ""  # certain text that may begin a stop
+        self._has_begun = False  # more than white space was returned
+        self._is_ended, self._is_cut = False, False  # all text was returned; before a stop
 
     @property
     def text(self) -> str:
         """All text so far, stop excluded."""
-        return self._decode(self.new_ids) if self._text is None else self._text
+        self._decode_new()
+        return "".join([*self._pieces, self._waiting, "" if self._is_ended else self._answer.rest()])
 
     @property
     def itl_s(self) -> list[float]:
         """Seconds between tokens."""
         return [after - before for before, after in pairwise(self.times)]
 
+    @property
+    def num_decided(self) -> int:
+        """Tokens, of those with an offset, that are certain to have text before the stop."""
+        if self.done and not self._is_cut:
+            return len(self.offsets)
+        return bisect_left(self.offsets, self._num_returned)
+
+    def label(self, token: int, index: int) -> TokenLabel:
+        """The text and the bytes of a token in place of the one with this index."""
+        return self._decoder.label(token, index == 0 and self._starts_text)
+
     def take(self, token: int, time: float, logits: Tensor | None = None) -> str:
         """Add a token that was chosen at ``time``, from logits [vocabulary] if they are at hand. Returns the new text
         that is certain."""
         request = self.request
         self.times.append(time)
-        if token in request.ends:
+        if token in request.ends or token in request.stop_ids:
             self.done = True
-            return self._piece(self.text) if request.streamed else ""
+            return self._new_text() if request.streamed else ""
         self.new_ids.append(token)
         if request.logprobs is not None:
             assert logits is not None, "the caller has refused logprobs"
@@ -106,49 +133,59 @@ class Transcript:
         is_late = request.deadline is not None and time >= request.deadline
         self.done = is_late or len(self.new_ids) >= request.max_new_tokens
         self.finish_reason = "stop" if not self.done else "deadline" if is_late else "length"
-        if not request.stops and not request.streamed:
-            return ""
-        text = self._extended_text()
-        # White space before any other text is no stop: formats differ in what an answer begins with.
-        begin = len(text) - len(text.lstrip())
-        found = [text.find(stop, 0 if stop.strip() else begin) for stop in request.stops if text.strip()]
-        positions = [position for position in found if position >= 0]
-        if positions:
-            text, self.done, self.finish_reason = text[: min(positions)], True, "stop"
-        if self.done:
-            self._text = text
-        return self._piece(text if self.done else text[: len(text) - undecided(text, request.stops)])
+        return self._new_text() if request.stops or request.streamed else ""
 
     def end(self, reason: FinishReason) -> str:
         """End the text as it is, unless it has ended by itself. Returns the text that was not certain before."""
         if self.done:
             return ""
         self.done, self.finish_reason = True, reason
-        return self._piece(self.text) if self.request.streamed else ""
+        return self._new_text() if self.request.streamed else ""
 
-    def _piece(self, ready: str) -> str:
-        piece, self._num_returned = ready[self._num_returned :], max(self._num_returned, len(ready))
+    def _new_text(self) -> str:
+        """Return what is certain now: no later token changes it, and no stop begins in it."""
+        self._decode_new()
+        if self.done:
+            self._waiting += self._answer.rest()
+        stop = self._find_stop(self._waiting)
+        if stop is not None:
+            self.done, self.finish_reason, self._is_cut = True, "stop", True
+        self._is_ended = self.done
+        count = stop if stop is not None else len(self._waiting)
+        if not self.done:
+            count -= undecided(self._waiting, self.request.stops)
+        piece, self._waiting = self._waiting[:count], "" if self.done else self._waiting[count:]
+        self._pieces.append(piece)
+        self._num_returned += len(piece)
+        self._has_begun = self._has_begun or bool(piece.strip())
         return piece
 
-    def _extended_text(self) -> str:
-        """Return the whole text; only its last tokens are decoded again."""
-        context = self._decode(self.new_ids[self._context : self._open])
-        tail = self._decode(self.new_ids[self._context :])
-        if not tail.startswith(context):
-            return self._decode(self.new_ids)
-        text = self._folded + tail[len(context) :]
-        if len(self.new_ids) - self._open >= FOLD_TOKENS and not text.endswith("\ufffd"):
-            self._folded, self._open = text, len(self.new_ids)
-            self._context = self._open - CONTEXT_TOKENS
-        return text
+    def _decode_new(self) -> None:
+        """Decode the tokens that were not decoded yet."""
+        new, self._num_decoded = self.new_ids[self._num_decoded :], len(self.new_ids)
+        if self.request.logprobs is None or not (self.request.streamed or self.request.stops):
+            self._waiting += self._answer.add(new)
+            return
+        for token in new:
+            begin, before = self._num_returned + len(self._waiting), self._answer.rest()
+            self._waiting += self._answer.add([token])
+            after = self._waiting[begin - self._num_returned :] + self._answer.rest()
+            num_same = common_length(before, after)
+            # a part of a character that is still incomplete: it stands where the character begins
+            num_same -= num_same == len(after) and after.endswith(INCOMPLETE)
+            self.offsets.append(max(begin + num_same, self.offsets[-1] if self.offsets else 0))
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
-        return text
+    def _find_stop(self, text: str) -> int | None:
+        """Return where the first stop begins in what was not returned yet."""
+        if not (self._has_begun or text.strip()):
+            return None
+        # White space before any other text is no stop: formats differ in what an answer begins with.
+        begin = 0 if self._has_begun else len(text) - len(text.lstrip())
+        found = [text.find(stop, 0 if stop.strip() else begin) for stop in self.request.stops]
+        return min((position for position in found if position >= 0), default=None)
 
 
 def undecided(text: str, stops: Sequence[str] = ()) -> int:
-    """Return how many characters at the end of a text may still change or begin a stop."""
-    whole = text.rstrip("\ufffd")  # behind it are characters with missing bytes, which may go on with a stop
-    starts = [n for stop in stops for n in range(1, min(len(stop), len(whole) + 1)) if whole.endswith(stop[:n])]
-    return len(text) - len(whole) + max(starts, default=0)
+    """Return how many characters at the end of a text may begin a stop."""
+    starts = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
+    return max(starts, default=0)

@@ -29,7 +29,6 @@ class AnswerForm:
         self._head = {"created": int(time()), "model": model, "system_fingerprint": f"kvsift-{__version__}"}
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         self._begun: set[int] = set()
-        self._offsets: dict[int, int] = {}  # characters before the next token, for log-probabilities of completions
 
     def whole(self, job: ServerJob) -> dict[str, Any]:
         """Return the answer to a request that has ended."""
@@ -71,24 +70,20 @@ class AnswerForm:
         if self._asked.num_logprobs is None:
             return None
         if self._is_chat:
-            content = [{**_token(text, value), "top_logprobs": [_token(*each) for each in top]}
-                       for text, value, top in piece.logprobs]  # fmt: skip
+            content = [{**_token(text, data, value), "top_logprobs": [_token(*each[:3]) for each in top]}
+                       for text, data, value, _, top in piece.logprobs]  # fmt: skip
             return {"content": content, "refusal": None}
-        offsets = []
-        for text, _, _ in piece.logprobs:
-            offsets.append(self._offsets.setdefault(piece.index, 0))
-            self._offsets[piece.index] += len(text)
         return {
-            "tokens": [text for text, _, _ in piece.logprobs],
-            "token_logprobs": [value for _, value, _ in piece.logprobs],
-            "top_logprobs": [_by_text(top) for _, _, top in piece.logprobs],
-            "text_offset": offsets,
+            "tokens": [text for text, *_ in piece.logprobs],
+            "token_logprobs": [value for _, _, value, *_ in piece.logprobs],
+            "top_logprobs": [_by_text(top) for *_, top in piece.logprobs],
+            "text_offset": [offset for *_, offset, _ in piece.logprobs],
         }
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    """Return one server-sent event, in ASCII: clients that read lines of text end them at U+0085 and U+2028 too."""
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
 def failure(error: ApiError) -> bytes:
@@ -130,13 +125,12 @@ def _mean(numbers: list[dict[str, Any]], key: str) -> float | None:
 
 
 def _by_text(top: list[list[Any]]) -> dict[str, float]:
-    """The likeliest tokens by their texts; of parts of characters, which look alike, the first counts."""
+    """The likeliest tokens by their texts, and by their ids those whose text an earlier one has."""
     values: dict[str, float] = {}
-    for text, value in top:
-        values.setdefault(text, value)
+    for text, _, value, token in top:
+        values[text if text not in values else f"token_id:{token}"] = value
     return values
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    whole = "\ufffd" not in text  # else it is a part of a character
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+def _token(text: str, data: list[int] | None, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": data}

@@ -130,6 +130,8 @@ class App:
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "seed": secrets.randbits(48) if asked.seed is None else asked.seed,
             "stop": asked.stops,
+            "stop_token_ids": asked.stop_token_ids,
+            "skip_special_tokens": asked.skip_special_tokens,
             "ignore_eos": bool(asked.ignore_eos),
             "logprobs": asked.num_logprobs,
             "document": document,

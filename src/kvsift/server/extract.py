@@ -51,7 +51,8 @@ BREAKS = {
     "fieldset",
 }
 LINES = {"br", "li", "tr", "dt", "dd", "option", "caption", "figcaption"}
-KEPT = "\0"  # a space of preformatted text
+KEPT = str.maketrans({" ": "\0", "\t": "\1", "\n": "\n\2"})  # white space of preformatted text, and its lines
+RESTORED = str.maketrans({"\0": " ", "\1": "\t", "\2": None})
 CELLS = {"td", "th"}
 
 
@@ -67,6 +68,7 @@ class Paragraphs(HTMLParser):
         self.parts: list[str] = []
         self._unseen: list[str] = []
         self._preformatted = 0
+        self._begins_preformatted = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag == "body":
@@ -74,6 +76,7 @@ class Paragraphs(HTMLParser):
         if tag in UNSEEN or (self._unseen and tag == self._unseen[-1]):
             self._unseen.append(tag)
         self._preformatted += tag == "pre"
+        self._begins_preformatted = tag == "pre"
         self._break(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -87,8 +90,10 @@ class Paragraphs(HTMLParser):
             self._break(tag)
 
     def handle_data(self, data: str) -> None:
+        if self._begins_preformatted:
+            data, self._begins_preformatted = data.removeprefix("\n"), False  # which HTML does not count
         if not self._unseen:
-            self.parts.append(data.replace(" ", KEPT) if self._preformatted else re.sub(r"\s+", " ", data))
+            self.parts.append(data.translate(KEPT) if self._preformatted else re.sub(r"\s+", " ", data))
 
     def _break(self, tag: str) -> None:
         if not self._unseen:
@@ -98,12 +103,12 @@ class Paragraphs(HTMLParser):
 def text_of_html(data: bytes) -> str:
     """Return the paragraphs of a page."""
     parser = Paragraphs()
-    parser.feed(_decoded(data))
+    parser.feed(_decoded(data).translate(dict.fromkeys(range(3))).replace("\r\n", "\n"))  # ``KEPT`` uses these
     parser.close()
-    lines = (
-        re.sub(r" *\t[ \t]*", "\t", re.sub(" {2,}", " ", line)).strip() for line in "".join(parser.parts).split("\n")
-    )
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip().replace(KEPT, " ")
+    # without blank lines at the end of preformatted text
+    text = re.sub(r"(\n\x02[\x00\x01]*)+(?=\n\n)", "", "".join(parser.parts))
+    lines = (re.sub(r" *\t[ \t]*", "\t", re.sub(" {2,}", " ", line)).strip() for line in text.split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip().translate(RESTORED)
 
 
 def _decoded(data: bytes) -> str:

@@ -111,8 +111,7 @@ class ServerJob:
             answer.text += text
             if token is not None:
                 answer.ids.append(token)
-            if logprobs is not None:
-                answer.logprobs.append(logprobs)
+            answer.logprobs += logprobs or ()
         if "usage" in new:
             answer.finish, answer.usage = new["finish"], new["usage"]
         elif "finish" in new:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsift.batching.row import FinishReason
 from kvsift.engine.result import Answer
-from kvsift.engine.transcript import Request, TokenLogprobs, Transcript
+from kvsift.engine.transcript import Request, Transcript
 
 
 class Reply:
@@ -26,7 +26,9 @@ class Reply:
         strips: leave out white space before the text.
 
     Attributes:
-        events: token (None for one that ends the text), text and log-probabilities of each step that was not sent.
+        events: of each step that was not sent its token (None for one that ends the text), the text that is certain
+            since then, and the log-probabilities of the tokens that text begins in: for each its label, bytes,
+            log-probability, offset in the text and likeliest tokens.
         num_read: tokens of the prompt that are cached; None: the row waits.
     """
 
@@ -36,7 +38,7 @@ class Reply:
         self.transcript = Transcript(request, tokenizer)
         self.events: deque[list[Any]] = deque()
         self.num_read: int | None = None
-        self._tokenizer, self._sent, self._strips = tokenizer, sent, strips
+        self._sent, self._strips, self._num_described = sent, strips, 0
         self._choose = request.sampling.chooser(device)
 
     def read(self, num_tokens: int) -> None:
@@ -57,17 +59,19 @@ class Reply:
         if self._strips:
             piece = piece.lstrip()
             self._strips = not piece
+        first, self._num_described = self._num_described, transcript.num_decided
         if not is_sent:
-            is_text = len(transcript.new_ids) > position
-            logprobs = self._described(transcript.logprobs[-1]) if is_text and transcript.logprobs else None
-            self.events.append([token if is_text else None, piece, logprobs])
+            logprobs = [self._described(index) for index in range(first, self._num_described)]
+            self.events.append([token if len(transcript.new_ids) > position else None, piece, logprobs])
         return token, transcript.finish_reason if transcript.done else ""
 
-    def _described(self, logprobs: TokenLogprobs) -> list[Any]:
-        """Text and log-probability of a token and of the likeliest ones; -inf has no JSON."""
+    def _described(self, index: int) -> list[Any]:
+        """The token with an index and the likeliest ones in its place; -inf has no JSON."""
+        transcript = self.transcript
+        logprobs = transcript.logprobs[index]
         tokens = [(logprobs.token, logprobs.logprob), *logprobs.top]
-        named = [[self._tokenizer.decode([token]), max(value, -9999.0)] for token, value in tokens]
-        return [*named[0], named[1:]]
+        own, *top = [[*transcript.label(token, index), max(value, -9999.0), token] for token, value in tokens]
+        return [*own[:3], transcript.offsets[index], top]
 
 
 def usage_of(answer: Answer, num_reused: int) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class TextRequest(Strict):
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1, le=16)
     stop: Stop | Annotated[list[Stop], FIRST_ERROR] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], FIRST_ERROR] | None = Field(None, max_length=64)
+    skip_special_tokens: bool | None = Field(
+        None, description="Leave special tokens out of the text; by default only bos, eos and others with such a role."
+    )
     seed: int | None = Field(None, ge=0, lt=1 << 62)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False, description="0, greedy, by default.")
     top_p: float | None = Field(None, gt=0, le=1)

@@ -207,8 +207,7 @@ class Worker:
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
             self._check_size(len(prompt))
-            ids: list[int] = llm.tokenizer(prompt, verbose=False)["input_ids"]
-            return ids
+            return llm.encode(prompt)
         vocabulary = llm.directory.config.vocab_size
         if (largest := max(prompt)) >= vocabulary:
             raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
@@ -240,13 +239,20 @@ class Worker:
             most = self._room(ids, message["max_tokens"])
             self._llm.check_prompts([ids], most, plan)
             sampling = Sampling(message["temperature"], message["top_p"], message["seed"]).nth(index % samples)
-            options = GenerateOptions(None, most, sampling, stops, message["logprobs"], exact=message["exact"])
+            options = GenerateOptions(
+                max_new_tokens=most,
+                sampling=sampling,
+                stop=stops,
+                stop_token_ids=message.get("stop_token_ids"),
+                skip_special_tokens=message.get("skip_special_tokens"),
+                logprobs=message["logprobs"],
+                exact=message["exact"],
+            )
             request = self._llm.request(ids, options, streamed=True, offsets=offsets)
             if message["ignore_eos"]:
                 request = replace(request, ends=())
             sent = message["sent"].get(str(index), ())
-            strips = is_chat and self._form.stop is not None
-            reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips)
+            reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips=is_chat)
             who = {"client": message["client"], "salt": message["salt"]}
             exact = exact_decoder(self._llm, request, plan)
             row = Row(ids, runs_as, most, reply, observer=log_of(request), exact=exact, **who)

@@ -4,7 +4,7 @@ the passage that holds the answer stands out."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
@@ -15,7 +15,7 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
 from kvsift_lab.eval.explain.explanation import Explanation
 from kvsift_lab.eval.explain.page import page
-from kvsift_lab.eval.explain.passages import passages_of, pieces_of, word_starts
+from kvsift_lab.eval.explain.passages import passages_of, word_starts
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document
@@ -362,22 +362,9 @@ def test_no_passage_is_cut_inside_a_word(embedded: Callable[[str], Explanation])
 
 
 def test_text_without_spaces_is_still_cut_into_passages() -> None:
-    ids = list("蒸気機関車は山を越えて" * 20)  # a token each
-    pieces = pieces_of("".join, ids)
+    pieces = list("蒸気機関車は山を越えて" * 20)  # a token each
     assert all(word_starts(pieces))
     assert {each.stop - each.start for each in passages_of(pieces, (4, 204), 50)[1:-1]} == {50}
-    longer = pieces_of("".join, ["x"] * 300)
-    assert [each.stop for each in passages_of(longer, (0, 300), 100)] == [100, 200, 300], "one word, cut as it comes"
-
-
-def test_a_character_of_several_tokens_is_whole() -> None:
-    def decode(ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-    data = "ein Käse für 5 €".encode()
-    pieces = pieces_of(decode, list(data))
-    assert "".join(pieces) == data.decode()
-    assert "\ufffd" not in "".join(pieces)
-    broken = pieces_of(decode, [0xFF] * 40)
-    assert len(broken) == 40
-    assert "".join(broken) == "\ufffd" * 40
+    assert [each.stop for each in passages_of(["x"] * 300, (0, 300), 100)] == [100, 200, 300], (
+        "one word, cut as it comes"
+    )

@@ -16,6 +16,7 @@ from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.prompt import STOP
+from kvsift.engine.token_text import TokenDecoder
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
 from kvsift.models.transformers import PlanSpec
@@ -25,7 +26,7 @@ from kvsift.plan.syntax import BUDGET_KEYS, parse_plan
 from kvsift_lab.eval.explain.explanation import Explanation
 from kvsift_lab.eval.explain.measure import layer_reading, mean_attention, method_readings
 from kvsift_lab.eval.explain.observer import ORACLE, MethodObserver
-from kvsift_lab.eval.explain.passages import passages_of, pieces_of, words_of
+from kvsift_lab.eval.explain.passages import passages_of, words_of
 
 DENSE_BUDGET = 256  # of the compared methods if the run has no budget
 
@@ -118,9 +119,9 @@ def explain_tokens(
     _check_budget(rules[ORACLE].budget, len(ids))
     observer = MethodObserver(rules, [len(ids) - 1 + token for token in settings.candidates])
     transcript = _answer(llm, plan, ids, settings.max_new_tokens, observer, progress)
-    answer = pieces_of(llm.tokenizer.decode, transcript.new_ids)
+    pieces = TokenDecoder.of(llm.tokenizer).pieces([*ids, *transcript.new_ids])
+    answer = pieces[len(ids) :]
     tokens = settings.tokens_of(answer)
-    pieces = pieces_of(llm.tokenizer.decode, [*ids, *transcript.new_ids])
     run: dict[str, Any] = {
         "model": llm.directory.name,
         "plan": str(plan),

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvsift_lab.eval.explain.explanation import Passage
 
-LONGEST = 16  # tokens of one character; longer runs are bytes that encode no character
 NO_SPACES = 0x2E80  # scripts from this code point on have no spaces: every character may begin a word
-
-Decode = Callable[[Sequence[int]], str]
-
-
-def pieces_of(decode: Decode, ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. A character of several tokens belongs to the last of them."""
-    pieces, begin, decoded = [], 0, 0  # ids[begin:decoded] are decoded again, since some tokenizers join words
-    for stop in range(1, len(ids) + 1):
-        before, text = decode(ids[begin:decoded]), decode(ids[begin:stop])
-        if text.endswith("\ufffd") and stop < len(ids) and stop - decoded < LONGEST:
-            pieces.append("")
-            continue
-        pieces.append(text[len(before) :])
-        begin, decoded = decoded, stop
-    return pieces
 
 
 def word_starts(pieces: Sequence[str]) -> list[bool]:
