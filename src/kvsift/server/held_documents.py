@@ -240,9 +240,7 @@ class HeldDocuments(Generic[Question]):
 
         document.output = DocumentReading(on_end)
         plan = self._llm.composed_plan(self._plan)
-        row = Row(
-            ids, plan, 1, document.output, client=f"documents of {document.client}", salt=document.salt, patient=True
-        )
+        row = Row(ids, plan, 1, document.output, client=f"documents of {document.client}", salt=document.salt)
         return row
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:
