@@ -164,7 +164,7 @@ class LoopModel:
             self.decoding[key] = self.reading.pop(key)
 
     def _check_short_ones_pass(self, row: Tracked, room: int) -> None:
-        """No short request waits for a chunk of a long prompt, unless as many as may have passed it since the last one."""
+        """No short request waits for a second chunk of a long prompt, unless as many as may have passed between."""
         has_rows = len(self.reading) + len(self.decoding) < self.max_rows
         if row.tokens > self.grid and row.passed < self.overtakes and has_rows:
             queue = self.queue

@@ -210,8 +210,9 @@ def test_a_job_is_submitted_again_with_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "name"), [("[::1]:80", "::1"), ("LocalHost:80", "localhost"), ("10.0.0.1", "10.0.0.1"), ("", "")]
-)
+    ("host", "name"), [("[::1]:80", "::1"), ("LocalHost:80", "localhost"), ("10.0.0.1", "10.0.0.1"), ("", ""),
+     ("localhost:80@evil.com", ""), ("[::1]evil", ""), ("[::1", ""), ("a b", ""), ("localhost:", "localhost")],
+)  # fmt: skip
 def test_names_of_hosts(host: str, name: str) -> None:
     assert host_name(host) == name
 
@@ -246,7 +247,8 @@ def test_a_server_that_loads_says_so() -> None:
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost", 200), ("LOCALHOST:80", 200), ("192.168.0.7:80", 200), ("[fe80::1]", 200), ("mine.example", 200),
-     ("evil.example", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)],
+     ("localhost:80@evil.com", 403), ("[::1]evil", 403), ("evil.example", 403),
+     ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)],
 )  # fmt: skip
 def test_host_headers(host: str, status: int) -> None:
     [response] = answers(ServerSettings(hosts=["Mine.example"]), ("GET", "/metrics", {"host": host}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from hmac import compare_digest
 from ipaddress import ip_address
@@ -15,6 +16,7 @@ from kvsift.server.api_errors import ApiError
 from kvsift.server.page_files import PAGE_PATHS
 from kvsift.server.settings import salt_of
 
+HOST = re.compile(r"(\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._~-]+))(:\d{0,5})?")
 WITHOUT_KEY = {"/health", *PAGE_PATHS}  # the page asks for the key, and sends it with what it fetches
 
 
@@ -82,10 +84,9 @@ class Door:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header, without the port and the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """Return the name in a Host header, without port and brackets; "" if the header is malformed (RFC 9110 7.2)."""
+    found = HOST.fullmatch(host)
+    return "" if found is None else (found["address"] or found["name"]).lower()
 
 
 def _is_address(name: str) -> bool:
