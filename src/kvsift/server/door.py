@@ -1,4 +1,4 @@
-"""What every request passes: the Host allow-list and the API key. Plain ASGI, which hides no disconnect."""
+"""What every request passes: the Host allow-list, the API key, and its id. Plain ASGI, which hides no disconnect."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from hmac import compare_digest
 from ipaddress import ip_address
 from socket import gethostname
+from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -17,6 +18,8 @@ from kvsift.server.page_files import PAGE_PATHS
 from kvsift.server.settings import salt_of
 
 HOST = re.compile(r"(\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._~-]+))(:\d{0,5})?")
+REQUEST_ID = "x-request-id"  # of every response: the client's own, if it is valid
+VALID_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 WITHOUT_KEY = {"/health", *PAGE_PATHS}  # the page asks for the key, and sends it with what it fetches
 
 
@@ -42,13 +45,17 @@ class Door:
         if scope["type"] != "http":
             return
 
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if VALID_ID.fullmatch(given) else uuid4().hex
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
+                message["headers"] = [*message["headers"], (REQUEST_ID.encode(), request_id.encode())]
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check_host(headers.get("host", ""))
             scope["client_name"] = self._client(scope, headers)
         except ApiError as error:

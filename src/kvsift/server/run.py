@@ -94,7 +94,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
 async def _tell(supervisor: Supervisor, url: str) -> None:
     await supervisor.ready.wait()
     plan = supervisor.plans.names[0]
-    print(f"kvsift: {supervisor.model} under {plan} at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    print(f"kvsift: {supervisor.names[0]} under {plan} at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
 
 
 class Ending:
