@@ -173,7 +173,7 @@ def test_a_guarded_plan_is_made_from_an_allowed_one(client: httpx.Client) -> Non
         ({"prompt": text_of(5000)}, 400, "has 5001 tokens and up to 16 will be generated: 5017 in all. Shorten"),
         ({"prompt": ""}, 400, "the prompt is empty"),
         ({"prompt": [5, 4000]}, 400, "the prompt has token 4000, and the vocabulary 259"),
-        ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served; 'tiny', 'gpt-4o-mini' is"),
+        ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served here; this server has 'tiny', 'gpt-4o-mini'."),
         ({"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
     ],
 )

@@ -143,7 +143,7 @@ class App:
     def _check_model(self, model: str | None) -> None:
         served = self._supervisor.names
         if model is not None and model not in served:
-            text = f"the model {model[:80]!r} is not served; {', '.join(map(repr, served))} is."
+            text = f"the model {model[:80]!r} is not served here; this server has {', '.join(map(repr, served))}."
             raise ApiError(404, text, "model_not_found", "model")
 
     async def _models(self, request: Request) -> Response:

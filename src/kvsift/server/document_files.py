@@ -50,7 +50,11 @@ class DocumentFiles:
 
     def _locked(self) -> TextIO:
         """The file of a lock, which the system takes back when the process ends, however it does."""
-        lock = os.fdopen(os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "r+", errors="replace")
+        try:
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InputError(f"--documents {self._folder} cannot be locked: {LOCK}: {error.strerror}.") from None
+        lock = os.fdopen(descriptor, "r+", errors="replace")
         try:
             flock(lock, LOCK_EX | LOCK_NB)
         except BlockingIOError:

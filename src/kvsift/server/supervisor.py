@@ -222,7 +222,7 @@ class Supervisor:
         if op == "fatal":
             raise InputError(message["message"])
         if op == "ready":
-            self.names = list(self._settings.names) or [message["model"]]
+            self.names = list(dict.fromkeys(self._settings.names)) or [message["model"]]
             self.positions, self._num_rows = message["positions"], message["rows"]
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
