@@ -38,7 +38,8 @@ test-gpu:  ## on an NVIDIA GPU: all kernels compiled, then whatever needs one; P
 test-vllm: $(VLLM)/installed  ## the plugin on vLLM's build for CPUs, in an environment of its own: half an hour
 	$(VLLM)/bin/python -m pytest tests/vllm_plugin
 
-test-protocol: $(VENV)/installed-dev $(PROTOCOL)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, schemathesis and vllm bench: ten minutes; needs node
+test-protocol: $(VENV)/installed-dev $(PROTOCOL)/installed $(VLLM)/installed  ## the server, asked by OpenAI's clients, schemathesis and vllm bench: ten minutes; needs node, and chromium for one test
+	$(BIN)/python -m pip install --quiet 'playwright>=1.55'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m protocol tests/protocol
 
 MINUTES ?= 10

@@ -20,15 +20,16 @@ class Tracked:
     answer: int  # tokens still to be decoded
     computed: int  # tokens that the loop had computed when the request arrived
     in_rows: int  # tokens left to compute in rows then
-    ahead: int  # tokens of its client's requests that were ahead of it
+    ahead: int  # tokens of its client's requests that were ahead of it, or passed it
     most: int  # its own tokens, at most
     others: dict[str, int] = field(default_factory=dict)  # clients that waited meanwhile: tokens of their oldest then
-    passed: int = 0
+    passed: int = 0  # times, while it waited for its turn; once it is read, since its last chunk
 
     def bound(self, grid: int, overtakes: int) -> int:
         """The most tokens of others before its admission, as the docstring of the scheduler has it."""
         each = self.ahead + self.most + (overtakes + 2) * grid
-        return self.in_rows + self.ahead + overtakes * grid + sum(self.others.values()) + each * len(self.others)
+        turns = self.in_rows + self.ahead + overtakes * grid + sum(self.others.values()) + each * len(self.others)
+        return (1 + overtakes) * turns
 
 
 class LoopModel:
@@ -110,10 +111,12 @@ class LoopModel:
         room = self.room
         decision = self.schedule.decide(room)
         self.steps += 1
-        if decision.admit is not None:
-            self._admit(decision.admit, room)
         assert decision.read is None or not decision.decode
         assert decision.admit is None or decision.read == decision.admit
+        if decision.admit is not None:
+            self._admit(decision.admit, room)
+        elif decision.read is not None:
+            self._check_short_ones_pass(self.reading[decision.read], room)
         if decision.read is not None:
             self._read(decision.read, seconds_per_token)
         else:
@@ -131,7 +134,9 @@ class LoopModel:
         assert not self.reading or (short and all(row.tokens > self.grid for row in self.reading.values()))
         older = [other for other in self.waiting[client].values() if other.key < key]
         assert not older or (short and all(other.tokens > self.grid for other in older if other.pages <= room))
-        for passed in (*older, *self.reading.values()):
+        for other in older:
+            other.ahead += request.tokens
+        for passed in self.reading.values() or older:
             passed.passed += passed.tokens > self.grid
             assert passed.passed <= self.overtakes
         self.reading[key] = request
@@ -140,7 +145,7 @@ class LoopModel:
     def _read(self, key: int, seconds_per_token: float) -> None:
         row = self.reading[key]
         assert key == next(reversed(self.reading))
-        tokens = min(self.grid, row.tokens)
+        tokens, row.passed = min(self.grid, row.tokens), 0
         seconds = tokens * seconds_per_token
         row.tokens -= tokens
         self.computed += tokens
@@ -157,6 +162,13 @@ class LoopModel:
         self.schedule.has_read(key, tokens, seconds, done=not row.tokens)
         if not row.tokens:
             self.decoding[key] = self.reading.pop(key)
+
+    def _check_short_ones_pass(self, row: Tracked, room: int) -> None:
+        """No short request waits for a second chunk of a long prompt, unless as many as may have passed between."""
+        has_rows = len(self.reading) + len(self.decoding) < self.max_rows
+        if row.tokens > self.grid and row.passed < self.overtakes and has_rows:
+            queue = self.queue
+            assert all(request.tokens > self.grid for request in queue) or any(each.pages > room for each in queue)
 
     def _check_nothing_to_read(self, room: int, decision: Decision) -> None:
         """Decoding is owed the step, or nothing could be read."""

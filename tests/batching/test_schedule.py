@@ -115,25 +115,19 @@ def test_a_short_request_is_read_between_two_chunks_of_a_long_prompt():
 
 @pytest.mark.parametrize("clients", [["ann"] * 7, ["bob", "cleo", "dan", "eve", "fay", "gus", "hal"]])
 @pytest.mark.parametrize("overtakes", [0, 1, 4])
-def test_a_long_request_is_overtaken_so_many_times_waiting_and_reading(clients: list[str], overtakes: int):
+def test_a_long_request_is_overtaken_so_many_times_while_it_waits_for_its_pages(clients: list[str], overtakes: int):
     schedule = Schedule(max_rows=9, grid=GRID, overtakes=overtakes)
     schedule.add(0, "ann", LONG, pages=10)
     assert schedule.decide(room=1) == IDLE  # its turn has come, but not its pages
-    early, late = list(enumerate(clients, start=1))[:2], list(enumerate(clients, start=1))[2:]
-    for key, client in early:
-        schedule.add(key, client, 1, pages=1)
     passed = []
-    while (decision := schedule.decide(room=10)).read != 0 or late:
-        if decision.read == 0:
-            schedule.has_read(0, GRID, 0.1, done=False)
-            key, client = late.pop(0)
-            schedule.add(key, client, 1, pages=1)
-        else:
+    for key, client in enumerate(clients, start=1):
+        schedule.add(key, client, 1, pages=1)
+        if (decision := schedule.decide(room=1)).read is not None:
             passed.append(decision.read)
             schedule.has_read(decision.read, 1, 0.1, done=True)
             schedule.remove(decision.read)
     assert passed == list(range(1, overtakes + 1))
-    assert schedule.reading == (0,)
+    assert schedule.decide(room=10).admit == 0
 
 
 def test_short_requests_of_other_clients_pass_one_that_waits_for_pages_but_large_ones_do_not():
@@ -170,9 +164,29 @@ def test_a_client_that_comes_while_a_long_prompt_is_read_does_not_pass_those_who
     assert admissions(schedule, 2) == [2, 3]
 
 
-def test_a_patient_row_lets_short_requests_pass_between_its_chunks_and_still_advances():
+@pytest.mark.parametrize("client", ["ann", "bob"])
+@pytest.mark.parametrize("tokens", [1, GRID])
+@pytest.mark.parametrize("others", [[], ["ann"], ["cleo", "dan"]], ids=["alone", "own", "of others"])
+def test_the_fifth_short_question_beside_long_prompts_waits_for_a_chunk_as_the_first_does(
+    client: str, tokens: int, others: list[str]
+):
+    """One after the other, of the same client and another one, also when further long prompts wait."""
+    schedule = Schedule(max_rows=9, grid=GRID, decode_share=0.0)
+    for key, other in enumerate(["ann", *others]):
+        schedule.add(key, other, 100 * GRID, 1)
+    assert schedule.decide(99).admit == 0
+    for key in range(10, 40):
+        schedule.has_read(0, GRID, 0.1, done=False)
+        schedule.add(key, client, tokens, 1)
+        assert schedule.decide(99) == Decision(admit=key, read=key)
+        schedule.has_read(key, tokens, 0.1, done=True)
+        schedule.remove(key)
+        assert schedule.decide(99) == Decision(read=0)
+
+
+def test_a_long_prompt_lets_short_requests_pass_between_its_chunks_and_still_advances():
     schedule = Schedule(max_rows=9, grid=GRID, overtakes=2, decode_share=0.0)
-    schedule.add(0, "ann", LONG, 1, patient=True)
+    schedule.add(0, "ann", LONG, 1)
     assert schedule.decide(9).admit == 0
     schedule.has_read(0, GRID, 0.1, done=False)
     passed, chunks = list[int](), list[int]()
@@ -363,11 +377,9 @@ def test_a_hundred_requests_of_one_client_delay_a_short_one_of_another_by_a_chun
     for _ in range(steps):
         model.step()
     passed = max((row.passed for row in model.reading.values()), default=0)
-    key, left = model.arrive("bob", tokens), sum(row.tokens for row in model.reading.values())
-    computed = model.computed
+    key, computed = model.arrive("bob", tokens), model.computed
     while model.step().admit != key:
         pass
     others = model.computed - computed - tokens
-    if passed == model.overtakes:  # four have passed the row that is being read
-        others -= left
-    assert others <= GRID + tokens
+    chunks = 1 + (passed == model.overtakes)  # the next one, and the last one if it is the next but one
+    assert others <= chunks * GRID + tokens

@@ -96,7 +96,7 @@ class FakeServer:
         self.documents[key] = {
             "id": key, "object": "document", "name": name, "created": 0, "bytes": len(text.encode()),
             "characters": len(text), "tokens": tokens, "status": "reading", "read_tokens": 0, "seconds_left": None,
-            "error": None, "pinned": True,
+            "error": None, "pinned": True, "kept": False, "why_not_kept": None,
         }  # fmt: skip
         return JSONResponse(self.documents[key])
 

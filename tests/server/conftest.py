@@ -21,7 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Its server."""
-    served = Served(tmp_path_factory.mktemp("server"), str(model), *OPTIONS, "--allow-plan", "quest:budget=128")
+    names = "--served-model-name", "tiny", "--served-model-name", "gpt-4o-mini"
+    served = Served(tmp_path_factory.mktemp("server"), str(model), *OPTIONS, "--allow-plan", "quest:budget=128", *names)
     yield served
     served.stop()
 

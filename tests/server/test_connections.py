@@ -44,7 +44,6 @@ def serving(test: Callable[[Callable[[], Awaitable[Streams]]], Awaitable[None]],
             port = listener.getsockname()[1]
             config = uvicorn.Config(
                 app, log_level="critical", lifespan="off", ws="none", http=Connection, timeout_keep_alive=1,
-                h11_max_incomplete_event_size=connections.HEAD_BYTES,
             )  # fmt: skip
             web = WebServer(config)
             served = asyncio.create_task(web.serve(sockets=[listener]))
@@ -208,11 +207,58 @@ def test_what_follows_a_declared_body_is_no_part_of_it() -> None:
     serving(test)
 
 
-@pytest.mark.parametrize("size", [100 << 10, 1 << 20])
-def test_headers_of_a_megabyte_are_refused(size: int) -> None:
+CHUNKED = b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n"
+
+
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [
+        (HEAD + CHUNKED, "the request has both Content-Length and Transfer-Encoding. The connection is closed."),
+        (GET[:-2] + b"X: a\n", "a line of the headers ends without a carriage return. The connection is closed."),
+        (GET[:-2] + b"X: a\r\n b\r\n", "a header is continued in the next line. The connection is closed."),
+        (GET[:-2] + b"X : a\r\n", "illegal header line: 'X : a'. The connection is closed."),
+        (
+            GET[:-2] + b"X " + b"a" * 5000 + b"\r\n",
+            "illegal header line: 'X " + "a" * 176 + ". The connection is closed.",
+        ),
+    ],
+    ids=["two lengths", "bare line feed", "folded", "space in a name", "long"],
+)
+def test_an_ambiguous_request_is_refused_and_what_follows_it_is_not_answered(
+    caplog: pytest.LogCaptureFixture, head: bytes, reason: str
+) -> None:
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        for before in (b"", GET):
+            reader, writer = await connect()
+            writer.write(before + head + b"\r\n0\r\n\r\n" + GET)
+            if before:
+                assert await answer(reader) == (200, b"0")
+            status, body = await answer(reader)
+            assert (status, json.loads(body)["error"]["message"]) == (400, reason)
+            assert await reader.read() == b""
+            writer.close()
+
+    serving(test)
+    assert caplog.records == [], "clients could fill the log"
+
+
+def test_an_upgrade_is_answered_as_a_plain_request_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
         reader, writer = await connect()
-        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size)
+        writer.write(GET[:-2] + b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+        assert await answer(reader) == (200, b"0")
+        writer.close()
+
+    serving(test)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"], ids=["without an end", "in one packet"])
+@pytest.mark.parametrize("size", [70_000, 1 << 20])
+def test_headers_of_a_megabyte_are_refused(size: int, end: bytes) -> None:
+    async def test(connect: Callable[[], Awaitable[Streams]]) -> None:
+        reader, writer = await connect()
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * size + end)
         status, body = await answer(reader)
         assert (status, json.loads(body)["error"]["message"][:28]) == (431, "headers are larger than 64 K")
         writer.close()

@@ -166,6 +166,8 @@ def test_files_become_text(client: httpx.Client) -> None:
         ("application/octet-stream", "b.htm"): (page.encode(), "Mühlen\n\nOne & two.\n\na\nb\n\nEnde 🙂"),
         ("text/markdown", "c.md"): ("# Töne".encode(), "# Töne"),
         ("application/octet-stream", "d.txt"): (b"<b>as it is</b>", "<b>as it is</b>"),
+        ("text/html; charset=windows-1251", "c.html"): ("<p>Привет</p>".encode("cp1251"), "Привет"),
+        ("text/markdown; charset=windows-1251", "c.md"): ("Привет".encode("cp1251"), "Привет"),
         ("application/octet-stream", "e"): ("Grüße".encode("utf-16"), "Grüße"),
         ("application/pdf", "f.pdf"): (pdf_of("The mill grinds corn."), "The mill grinds corn."),
     }
@@ -235,6 +237,7 @@ def test_a_document_beyond_the_positions_of_the_model_fails_with_the_numbers(cli
         ({"content": b"PK\x03\x04....", "headers": MARKDOWN}, 415, "a zip archive"),
         ({"content": b"", "headers": MARKDOWN}, 400, "is empty"),
         ({"content": b"\xff\x00\x99", "headers": MARKDOWN}, 400, "is not UTF-8"),
+        ({"content": b"<p>caf\xe9</p>", "headers": {"content-type": "text/html"}}, 400, "is not UTF-8"),
         ({"content": b"a\0b", "headers": MARKDOWN}, 400, "is binary"),
         ({"content": b"a", "headers": MARKDOWN, "params": {"nam": "a"}}, 400, "did you mean 'name'"),
         ({"json": {"txt": "a"}}, 400, "did you mean 'text'"),
@@ -316,8 +319,8 @@ def test_a_document_belongs_to_its_key_and_stays_between_starts(model: Path, tmp
     (folder / f"{document['id']}.json.1-2.partial").write_bytes(b"half")
     names = {each.name for each in folder.iterdir()}
     assert names == {f"{key}.{end}" for key in (document["id"], damaged["id"]) for end in ("json", "kvsift")} | {
-        f"{document['id']}.json.1-2.partial"
-    }
+        f"{document['id']}.json.1-2.partial", "kvsift.lock"
+    }  # fmt: skip
     server = Served(tmp_path, *arguments)
     one = server.client(authorization="Bearer one")
     try:
@@ -328,8 +331,10 @@ def test_a_document_belongs_to_its_key_and_stays_between_starts(model: Path, tmp
         ready(one, kept["id"])
         assert ask(one, kept["id"])["choices"] == answer
         assert f"{document['id']} is read again from its text: " in server.log.read_text()
-        assert {each.name for each in folder.iterdir()} == {path.name, read.name, f"{document['id']}.json"}
+        assert kept["kept"]
+        lock = "kvsift.lock"
+        assert {each.name for each in folder.iterdir()} == {path.name, read.name, f"{document['id']}.json", lock}
         one.delete(f"{DOCUMENTS}/{kept['id']}")
-        assert [each.name for each in folder.iterdir()] == [path.name]
+        assert {each.name for each in folder.iterdir()} == {path.name, lock}
     finally:
         server.stop()

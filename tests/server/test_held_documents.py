@@ -15,6 +15,7 @@ from kvsift.batching.row import Row
 from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.rows import RunnerRows
 from kvsift.server.held_documents import HeldDocuments
+from kvsift.server.prompt_limit import PromptLimit
 
 
 class Held:
@@ -27,7 +28,8 @@ class Held:
         self.begun: list[str] = []
         self.refused: list[tuple[str, str]] = []
         self.documents = HeldDocuments[str](
-            self.llm, PromptFormat(self.llm.tokenizer), self.llm.plan, self.told.append, self.begun.append,
+            self.llm, PromptFormat(self.llm.tokenizer), PromptLimit.of(self.llm), self.llm.plan,
+            self.told.append, self.begun.append,
             lambda question, reason: self.refused.append((question, reason)), lambda: None,
         )  # fmt: skip
 
@@ -72,6 +74,18 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     held.documents.forget("b")
     assert held.llm.loop.kv.pages.num_used == 0
     assert not held.refused
+
+
+def test_a_text_of_megabytes_is_refused_before_it_is_tokenised(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = Held(model)
+
+    def tokenise(*_: Any, **__: Any) -> None:
+        raise AssertionError("it takes a minute and gigabytes")
+
+    monkeypatch.setattr("kvsift.server.held_documents.DocumentPrompts", tokenise)
+    held.add("a", "mill " * 3_000_000)
+    until(lambda: [message for message in held.of("a") if message["status"] == "failed"])
+    assert held.of("a")[-1]["error"].startswith("This model's maximum context length is 4096 tokens, and 15000000 char")
 
 
 def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(model: Path) -> None:

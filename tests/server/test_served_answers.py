@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -107,7 +108,7 @@ def test_pieces_never_split_a_character(client: httpx.Client, alone: kvsift.LLM)
 
 def test_the_official_client_chats(server: Served, alone: kvsift.LLM) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert [model.id for model in client.models.list()] == ["tiny", "gpt-4o-mini"]
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
     whole = client.chat.completions.create(
         model="tiny", messages=messages, max_completion_tokens=16, logprobs=True, top_logprobs=2
@@ -196,10 +197,10 @@ def test_a_guarded_plan_is_made_from_an_allowed_one(client: httpx.Client) -> Non
         ({"prompt": "a", "sparsity": "quest:budget=4096"}, 400, "is not one of this server's: quest:budget=96"),
         ({"prompt": "a", "sparsity": "loki:calibration=/etc/passwd"}, 400, "is not one of this server's"),
         ({"prompt": "a", "sparsity": {"plan": "dense", "min_recovery": 0.5}}, 400, "decodes densely"),
-        ({"prompt": text_of(5000)}, 400, "has 5001 tokens and up to 16 will be generated: 5017 in all. This model has"),
+        ({"prompt": text_of(5000)}, 400, "has 5001 tokens and up to 16 will be generated: 5017 in all. Shorten"),
         ({"prompt": ""}, 400, "the prompt is empty"),
         ({"prompt": [5, 4000]}, 400, "the prompt has token 4000, and the vocabulary 259"),
-        ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served; 'tiny' is"),
+        ({"prompt": "a", "model": "gpt-5"}, 404, "'gpt-5' is not served here; this server has 'tiny', 'gpt-4o-mini'."),
         ({"prompt": "a", "temprature": 1}, 400, "did you mean 'temperature'"),
     ],
 )
@@ -208,6 +209,36 @@ def test_what_is_refused_says_why(client: httpx.Client, body: dict, status: int,
     assert (response.status_code, response.headers["content-type"]) == (status, "application/json")
     assert text in response.json()["error"]["message"]
     assert client.post("/v1/completions", json={**body, "stream": True}).status_code == status  # and no stream begins
+
+
+def test_a_model_is_served_by_all_of_its_names(client: httpx.Client) -> None:
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["tiny", "gpt-4o-mini"]
+    assert client.get("/v1/models/gpt-4o-mini").json() == listed[1]
+    for name in ("tiny", "gpt-4o-mini", None):
+        assert complete(client, prompt="a", model=name, max_tokens=1)["model"] == "tiny"
+
+
+def test_an_overflow_is_worded_as_litellm_recognises_it(client: httpx.Client) -> None:
+    """Its fallbacks to models with longer contexts look for this phrase in any case."""
+    for prompt in (text_of(5000), "mill " * 2_000_000):
+        error = client.post("/v1/completions", json={"prompt": prompt}).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 4096 tokens")
+
+
+def test_every_response_has_a_request_id(client: httpx.Client) -> None:
+    for path in ("/health", "/v1/nothing", "/v1/models"):
+        ids = {client.get(path).headers["x-request-id"] for _ in range(2)}
+        assert len(ids) == 2
+        assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+        assert client.get(path, headers={"x-request-id": "req_1-a:b"}).headers["x-request-id"] == "req_1-a:b"
+        for odd in ("a b", "a" * 129, '"<', ""):
+            assert client.get(path, headers={"x-request-id": odd}).headers["x-request-id"] != odd
+    body = {"prompt": "a", "max_tokens": 1, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "mine"}) as response:
+        assert response.headers["x-request-id"] == "mine"
+    assert client.get("/health", headers={"host": "evil.example"}).headers["x-request-id"]
 
 
 def test_metrics_count_tokens_and_refusals(client: httpx.Client) -> None:

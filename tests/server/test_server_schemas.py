@@ -75,8 +75,16 @@ def test_neutral_values_are_accepted(fields: dict) -> None:
         ({"max_tokens": 1, "max_completion_tokens": 2}, None, "differ"),
         ({"top_logprobs": 3}, None, "need logprobs=true"),
         ({"stream_options": {}}, None, "need stream=true"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, None, "needs include_usage=true"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [{"role": "tool", "content": "4"}]}, "messages.0.role", "'system', 'developer', 'user' or"),
+        ({"messages": [{"role": "tool", "tool_call_id": "a", "content": "4"}]}, "messages.0.role", "calls no tools"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]},
+            "messages.0.tool_calls",
+            "is not supported",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages.0", "only that of an assistant may be null"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", ""),
         ({"sparsity": "x" * 500}, "sparsity", "at most 400"),
     ],
@@ -133,9 +141,9 @@ def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     form = AnswerForm(chat(stream=True, stream_options={"include_usage": True}), "tiny")
     form._id = "chatcmpl-1"
     job = job_of()
-    data = form.chunks(job.take())
+    data = form.chunks(job)
     job.add(END)
-    data += form.chunks(job.take()) + form.last(job)
+    data += form.chunks(job) + form.last(job)
     head = (
         'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
         '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
@@ -152,6 +160,18 @@ def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # fmt: skip
 
 
+def test_every_event_has_the_tokens_so_far_if_guidellm_asks_for_them() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    form, job = AnswerForm(completion(stream=True, stream_options=options), "tiny"), job_of()
+    data = form.chunks(job)
+    job.add(END)
+    data += form.chunks(job) + form.last(job)
+    usages = [json.loads(line[6:])["usage"] for line in data.decode().split("\n\n")[:-2]]
+    counts = [(usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) for usage in usages]
+    assert counts == [(3, 1, 4), (3, 2, 5), (3, 2, 5), (3, 2, 5)]
+    assert ["sparsity" in usage for usage in usages] == [False, False, False, True]
+
+
 def test_the_transcript_of_two_samples_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """One has ended, the other has begun; no usage is asked for."""
     monkeypatch.setattr("kvsift.server.answers.time", lambda: 1_700_000_000)
@@ -160,10 +180,10 @@ def test_the_transcript_of_two_samples_that_fail(monkeypatch: pytest.MonkeyPatch
     job.accept([3])
     job.add({"index": 1, "read": 3, "tokens": [[5, "one", None]], "finish": "stop", "usage": USAGE})
     job.add({"index": 0, "tokens": [[6, "two", None]]})
-    data = form.chunks(job.take())
+    data = form.chunks(job)
     job.fail(ApiError(500, "lost.", "engine_lost"))
     assert job.error is not None
-    data += form.chunks(job.take()) + failure(job.error)
+    data += form.chunks(job) + failure(job.error)
     head = (
         'data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"tiny",'
         '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
@@ -212,8 +232,9 @@ def test_a_job_is_submitted_again_with_what_was_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "name"), [("[::1]:80", "::1"), ("LocalHost:80", "localhost"), ("10.0.0.1", "10.0.0.1"), ("", "")]
-)
+    ("host", "name"), [("[::1]:80", "::1"), ("LocalHost:80", "localhost"), ("10.0.0.1", "10.0.0.1"), ("", ""),
+     ("localhost:80@evil.com", ""), ("[::1]evil", ""), ("[::1", ""), ("a b", ""), ("localhost:", "localhost")],
+)  # fmt: skip
 def test_names_of_hosts(host: str, name: str) -> None:
     assert host_name(host) == name
 
@@ -248,7 +269,8 @@ def test_a_server_that_loads_says_so() -> None:
 @pytest.mark.parametrize(
     ("host", "status"),
     [("localhost", 200), ("LOCALHOST:80", 200), ("192.168.0.7:80", 200), ("[fe80::1]", 200), ("mine.example", 200),
-     ("evil.example", 403), ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)],
+     ("localhost:80@evil.com", 403), ("[::1]evil", 403), ("evil.example", 403),
+     ("localhost.evil.example", 403), ("127.0.0.1.evil.example", 403)],
 )  # fmt: skip
 def test_host_headers(host: str, status: int) -> None:
     [response] = answers(ServerSettings(hosts=["Mine.example"]), ("GET", "/metrics", {"host": host}))
@@ -257,16 +279,24 @@ def test_host_headers(host: str, status: int) -> None:
 
 def test_browsers_elsewhere_are_let_in_by_name() -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
-    preflight = ("OPTIONS", "/v1/completions", {**asked, "access-control-request-headers": "authorization"})
+    wanted = "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-retry-count"  # OpenAI's client
+    preflight = ("OPTIONS", "/v1/completions", {**asked, "access-control-request-headers": wanted})
     [closed] = answers(ServerSettings(), preflight)
-    opened, other = answers(
+    foreign = (*preflight[:2], {**preflight[2], "origin": "https://x.y"})
+    opened, used, other, refused = answers(
         ServerSettings(origins=["https://app.example"], keys=["k"]),
         preflight,
+        ("GET", "/metrics", {"origin": "https://app.example"}),
         ("GET", "/metrics", {"origin": "https://x.y"}),
+        foreign,
     )
     assert "access-control-allow-origin" not in closed.headers
     assert opened.status_code == 200
     assert opened.headers["access-control-allow-origin"] == "https://app.example"
+    assert opened.headers["access-control-allow-headers"] == wanted
+    assert used.headers["access-control-expose-headers"] == "retry-after, x-request-id"
+    assert refused.status_code == 400
+    assert "access-control-allow-origin" not in refused.headers
     assert other.status_code == 401
     assert "access-control-allow-origin" not in other.headers
 
@@ -307,6 +337,13 @@ def test_bodies_of_very_many_values_are_refused() -> None:
         assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": None, "tool_calls": [], "refusal": None}])
+def test_an_assistant_without_content_is_accepted_as_clients_repeat_it(message: dict) -> None:
+    messages = [*HELLO, {"role": "assistant", **message}, *HELLO]
+    said = {"role": "assistant", "content": ""}
+    assert chat(messages=messages).message()["messages"] == [*HELLO, said, *HELLO]
+
+
 @pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "x"}}], [1] * 1000, None])
 def test_content_that_is_no_text_is_refused_as_such(content: object) -> None:
     with pytest.raises(ApiError, match="the content of a message is text"):
@@ -320,10 +357,19 @@ def test_a_wrong_field_of_sparsity_is_named() -> None:
 
 def test_keys_of_a_file_with_a_mark_and_any_letters_let_in(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_bytes("\ufefffirst\r\nschlüssel\n".encode())
+    file.write_bytes("\ufefffirst\r\n\n# of Anna\n  #x\n \nschlüssel#1\n".encode())
     settings = ServerSettings(keys=read_keys(file, {}))
-    asked = [("GET", "/v1/models", {"authorization": f"Bearer {key}".encode()}) for key in ("first", "schlüssel", "x")]
-    assert [response.status_code for response in answers(settings, *asked)] == [503, 503, 401]  # nothing is loaded
+    keys = "first", "schlüssel#1", "x", "# of Anna", "#x", "#"
+    asked = [("GET", "/v1/models", {"authorization": f"Bearer {key}".encode()}) for key in keys]
+    statuses = [response.status_code for response in answers(settings, *asked)]
+    assert statuses == [503, 503, 401, 401, 401, 401]  # nothing is loaded
+
+
+def test_a_key_file_of_comments_alone_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# none yet\n\n")
+    with pytest.raises(InputError, match="has no key"):
+        read_keys(file, {})
 
 
 def test_the_description_names_every_field_of_a_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,20 @@ from kvsift.server.documents import Documents
 from kvsift.server.extract import text_of_html
 from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
-from kvsift.server.uploads import Extraction, NoText, kind_of, readable_kinds, shown_name
+from kvsift.server.uploads import Extraction, NoText, decoded, kind_of, readable_kinds, shown_name
 
 ME, OTHER = ("127.0.0.1", ""), ("x", "x")
 
 
 def extracted(kind: str, data: bytes) -> str:
-    return asyncio.run(Extraction().text(kind, data))
+    return asyncio.run(Extraction().text(kind, data, ME))
 
 
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
         ("import time; time.sleep(60)", "takes more than 1 s to read"),
-        ("import os; os.kill(os.getpid(), 24)", "took too long or too much memory"),
+        ("import os; os.kill(os.getpid(), 24)", "took more than 10 s of a processor, or too much memory"),
         ("import sys; sys.stderr.write('it is odd'); sys.exit(2)", "it is odd."),
         ("import sys; sys.exit(1)", "failed"),
         ("print('  ')", "has no text"),
@@ -79,13 +80,82 @@ def test_a_file_written_by_an_attacker_opens_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_pages_become_paragraphs(page: str, text: str) -> None:
-    assert text_of_html(page.encode()) == text
+    assert text_of_html(page) == text
 
 
-def test_pages_name_their_encoding() -> None:
-    assert text_of_html("<meta charset='iso-8859-1'>für".encode("latin-1")) == "für"
-    assert text_of_html(b"<meta charset=nonsense>\xc3\xbc") == "ü"
-    assert text_of_html("für".encode("utf-16")) == "für"
+@pytest.mark.parametrize(
+    ("data", "charset", "text"),
+    [
+        ("<p>Привет".encode("cp1251"), "windows-1251", "<p>Привет"),
+        ("<p>Привет".encode("koi8-r"), "KOI8-R", "<p>Привет"),
+        ("<meta charset=utf-8>Привет".encode("cp1251"), "windows-1251", "<meta charset=utf-8>Привет"),  # HTTP counts
+        ("<p>für".encode("utf-8-sig"), "windows-1251", "<p>für"),  # but for a byte order mark
+        ("<p>für".encode("utf-16"), "windows-1251", "<p>für"),
+        ("<p>für".encode("utf-16-le"), "utf-16", "<p>für"),
+        ("<meta charset='iso-8859-1'>„für“".encode("cp1252"), None, "<meta charset='iso-8859-1'>„für“"),
+        ("<?xml version='1.0' encoding='windows-1251'?>Да".encode("cp1251"), None, None),
+        ("<meta charset = gb2312>朱镕基".encode("gbk"), None, "<meta charset = gb2312>朱镕基"),
+        (b"<meta charset=nonsense>\xc3\xbc", None, "<meta charset=nonsense>ü"),
+        (b"<meta charset=utf-16>\xc3\xbc", None, "<meta charset=utf-16>ü"),
+        (b"<p>\xc3\xbc", None, "<p>ü"),
+    ],
+)  # fmt: skip
+def test_a_page_is_read_in_the_charset_of_its_content_type_or_the_one_it_names(
+    data: bytes, charset: str | None, text: str | None
+) -> None:
+    assert decoded(data, "html", charset) == (text or data.decode("cp1251"))
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "charset", "reason"),
+    [
+        (b"<p>caf\xe9</p>", "html", None, r"is not UTF-8 text \(byte 6\)"),
+        (b"<meta charset=utf-8>\xe9", "html", None, "is not UTF-8 text"),
+        (b"<p>caf\xe9</p>", "html", "shift_jis", "is not CP932 text"),
+        (b"caf\xe9", "markdown", "utf-8", "is not UTF-8 text"),
+        (b"a", "html", "punycode", "the charset 'punycode' of the Content-Type is not known"),
+        (b"a", "markdown", "x" * 999, "is not known"),
+    ],
+)
+def test_bytes_that_cannot_be_read_are_refused_and_not_replaced(
+    data: bytes, kind: str, charset: str | None, reason: str
+) -> None:
+    with pytest.raises(ApiError, match=reason) as refused:
+        decoded(data, kind, charset)
+    assert (refused.value.status, refused.value.code) == (400, "invalid_document")
+
+
+def test_encodings_are_those_that_python_has() -> None:
+    for name in uploads.ENCODINGS:
+        assert b"a\0".decode(name)
+
+
+def test_a_client_with_many_files_keeps_others_waiting_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each client has one place; pages that keep the parser busy end after ten seconds of a processor."""
+    monkeypatch.setattr(uploads, "EXTRACT", (sys.executable, "-c", "import sys; exec(sys.stdin.read())"))
+    ended: list[str] = []
+
+    async def extract(extraction: Extraction, name: str, code: str, owner: tuple[str, str]) -> None:
+        await extraction.text("html", code.encode(), owner)
+        ended.append(name)
+
+    async def run() -> None:
+        extraction = Extraction()
+        slow = [asyncio.create_task(extract(extraction, f"a{number}", "import time; time.sleep(0.5); print(1)", ME))
+                for number in range(uploads.AT_ONCE)]  # fmt: skip
+        await asyncio.sleep(0.1)
+        await extract(extraction, "b", "print(1)", OTHER)
+        await asyncio.gather(*slow)
+
+    asyncio.run(run())
+    assert ended.index("b") <= 1
+
+
+def test_a_page_that_keeps_the_parser_busy_ends_after_seconds_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from kvsift.server import extract; extract.CPU_S = 1; extract.main()"
+    monkeypatch.setattr(uploads, "EXTRACT", (sys.executable, "-c", code))
+    with pytest.raises(NoText, match="took more than 10 s of a processor"):
+        extracted("html", b"<a " * 1_000_000)
 
 
 def test_pdf_files_need_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +249,31 @@ def test_a_document_that_cannot_be_written_is_served(
 
     monkeypatch.setattr("kvsift.server.document_files.write_atomically", full)
     held = sent_by([], DocumentFiles(tmp_path))
-    assert held.add("a", "aaaa", 4, ME).status == "reading"
+    document = held.add("a", "aaaa", 4, ME)
+    assert document.status == "reading"
+    told = document.as_dict()
+    assert (told["kept"], told["why_not_kept"]) == (False, "the disk is full.")
     assert "is not kept: the disk is full" in capsys.readouterr().err
+    monkeypatch.undo()
+    told = held.add("a", "aaaa", 4, ME).as_dict()  # there is room again
+    assert (told["kept"], told["why_not_kept"]) == (True, None)
+
+
+def test_a_document_of_a_server_without_a_folder_says_that_it_is_not_kept() -> None:
+    told = sent_by([]).add("a", "aaaa", 4, ME).as_dict()
+    assert (told["kept"], told["why_not_kept"]) == (False, documents.NO_FOLDER)
+
+
+def test_a_second_server_on_a_folder_of_documents_is_refused_and_removes_nothing(tmp_path: Path) -> None:
+    first = DocumentFiles(tmp_path)
+    partial = tmp_path / f"doc-{'0' * 24}.json.1-2.partial"
+    partial.write_text("being written")
+    reason = rf"is in use by another kvsift serve: process {os.getpid()} on .+, since 20"
+    with pytest.raises(InputError, match=reason):
+        DocumentFiles(tmp_path)
+    assert partial.exists()
+    del first  # as the end of a process, however it comes
+    DocumentFiles(tmp_path)
 
 
 def test_files_of_another_form_or_name_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,4 +292,4 @@ def test_files_of_another_form_or_name_are_left_alone(tmp_path: Path, capsys: py
     assert Documents([].append, files, ["another"]).of(("elsewhere", "key")) == []
     assert told.count("is left out") == 3
     assert "has form 2, and this version reads 1" in told
-    assert len(list(tmp_path.iterdir())) == 5
+    assert len(list(tmp_path.iterdir())) == 6

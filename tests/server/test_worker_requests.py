@@ -49,6 +49,17 @@ def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not
     assert not worker._llm.loop.rows
 
 
+@pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "\n")), (True, ("never",))])
+def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template(
+    worker: Worker, ignore_eos: bool, stops: tuple[str, ...]
+) -> None:
+    worker._llm.tokenizer.chat_template = None
+    fields = {"messages": [{"role": "user", "content": "Who?"}], "ignore_eos": ignore_eos, "stop": ["never"]}
+    worker._take({**message(1), **fields})
+    [opened] = worker._rows
+    assert tuple(opened.reply.transcript.request.stops) == stops
+
+
 def test_no_other_sample_of_a_request_runs_that_the_line_has_no_room_for(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

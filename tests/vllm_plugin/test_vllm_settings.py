@@ -120,11 +120,20 @@ def test_vllm_listens_where_the_help_says(monkeypatch):
     monkeypatch.setattr(serve, "server_command", lambda model, settings, passed_on: commands.append(passed_on) or ["x"])
     monkeypatch.setattr(serve.os, "execv", lambda *_: sys.exit(0))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/nowhere")
-    for given in ([], ["--host", "0.0.0.0", "--port", "1"]):
+    names = ["--served-model-name", "a", "b", "--max-model-len", "9"]
+    for given in ([], ["--host", "0.0.0.0", "--port", "1"], names):
         monkeypatch.setattr(sys, "argv", ["kvsift", "serve", "there", "--engine", "vllm", *given])
         with suppress(SystemExit):
             main()
-    assert commands == [["--host", "127.0.0.1"], ["--host", "0.0.0.0", "--port", "1"]]
+    local = ["--host", "127.0.0.1"]
+    assert commands == [local, ["--host", "0.0.0.0", "--port", "1"], [*local, *names]]
+
+
+def test_a_second_name_without_its_option_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["kvsift", "serve", "there", "--served-model-name", "a", "b"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "Give --served-model-name once for each name" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_vllm_the_command_says_how_to_install_it(monkeypatch):

@@ -104,7 +104,7 @@ class Loop:
         row.root = b"" if row.no_reuse else self._model.root(row)
         self._hold(row, self._found(row))
         self._rows[row.key] = row  # before the schedule names it to whoever takes a step
-        if not self._schedule.add(row.key, row.client, *self._cost_of(row), row.patient):
+        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
             del self._rows[row.key]
             self._hold(row, [])
             raise InputError("too many requests are waiting. Try again when some of them have ended.")
@@ -214,7 +214,7 @@ class Loop:
             self.kv.pages.recount(self._owned())
             for row in [self._rows[key] for key in self._schedule.mend(self._rows)]:
                 tokens, pages = self._cost_of(row)
-                if not self._schedule.add(row.key, row.client, tokens, pages if row.cache is None else 0, row.patient):
+                if not self._schedule.add(row.key, row.client, tokens, pages if row.cache is None else 0):
                     self._end(row, "error", RuntimeError("the step of this row was interrupted, and the line is full"))
             raise
 

@@ -69,7 +69,6 @@ class Row:
         deadline: time of the loop's clock at which it ends, finished or not.
         salt: rows of other salts share nothing with it.
         exact: the plan drafts, and dense attention verifies; None: it answers.
-        patient: short prompts may pass it between its chunks however often, and not a few times in all.
         observer: of its passes.
         source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
         state, finish_reason, error: how far it is, and how it ended.
@@ -92,7 +91,6 @@ class Row:
     deadline: float | None = None
     salt: str = ""
     exact: ExactDecoder | None = None
-    patient: bool = False
     observer: Observer | None = None
     source: Callable[[SparseCache], None] | None = None
     key: int = 0

@@ -2,9 +2,8 @@
 
 It neither reads a clock nor runs anything, so the same history gives the same decisions.
 
-Rows are never preempted: admission reserves the pages of prompt and answer. One row reads its prompt at a time, but a
-request of one chunk may be admitted and read between two chunks of a longer row, as one of the overtakings that
-``waiting.py`` counts.
+Rows are never preempted: admission reserves the pages of prompt and answer. One row reads its prompt at a time, but
+``overtakes`` requests of one chunk may be admitted and read between any two chunks of a longer row.
 
 **Decode share.** After a chunk of T seconds, decode steps run until they have taken T * share / (1 - share) seconds,
 and at least one step does. In every window in which a row decodes, therefore,
@@ -14,19 +13,21 @@ and at least one step does. In every window in which a row decodes, therefore,
 and a gap between two tokens of a row is at most one chunk and one step; ``pauses.py`` makes it shorter. Without a row
 that decodes, chunks run back to back; without a prompt to read, steps do.
 
-**Wait.** Between arrival and admission of a request r of client c, other requests have at most
+**Wait of short requests.** While a long prompt is partly prefilled, a request of one chunk waits for the chunk that
+runs, and for one more after every ``overtakes`` short requests that are ahead of it. Neither other long requests that
+wait nor the client whose request it is make a difference. The last chunk of a prompt is not overtaken.
 
-    L + A + 4 g + sum over the other clients d that wait meanwhile of (A + B[d] + tokens(r) + 6 g)
+**Wait of long requests.** Between arrival and admission of a request r of client c, other requests have at most
+
+    (1 + 4) * (L + A + 4 g + sum over the other clients d that wait meanwhile of (A + B[d] + tokens(r) + 6 g))
 
 prompt tokens computed. g is the chunk; L the rest of the prompts in rows at the arrival; A the tokens ahead of r in
-the queue of c; B[d] those of the oldest request of d at the arrival, 0 if d arrives later; 4 is ``overtakes``, and 6
-two more. Tokens that are revised count as when their request leaves the queue; A and tokens(r), at their most. For
-seconds, divide by the rate of reading and by (1 - share), and add what the chunk before the arrival is still owed and
-one decode step for each chunk. Time in which every row is taken, or in which the pages of the request whose turn it is
-are not available, comes on top.
-
-A short request meets a row with a long prompt in mid-read for one chunk only, unless ``overtakes`` requests have
-already passed that row. Past a patient row, which nobody waits for, as many may pass between any two of its chunks.
+the queue of c, and those of later short requests of c that are admitted before r; B[d] those of the oldest request of d
+at the arrival, 0 if d arrives later; 4 is ``overtakes``, and 6 two more. The factor 1 + 4 is for the short requests
+between chunks; without any it is 1. Tokens that are revised count as when their request leaves the queue; A and
+tokens(r), at their most. For seconds, divide by the rate of reading and by (1 - share), and add what the chunk before
+the arrival is still owed and one decode step for each chunk. Time in which every row is taken, or in which the pages of
+the request whose turn it is are not available, comes on top.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class Schedule:
         grid: tokens of a chunk. A request with at most as many tokens to compute is read in one chunk.
         decode_share: share of the time that decoding is owed while prompts are read, below 1.
         max_waiting: requests that may wait.
-        overtakes: how often short requests may pass a long one, until its prompt is read; 0 for never, then no two rows
-            are ever partly read.
+        overtakes: how often short requests may pass a long one before its prompt is begun, and again between any two of
+            its chunks; 0 for never, then no two rows are ever partly read.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Schedule:
         requests = (*self._queue.requests.values(), *self._reading.values())
         return sum(request.tokens for request in requests)
 
-    def add(self, key: int, client: str, tokens: int, pages: int, patient: bool = False) -> bool:
+    def add(self, key: int, client: str, tokens: int, pages: int) -> bool:
         """Put a request in the queue, unless that is full.
 
         Args:
@@ -115,7 +116,6 @@ class Schedule:
             client: who shares fairly with other clients.
             tokens: prompt tokens to compute, at least 1.
             pages: pages that admission reserves. A request that fits no empty pool must not be added: it blocks others.
-            patient: once it is read, short requests may pass it ``overtakes`` times between any two of its chunks.
 
         Returns:
             False if the queue is full; the request is then unknown to the scheduler.
@@ -124,7 +124,7 @@ class Schedule:
         assert not self._is_known(key), f"request {key} has been added before"
         if len(self._queue.requests) >= self._max_waiting:
             return False
-        self._queue.add(key, client, tokens, pages, patient)
+        self._queue.add(key, client, tokens, pages)
         return True
 
     def revise(self, key: int, tokens: int, pages: int) -> None:
@@ -163,7 +163,7 @@ class Schedule:
         else:
             request = self._reading[key]
             request.tokens -= tokens
-            request.overtaken = 0 if request.patient else request.overtaken
+            request.overtaken = 0
 
     def has_decoded(self, seconds: float) -> None:
         """Record a decode step."""

@@ -5,14 +5,17 @@ first that has earned the tokens of its next request has its turn. Rounds are co
 account was at ``spent`` when its last request left has its turn in round ``spent + tokens``. A client that has nothing
 waiting earns nothing, and one whose next request was cancelled keeps at most what its following request costs.
 
-A short request, of at most one chunk, may overtake long ones:
+A short request, of at most one chunk, may overtake long ones. While no prompt is partly prefilled:
 
 - those of its own client, whatever their turn;
 - those of other clients while its own turn is at most one chunk of rounds away, so that nobody lives on overtaking.
 
-A long request is overtaken at most ``overtakes`` times from its arrival to the end of its prompt. Short requests are
-never overtaken out of turn. A request whose turn has come and whose pages are not available keeps its turn: only short
-requests pass it, as above.
+A waiting long request is then overtaken at most ``overtakes`` times in all. Between two chunks of a long prompt no
+other long request could start, so the short ones pass all that wait, in their own order; the schedule counts them. What
+they cost is on the account of their client in any case.
+
+Short requests are never overtaken out of turn. A request whose turn has come and whose pages are not available keeps
+its turn: only short requests pass it, as above.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class WaitingRequest:
         tokens: prompt tokens still to be computed.
         pages: pages that its admission reserves.
         arrival: its place in the order of arrival.
-        overtaken: times that requests of other clients overtook it; once it has left the queue, times in all.
-        patient: it does not mind.
+        overtaken: times that requests of other clients overtook it while it waited; once it has left the queue, times
+            that a request was admitted since its last chunk.
     """
 
     key: int
@@ -43,7 +46,6 @@ class WaitingRequest:
     pages: int
     arrival: int
     overtaken: int = 0
-    patient: bool = False
 
 
 BY_ARRIVAL = attrgetter("arrival")
@@ -72,7 +74,7 @@ class WaitingQueue:
 
     Args:
         chunk: tokens of a chunk; requests of at most as many are short.
-        overtakes: how often short requests may overtake a long one.
+        overtakes: how often short requests may overtake a waiting long one.
     """
 
     def __init__(self, chunk: int, overtakes: int) -> None:
@@ -89,8 +91,8 @@ class WaitingQueue:
         """The waiting requests by key, in order of arrival; to be read only."""
         return self._requests
 
-    def add(self, key: int, client: str, tokens: int, pages: int, patient: bool = False) -> None:
-        request = WaitingRequest(key, client, tokens, pages, self._arrivals, patient=patient)
+    def add(self, key: int, client: str, tokens: int, pages: int) -> None:
+        request = WaitingRequest(key, client, tokens, pages, self._arrivals)
         self._arrivals += 1
         self._requests[key] = request
         self._insert(self._accounts.setdefault(client, Account(self._round)), request)
@@ -122,7 +124,7 @@ class WaitingQueue:
 
         Args:
             room: pages that may be reserved.
-            short_only: a row is being read, between whose chunks only a short request is admitted.
+            short_only: a long prompt is partly prefilled, between whose chunks only a short request is admitted.
         """
         if room <= self._refused_room:
             return None
@@ -132,9 +134,12 @@ class WaitingQueue:
         head = min(turns)
         if not short_only:
             self._advance(head.round)
-        turn = head if self._is_short(head.request) else self._passing(turns, room)
-        if turn is None and not short_only:
-            turn = head
+        if self._is_short(head.request):
+            turn: Turn | None = head
+        elif short_only:
+            turn = self._first_short(room)
+        else:
+            turn = self._passing(turns, room) or head
         if turn is None or turn.request.pages > room:
             self._refused_room = self._refused_room if short_only else room
             return None
@@ -151,6 +156,12 @@ class WaitingQueue:
         if not self._is_short(request) and account.short and account.short[0].pages <= room and self._yields(request):
             request = account.short[0]
         return Turn(account.spent + request.tokens, request.arrival, request)
+
+    def _first_short(self, room: int) -> Turn | None:
+        """The turn of the first short request that fits."""
+        short = [account.short[0] for account in self._accounts.values() if account.short]
+        turns = (Turn(self._accounts[each.client].spent + each.tokens, each.arrival, each) for each in short)
+        return min((turn for turn in turns if turn.request.pages <= room), default=None)
 
     def _passing(self, turns: list[Turn], room: int) -> Turn | None:
         """The turn of the short request that overtakes the head, if one may."""
@@ -177,7 +188,6 @@ class WaitingQueue:
     def _leave(self, turn: Turn) -> None:
         request = turn.request
         account = self._accounts[request.client]
-        request.overtaken = self._times_overtaken(request)
         del self._requests[request.key]
         self._delete(account, request)
         account.spent = turn.round

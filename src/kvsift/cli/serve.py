@@ -25,7 +25,8 @@ NO_VLLM = (
 NO_SERVER = "kvsift serve needs packages that this Python lacks ({}). Install them: pip install 'kvsift[serve]'."
 PACKAGES = "starlette", "uvicorn", "prometheus_client"
 CONFIG = "--additional-config"
-SHARED = "model", "engine", "plan", "allow", "dense_below"  # options of both engines
+NAMES = "--served-model-name"
+SHARED = "model", "engine", "plan", "allow", "dense_below", "names"  # options of both engines
 PASSED_ON = "host", "port", "dtype"  # vLLM has them by the same names
 
 
@@ -39,6 +40,13 @@ def serve(
     plan: o.PlanOption = "sketch:budget=1024",
     allow: Annotated[
         list[str] | None, typer.Option("--allow-plan", help="A further plan that requests may name; repeatable.")
+    ] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Option(
+            NAMES,
+            help="Name of the model for clients, by default that of its folder; repeatable, the first is in answers.",
+        ),
     ] = None,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on; other than this machine's own needs an API key.")
@@ -68,7 +76,8 @@ def serve(
         Path | None, typer.Option("--documents", help="Folder that keeps uploaded documents between starts.")
     ] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", help="File with API keys, one per line; also KVSIFT_API_KEY.")
+        Path | None,
+        typer.Option("--api-key-file", help="File with API keys, one per line, # for comments; also KVSIFT_API_KEY."),
     ] = None,
     is_open: Annotated[bool, typer.Option("--open", help="Listen on any address without an API key.")] = False,
     allow_host: Annotated[
@@ -85,8 +94,12 @@ def serve(
     if engine == "vllm":
         # without a host vLLM listens on all addresses
         values = {name: str(ctx.params[name]) for name in PASSED_ON if name in given or name == "host"}
-        _replace_by_vllm(model, plan, allow or [], options.dense_below, given, [*_as_options(values), *ctx.args])
+        served = [NAMES, *names] if names else []  # last: further names may follow it
+        passed_on = [*_as_options(values), *served, *ctx.args]
+        _replace_by_vllm(model, plan, allow or [], options.dense_below, given, passed_on)
     if others := [*([model] if model is not None and model.startswith("-") else []), *ctx.args]:
+        if names and not others[0].startswith("-"):
+            raise InputError(f"{others[0]!r} belongs to no option. Give {NAMES} once for each name.")
         known = [name for param in ctx.command.params for name in param.opts if name.startswith("--")]
         raise unknown("option", others[0].partition("=")[0], known)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
@@ -108,6 +121,7 @@ def serve(
         host=host,
         port=port,
         keys=keys,
+        names=names or [],
         hosts=allow_host or [],
         origins=cors_origin or [],
         max_waiting=max_waiting,

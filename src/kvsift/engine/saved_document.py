@@ -32,7 +32,7 @@ from kvsift.models.transformers_contents import fill, numbers_of, tensors_of
 from kvsift.models.transformers_fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvsift.plan.plan import Plan
 
-GIB = 1 << 30
+MIB = 1 << 20
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64",
@@ -284,7 +284,7 @@ def _check_room(path: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
         raise InputError(
-            f"{path} would take {num_bytes / GIB:.2f} GiB, and {free / GIB:.2f} GiB is free there. Make room or name "
+            f"{path} would take {num_bytes / MIB:,.1f} MiB, and {free / MIB:,.1f} MiB is free there. Make room or name "
             "another place."
         )
 

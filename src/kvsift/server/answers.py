@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -36,9 +36,11 @@ class AnswerForm:
         name = "chat.completion" if self._is_chat else "text_completion"
         return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._asked)}
 
-    def chunks(self, pieces: Iterable[Piece]) -> bytes:
+    def chunks(self, job: ServerJob) -> bytes:
         """Return events of a stream for what is new."""
-        return b"".join(self._event([choice]) for piece in pieces for choice in self._deltas(piece))
+        num_tokens = sum(len(answer.ids) for answer in job.answers)
+        numbers = _token_counts(job, num_tokens) if self._asked.wants_running_usage else None
+        return b"".join(self._event([choice], numbers) for piece in job.take() for choice in self._deltas(piece))
 
     def last(self, job: ServerJob) -> bytes:
         """Return the end of a stream."""
@@ -93,7 +95,7 @@ def failure(error: ApiError) -> bytes:
 
 def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
     """Return the numbers of a request: sums over its answers; a prompt counts once, however many its answers."""
-    numbers, prompts = [answer.usage for answer in job.answers], job.prompt_tokens or []
+    numbers = [answer.usage for answer in job.answers]
     cached = sum(each["cached_tokens"] for each in numbers[:: asked.samples])
     completion = sum(each["completion_tokens"] for each in numbers)
     first, guards = numbers[0], sum(each["guard_events"] for each in numbers)
@@ -108,13 +110,13 @@ def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
         sparsity["exact"] = [each["exact"] for each in numbers]
     if asked.plan.passages:
         sparsity["passages"] = first["passages"]
-    return {
-        "prompt_tokens": sum(prompts),
-        "completion_tokens": completion,
-        "total_tokens": sum(prompts) + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "sparsity": sparsity,
-    }
+    details = {"prompt_tokens_details": {"cached_tokens": cached}, "sparsity": sparsity}
+    return {**_token_counts(job, completion), **details}
+
+
+def _token_counts(job: ServerJob, completion: int) -> dict[str, int]:
+    prompt = sum(job.prompt_tokens or ())
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def _mean(numbers: list[dict[str, Any]], key: str) -> float | None:

@@ -22,7 +22,7 @@ from kvsift.server.answers import AnswerForm
 from kvsift.server.api_errors import ApiError
 from kvsift.server.bodies import json_of
 from kvsift.server.document_routes import PATH, DocumentRoutes
-from kvsift.server.door import Door
+from kvsift.server.door import REQUEST_ID, Door
 from kvsift.server.metrics import Metrics
 from kvsift.server.openapi import description
 from kvsift.server.page_files import PAGE_FILES
@@ -82,10 +82,11 @@ class App:
         door = Door(app, self._settings.keys, self._settings.hosts, count)
         if not self._settings.origins:
             return door
-        headers = ["authorization", "content-type"]
+        # Clients have headers of their own, such as x-stainless-lang. None gives a page more rights than its key does.
         return CORSMiddleware(
-            door, list(self._settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=headers
-        )
+            door, list(self._settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
+            expose_headers=["retry-after", REQUEST_ID],
+        )  # fmt: skip
 
     async def _answer(self, schema: type[AnyRequest], request: Request) -> Response:
         supervisor = self._supervisor
@@ -96,7 +97,7 @@ class App:
         try:
             if not await unless_gone(request.receive, job.wait_accepted()):
                 return Response(status_code=GONE)
-            form = AnswerForm(asked, supervisor.model)
+            form = AnswerForm(asked, supervisor.names[0])
             if asked.stream:
                 is_streaming = True
                 return EventStream(job, form, supervisor.release)
@@ -142,16 +143,16 @@ class App:
         }
 
     def _check_model(self, model: str | None) -> None:
-        served = self._supervisor.model
-        if model is not None and model != served:
-            raise ApiError(404, f"the model {model[:80]!r} is not served; {served!r} is.", "model_not_found", "model")
+        served = self._supervisor.names
+        if model is not None and model not in served:
+            text = f"the model {model[:80]!r} is not served here; this server has {', '.join(map(repr, served))}."
+            raise ApiError(404, text, "model_not_found", "model")
 
     async def _models(self, request: Request) -> Response:
         supervisor = self._supervisor
         if not supervisor.ready.is_set():
             supervisor.check_open()
         model = {
-            "id": supervisor.model,
             "object": "model",
             "created": self._started,
             "owned_by": "kvsift",
@@ -162,8 +163,8 @@ class App:
         }
         if (name := request.path_params.get("model")) is not None:
             self._check_model(name)
-            return JSONResponse(model)
-        return JSONResponse({"object": "list", "data": [model]})
+            return JSONResponse({"id": name, **model})
+        return JSONResponse({"object": "list", "data": [{"id": each, **model} for each in supervisor.names]})
 
     @property
     def _has_sample(self) -> bool:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 from starlette.requests import Request
 
 from kvsift.server.api_errors import ApiError
 
 MOST_BYTES = 16 << 20
+CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([^\s;\"']+)", re.IGNORECASE)
 BODY_S, SLOWEST = 30.0, 32 << 10  # seconds for a body, and bytes for which it has a second more
 
 
 def kind_of_body(request: Request) -> str:
     """Return the Content-Type of a request, without parameters."""
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def charset_of_body(request: Request) -> str | None:
+    """Return the charset that the Content-Type of a request names, if it names one."""
+    found = CHARSET.search(request.headers.get("content-type", ""))
+    return None if found is None else found[1]
 
 
 async def json_of(request: Request) -> bytes:

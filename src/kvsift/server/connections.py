@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import resource
 import sys
 from asyncio import TimerHandle, Transport
+from typing import Any
 
 import h11
 from starlette.responses import JSONResponse
@@ -18,6 +21,12 @@ LINGER_S = 2.0  # that a refused client has to read why: a connection closed bef
 HEAD_BYTES = 1 << 16
 MOST_CONNECTIONS = 4096
 OTHER_FILES = 64  # that the process has open, besides connections
+MOST_REASON = 200  # characters of a refusal that quotes a request
+QUOTED = re.compile(r"bytearray\(b(.*)\)", re.DOTALL)  # in messages of h11
+
+# Warnings of uvicorn are about single requests, which anybody may send without end, and the client is told in any case.
+LOGGER = logging.getLogger("uvicorn.error.requests")
+LOGGER.setLevel(logging.ERROR)
 
 
 def raise_file_limit() -> int:
@@ -30,8 +39,37 @@ def raise_file_limit() -> int:
     return max(most - OTHER_FILES, 1)
 
 
+class StrictConnection(h11.Connection):
+    """Requests as RFC 9112 has them: what h11 tolerates beyond that, a proxy before the server may read differently."""
+
+    def next_event(self) -> Any:
+        """Return the next event.
+
+        Raises:
+            h11.RemoteProtocolError: for a head that is too large, or ambiguous.
+        """
+        if self.their_state is not h11.IDLE:
+            return super().next_event()
+        received = self.trailing_data[0]
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            _check_head(received[: len(received) - len(self.trailing_data[0])], {name for name, _ in event.headers})
+        return event
+
+
+def _check_head(head: bytes, names: set[bytes]) -> None:
+    if len(head) > HEAD_BYTES:
+        raise h11.RemoteProtocolError("", error_status_hint=431)
+    if {b"content-length", b"transfer-encoding"} <= names:
+        raise h11.RemoteProtocolError("the request has both Content-Length and Transfer-Encoding")
+    if b"\n" in head.replace(b"\r\n", b""):
+        raise h11.RemoteProtocolError("a line of the headers ends without a carriage return")
+    if b"\r\n " in head or b"\r\n\t" in head:
+        raise h11.RemoteProtocolError("a header is continued in the next line")
+
+
 class Connection(H11Protocol):
-    """uvicorn's connection with time limits, and errors in OpenAI's form.
+    """uvicorn's connection with time limits, strict headers, and errors in OpenAI's form.
 
     A client that has closed its sending half is taken for one that has left, as a close looks the same.
     """
@@ -40,6 +78,10 @@ class Connection(H11Protocol):
     _is_refused = False
     _late: TimerHandle | None = None
     _stalled: TimerHandle | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.conn, self.logger = StrictConnection(h11.SERVER, HEAD_BYTES), LOGGER
 
     def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
         """Take a connection, unless there are too many."""
@@ -84,7 +126,9 @@ class Connection(H11Protocol):
         """Refuse what is not HTTP, and headers that do not end (h11 says 431 then)."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
-        reason = f"headers are larger than {HEAD_BYTES >> 10} KB" if status == 431 else str(error or msg).rstrip(".")
+        reason = QUOTED.sub(r"\1", str(error or msg)).rstrip(".")[:MOST_REASON]
+        if status == 431:
+            reason = f"headers are larger than {HEAD_BYTES >> 10} KB"
         self._refuse(ApiError(status, f"{reason}. The connection is closed.", "invalid_http"))
 
     def _watch(self) -> None:

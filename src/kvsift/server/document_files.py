@@ -10,9 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from datetime import datetime
+from fcntl import LOCK_EX, LOCK_NB, flock
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from socket import gethostname
+from typing import Any, TextIO
 
 from kvsift.engine.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
@@ -21,16 +24,18 @@ from kvsift.server.served_document import ServedDocument
 NAME = re.compile(r"doc-[0-9a-f]{24}")
 LEFT = re.compile(rf"{NAME.pattern}\.(json|kvsift)\..*partial")  # by a process that was killed while it wrote
 FORM = 1
+LOCK = "kvsift.lock"  # names the server that has the folder
 
 
 class DocumentFiles:
-    """The folder of ``--documents``.
+    """The folder of ``--documents``, which is this process's alone while the object lives: a start removes what another
+    server is writing.
 
     Args:
         folder: made if it is not there; only its owner may read what is written.
 
     Raises:
-        InputError: if it cannot be written.
+        InputError: if it cannot be written, or another server has it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,6 +46,31 @@ class DocumentFiles:
             raise InputError(f"--documents {folder} cannot be made: {error.strerror}.") from None
         if not os.access(folder, os.W_OK | os.X_OK):
             raise InputError(f"--documents {folder} cannot be written. Give another folder.")
+        self._lock = self._locked()
+
+    def _locked(self) -> TextIO:
+        """The file of a lock, which the system takes back when the process ends, however it does."""
+        try:
+            descriptor = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise InputError(f"--documents {self._folder} cannot be locked: {LOCK}: {error.strerror}.") from None
+        lock = os.fdopen(descriptor, "r+", errors="replace")
+        try:
+            flock(lock, LOCK_EX | LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read(200).strip() or "a process that has just begun"
+            lock.close()
+            raise InputError(
+                f"--documents {self._folder} is in use by another kvsift serve: {holder}. Give another folder, or end "
+                "that server first."
+            ) from None
+        except OSError as error:  # of some network disks
+            text = f"--documents {self._folder} cannot be locked ({error.strerror}); let no other server use it"
+            print(f"kvsift: {text}.", file=sys.stderr)
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        lock.flush()
+        return lock
 
     def load(self) -> Iterator[dict[str, Any]]:
         """Fields of the documents, oldest first; files that are damaged are left out, with a line of the log."""
@@ -56,7 +86,8 @@ class DocumentFiles:
         yield from sorted(found, key=lambda fields: (fields["created"], fields["key"]))
 
     def save(self, document: ServedDocument) -> None:
-        """Keep a document; if that fails, a line of the log says so, and it is served until the server ends."""
+        """Keep a document; if that fails, the document and a line of the log say so, and it is served until the server
+        ends."""
         content = {
             "name": document.name,
             "owner": list(document.owner),
@@ -69,7 +100,9 @@ class DocumentFiles:
         try:
             write_atomically(self._path(document.key), f"{head}\n{packed}\n")
             self._path(document.key).chmod(0o600)
+            document.kept, document.why_not_kept = True, None
         except OSError as error:
+            document.kept, document.why_not_kept = False, f"{reason(error)}."
             print(f"kvsift: the document {document.key} is not kept: {reason(error)}.", file=sys.stderr)
 
     def delete(self, key: str) -> None:
@@ -102,7 +135,8 @@ def _fields(key: str, data: bytes) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(packed)
     client, salt = content.pop("owner")
     names = "name", "num_bytes", "created", "text"
-    return {"key": key, "owner": (str(client), str(salt)), **{name: content[name] for name in names}}
+    owner = str(client), str(salt)
+    return {"key": key, "owner": owner, "kept": True, **{name: content[name] for name in names}}
 
 
 def _checksum(data: bytes) -> str:

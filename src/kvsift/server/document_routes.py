@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from kvsift.errors import unknown
 from kvsift.server.answers import DONE, event
 from kvsift.server.api_errors import ApiError
-from kvsift.server.bodies import MOST_BYTES, body_of, kind_of_body
+from kvsift.server.bodies import MOST_BYTES, body_of, charset_of_body, kind_of_body
 from kvsift.server.documents import Documents
 from kvsift.server.schemas import DocumentRequest, parse
 from kvsift.server.served_document import ServedDocument
@@ -61,19 +61,23 @@ class DocumentRoutes:
                 raise ApiError(
                     400, str(unknown("query parameter", name[:80], ["name"])), "unknown_parameter", name[:80]
                 )
-        content_type = kind_of_body(request)
+        content_type, charset = kind_of_body(request), charset_of_body(request)
         data = await body_of(request)
         if content_type == "application/json":
             asked = parse(DocumentRequest, data)
             return self._added(asked.text, shown_name(asked.name, "text"), len(asked.text.encode()), owner)
         name = shown_name(request.query_params.get("name"), "document")
         kind = kind_of(content_type, name, data)
-        if kind not in ("html", "pdf"):
-            return self._added(decoded(data), name, len(data), owner)
+        content = data
+        if kind != "pdf":
+            text = decoded(data, kind, charset)
+            if kind != "html":
+                return self._added(text, name, len(data), owner)
+            content = text.encode()
         texts: list[str] = []
 
         async def extract() -> None:
-            texts.append(await self._extraction.text(kind, data))
+            texts.append(await self._extraction.text(kind, content, owner))
 
         try:
             if not await unless_gone(request.receive, extract()):

@@ -17,6 +17,7 @@ from kvsift.server.served_document import ServedDocument
 MOST_DOCUMENTS = 64  # of one API key
 MOST_OF_ALL = 256
 MOST_CHARACTERS = 128 << 20  # of all documents
+NO_FOLDER = "this server keeps no documents between starts; it would with --documents."
 ENGINE_LOST = "the engine process died twice while it read this document, which is not tried again."
 
 
@@ -71,6 +72,8 @@ class Documents:
         """
         key = key_of(text.encode(), owner[1])
         if (known := self._documents.get(key)) is not None and known.status != "failed":
+            if not known.kept:  # there may be room now
+                self._keep(known)
             return known
         if known is None:
             self.check_room(owner)
@@ -81,8 +84,7 @@ class Documents:
             )
             raise ApiError(400, text, "too_many_documents")
         document = self._put(ServedDocument(key, name, text, owner, num_bytes))
-        if self._files is not None:
-            self._files.save(document)
+        self._keep(document)
         self._read(document)
         return document
 
@@ -91,7 +93,16 @@ class Documents:
         key = key_of(data, owner[1])
         if key not in self._documents:
             self.check_room(owner)
-        return self._put(ServedDocument(key, name, "", owner, len(data), status="failed", pinned=False, error=error))
+        document = ServedDocument(key, name, "", owner, len(data), status="failed", pinned=False, error=error)
+        document.why_not_kept = "it has no text."
+        return self._put(document)
+
+    def _keep(self, document: ServedDocument) -> None:
+        """Let a document stay between starts, or say why it does not."""
+        if self._files is None:
+            document.why_not_kept = NO_FOLDER
+        else:
+            self._files.save(document)
 
     def _read(self, document: ServedDocument) -> None:
         """Let the engine read a document."""

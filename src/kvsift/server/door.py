@@ -1,11 +1,13 @@
-"""What every request passes: the Host allow-list and the API key. Plain ASGI, which hides no disconnect."""
+"""What every request passes: the Host allow-list, the API key, and its id. Plain ASGI, which hides no disconnect."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from hmac import compare_digest
 from ipaddress import ip_address
 from socket import gethostname
+from uuid import uuid4
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -15,6 +17,9 @@ from kvsift.server.api_errors import ApiError
 from kvsift.server.page_files import PAGE_PATHS
 from kvsift.server.settings import salt_of
 
+HOST = re.compile(r"(\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._~-]+))(:\d{0,5})?")
+REQUEST_ID = "x-request-id"  # of every response: the client's own, if it is valid
+VALID_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 WITHOUT_KEY = {"/health", *PAGE_PATHS}  # the page asks for the key, and sends it with what it fetches
 
 
@@ -40,13 +45,17 @@ class Door:
         if scope["type"] != "http":
             return
 
+        headers = Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if VALID_ID.fullmatch(given) else uuid4().hex
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._count(scope["path"], message["status"])
+                message["headers"] = [*message["headers"], (REQUEST_ID.encode(), request_id.encode())]
             await send(message)
 
         try:
-            headers = Headers(scope=scope)
             self._check_host(headers.get("host", ""))
             scope["client_name"] = self._client(scope, headers)
         except ApiError as error:
@@ -82,10 +91,9 @@ class Door:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header, without the port and the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+    """Return the name in a Host header, without port and brackets; "" if the header is malformed (RFC 9110 7.2)."""
+    found = HOST.fullmatch(host)
+    return "" if found is None else (found["address"] or found["name"]).lower()
 
 
 def _is_address(name: str) -> bool:

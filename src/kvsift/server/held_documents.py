@@ -20,6 +20,7 @@ from kvsift.engine.prompt import DocumentPrompts, PromptFormat
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, source_of
+from kvsift.server.prompt_limit import PromptLimit
 
 LINE_S = 1.0  # between two tries to enter a full line
 DELETED = "the document was deleted."
@@ -89,6 +90,7 @@ class HeldDocuments(Generic[Question]):
 
     Args:
         llm: whose weights are loaded.
+        limit: of its prompts.
         plan: under which they are read.
         send: a message to the server.
         begin: a question whose document is read; it may have been cancelled.
@@ -97,10 +99,10 @@ class HeldDocuments(Generic[Question]):
     """
 
     def __init__(
-        self, llm: LLM, form: PromptFormat, plan: Plan, send: Callable[[dict[str, Any]], None],
+        self, llm: LLM, form: PromptFormat, limit: PromptLimit, plan: Plan, send: Callable[[dict[str, Any]], None],
         begin: Callable[[Question], None], refuse: Callable[[Question, str], None], wake: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._llm, self._form, self._plan, self._send = llm, form, plan, send
+        self._llm, self._form, self._limit, self._plan, self._send = llm, form, limit, plan, send
         self._begin, self._refuse, self._wake = begin, refuse, wake
         self._held: dict[str, HeldDocument[Question]] = {}
         self._present: HeldDocument[Question] | None = None  # that is being read
@@ -221,6 +223,7 @@ class HeldDocuments(Generic[Question]):
         return True
 
     def _row(self, document: HeldDocument[Question]) -> Row:
+        self._limit.check_text(len(document.text))
         ids = DocumentPrompts(self._form, document.text, growing=document.growing).ids
         if not ids:
             raise InputError("the chat template has no place for a document.")
@@ -240,9 +243,7 @@ class HeldDocuments(Generic[Question]):
 
         document.output = DocumentReading(on_end)
         plan = self._llm.composed_plan(self._plan)
-        row = Row(
-            ids, plan, 1, document.output, client=f"documents of {document.client}", salt=document.salt, patient=True
-        )
+        row = Row(ids, plan, 1, document.output, client=f"documents of {document.client}", salt=document.salt)
         return row
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:

@@ -103,6 +103,8 @@ SCHEMAS: dict[str, Schema] = {
         seconds_left=_or_null(NUMBER),
         error=_or_null(TEXT),
         pinned=BOOLEAN | {"description": "Its keys and values stay cached."},
+        kept=BOOLEAN | {"description": "It is on the disk, and served again after a restart of the server."},
+        why_not_kept=_or_null(TEXT),
     ),
     "DocumentList": _object(object=_one_of("list"), data=_list(_reference("Document"))),
     "DeletedDocument": _object(id=TEXT, object=_one_of("document"), deleted=_one_of(True)),

@@ -14,7 +14,7 @@ import uvicorn
 
 from kvsift.errors import InputError
 from kvsift.server.app import build
-from kvsift.server.connections import HEAD_BYTES, Connection, raise_file_limit
+from kvsift.server.connections import Connection, raise_file_limit
 from kvsift.server.heap import return_large_blocks
 from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
@@ -68,8 +68,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     return_large_blocks()
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
-        timeout_keep_alive=30, timeout_graceful_shutdown=FLUSH_S,
-        http=Connection, h11_max_incomplete_event_size=HEAD_BYTES,
+        timeout_keep_alive=30, timeout_graceful_shutdown=FLUSH_S, http=Connection,
     )  # fmt: skip
     web = WebServer(config)
     ending = Ending(web, supervisor, settings.drain_s)
@@ -95,7 +94,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
 async def _tell(supervisor: Supervisor, url: str) -> None:
     await supervisor.ready.wait()
     plan = supervisor.plans.names[0]
-    print(f"kvsift: {supervisor.model} under {plan} at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
+    print(f"kvsift: {supervisor.names[0]} under {plan} at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)
 
 
 class Ending:

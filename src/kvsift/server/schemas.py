@@ -40,6 +40,7 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="Every event has the tokens so far; as of vLLM.")
     include_obfuscation: neutral(False) = None  # type: ignore[valid-type]
 
 
@@ -108,6 +109,11 @@ class TextRequest(Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def wants_running_usage(self) -> bool:
+        """Whether every event of a stream has the tokens so far."""
+        return self.wants_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
     def plan(self) -> Sparsity:
         """The plan that the request names."""
         return Sparsity(plan=self.sparsity) if isinstance(self.sparsity, str) else self.sparsity or Sparsity()
@@ -121,6 +127,8 @@ class TextRequest(Strict):
             raise ValueError(f"stop has {len(self.stops)} texts, and may have 16")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options need stream=true")
+        if self.stream_options is not None and self.stream_options.continuous_usage_stats and not self.wants_usage:
+            raise ValueError("stream_options.continuous_usage_stats needs include_usage=true")
         if self.plan.passages:
             self._check_passages()
             if self.plan.exact:
@@ -183,10 +191,10 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    """A message of a chat."""
+    """A message of a chat. That of an assistant may have no content, as clients repeat it; it is empty then."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], FIRST_ERROR]
+    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: neutral() = None  # type: ignore[valid-type]
     refusal: neutral() = None  # type: ignore[valid-type]
     audio: neutral() = None  # type: ignore[valid-type]
@@ -194,9 +202,16 @@ class ChatMessage(Strict):
     tool_calls: neutral([]) = None  # type: ignore[valid-type]
     function_call: neutral() = None  # type: ignore[valid-type]
 
+    @model_validator(mode="after")
+    def check_content(self) -> ChatMessage:
+        """Refuse a message of others without content."""
+        if self.content is None and self.role != "assistant":
+            raise ValueError("has none: the content of a message is text, and only that of an assistant may be null")
+        return self
+
     def plain(self) -> dict[str, str]:
         """Return the message with its content as one text."""
-        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        parts = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
         return {"role": "system" if self.role == "developer" else self.role, "content": parts}
 
 
@@ -293,10 +308,13 @@ def _check_sizes(given: dict[str, Any]) -> None:
 
 
 def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:
-    """The error of the first field that is wrong; unknown ones first, then the innermost."""
+    """The error of the first field that is wrong; roles first, then unknown fields, then the innermost."""
     found = error.errors(include_url=False, include_input=False)
-    first = min(found, key=lambda e: (e["type"] != "extra_forbidden", -len(e["loc"])))
+    first = min(found, key=lambda e: (e["loc"][-1:] != ("role",), e["type"] != "extra_forbidden", -len(e["loc"])))
     names = [str(part) for part in first["loc"]]
+    if names[-1:] == ["role"] and first["type"] == "literal_error":
+        text = f"{'.'.join(names)} must be {first['ctx']['expected']}; this server calls no tools or functions."
+        return ApiError(400, text, "invalid_value", ".".join(names))
     if "content" in names[1:]:
         text = 'the content of a message is text, or a list of {"type": "text", "text": ...}; no other parts are taken.'
         return ApiError(400, text, "invalid_value", ".".join(names[:3]))

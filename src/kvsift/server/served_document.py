@@ -26,6 +26,8 @@ class ServedDocument:
         is_begun: the engine is reading it, or has read it.
         crashes: times that the engine died while it read it.
         error: why it failed.
+        kept: it is on the disk, and served again after a restart.
+        why_not_kept: None if it is.
         news: is set, and replaced, when something changes.
     """
 
@@ -42,6 +44,8 @@ class ServedDocument:
     crashes: int = 0
     error: str | None = None
     is_begun: bool = False
+    kept: bool = False
+    why_not_kept: str | None = None
 
     def __post_init__(self) -> None:
         self._begun: tuple[float, int] | None = None  # time and tokens of the first news while it is read
@@ -62,6 +66,8 @@ class ServedDocument:
             "seconds_left": self.seconds_left,
             "error": self.error,
             "pinned": self.pinned,
+            "kept": self.kept,
+            "why_not_kept": self.why_not_kept,
         }
 
     @property

@@ -29,6 +29,7 @@ class ServerSettings:
             captured; None: as many as requests may need at once, or as fit; 0: none.
         host, port: the address; port 0 is any free one.
         keys: API keys, one of which every request must carry; none: no key is asked for.
+        names: of the model for clients, the first one in answers; none: that of its folder.
         hosts: further names under which clients may address the server.
         origins: origins of web pages that may use the server from a browser.
         max_waiting: requests that may wait for the engine; further ones are refused.
@@ -45,6 +46,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Sequence[str] = ()
+    names: Sequence[str] = ()
     hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
     max_waiting: int = 256
@@ -73,7 +75,7 @@ def salt_of(key: bytes) -> str:
 
 
 def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
-    """Return the API keys of a file, one per line, and of the environment.
+    """Return the API keys of a file, one per line besides comments (#), and of the environment.
 
     Raises:
         InputError: if the file cannot be read or holds none.
@@ -82,11 +84,14 @@ def read_keys(file: Path | None, environment: Mapping[str, str]) -> list[str]:
     if file is None:
         return keys
     try:
-        found = [line.strip() for line in file.read_text("utf-8-sig").splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read_text("utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"the file of API keys {file} cannot be read: {error}.") from None
+    found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise InputError(f"the file of API keys {file} is empty; it has one key per line.")
+        raise InputError(
+            f"the file of API keys {file} has no key; give one per line. Lines that begin with # are none."
+        )
     return keys + found
 
 

@@ -65,7 +65,7 @@ class EventStream(Response):
         job = self._job
         while True:
             is_ended = job.is_ended  # before its pieces are taken
-            data = self._form.chunks(job.take())
+            data = self._form.chunks(job)
             if is_ended:
                 end = self._form.last(job) if job.error is None else failure(job.error)
                 await self._send(send, data + end, more=False)

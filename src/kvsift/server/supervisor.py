@@ -43,7 +43,7 @@ class Supervisor:
 
     Attributes:
         state: "loading", "ready", "restarting" or "draining".
-        model: name of the served model.
+        names: of the served model, the first one in answers; none until it is loaded.
         positions: of the model; None: unlimited.
         plans: that requests may name.
         restarts: of the engine.
@@ -65,7 +65,7 @@ class Supervisor:
         self.ready = asyncio.Event()
         files = None if settings.documents is None else DocumentFiles(settings.documents)
         self.documents = Documents(self._send, files, settings.salts)
-        self.model, self.positions, self.plans, self.restarts = "", None, PlanList([], []), 0
+        self.names, self.positions, self.plans, self.restarts = list[str](), None, PlanList([], []), 0
         self.books: dict[str, dict[str, int]] = {}
         self._num_rows = 0
 
@@ -222,7 +222,8 @@ class Supervisor:
         if op == "fatal":
             raise InputError(message["message"])
         if op == "ready":
-            self.model, self.positions, self._num_rows = message["model"], message["positions"], message["rows"]
+            self.names = list(dict.fromkeys(self._settings.names)) or [message["model"]]
+            self.positions, self._num_rows = message["positions"], message["rows"]
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()

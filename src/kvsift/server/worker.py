@@ -38,6 +38,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.server import frames
 from kvsift.server.heap import trim
 from kvsift.server.held_documents import HeldDocuments
+from kvsift.server.prompt_limit import PromptLimit, TooLong
 from kvsift.server.replies import Reply, usage_of
 
 ALIVE_S = 1.0  # between two signs of life
@@ -88,14 +89,14 @@ class Worker:
         if settings["reserve_tokens"] != 0:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
-        self._longest = max(map(len, llm.tokenizer.get_vocab()))  # characters of a token
+        self._limit = PromptLimit.of(llm)
         self._waiting: list[OpenRow] = []  # accepted rows that have not begun
         self._rows: list[OpenRow] = []
         self._lock, self._work = Lock(), Event()
         self._step_started: float | None = None
         self._has_worked = False  # since the heap was trimmed
         self._documents = HeldDocuments[OpenRow](
-            llm, self._form, self._plans[0], self._send, self._begin, self._refuse_row, self._work.set
+            llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_row, self._work.set
         )
 
     def run(self) -> None:
@@ -139,11 +140,11 @@ class Worker:
         try:
             prompts = self._prompts(message)
             rows = self._open(message, prompts, self._offsets(message))
-        except InputError as error:
-            self._refuse(key, 400, error, "invalid_value")
-            return
         except TooLong as error:
             self._refuse(key, 400, error, "context_length_exceeded")
+            return
+        except InputError as error:
+            self._refuse(key, 400, error, "invalid_value")
             return
         except Exception as error:  # of this request; the others go on
             traceback.print_exc()
@@ -189,7 +190,7 @@ class Worker:
         """Tokens of the prompts."""
         if "messages" in message:
             document, growing = self._document(message)
-            self._check_size(len(document) + sum(len(each["content"]) for each in message["messages"]))
+            self._limit.check_text(len(document) + sum(len(each["content"]) for each in message["messages"]))
             return [self._form.encode_messages(message["messages"], document, growing)]
         return [self._encoded(prompt) for prompt in message["prompts"]]
 
@@ -206,22 +207,12 @@ class Worker:
         llm = self._llm
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
-            self._check_size(len(prompt))
+            self._limit.check_text(len(prompt))
             return llm.encode(prompt)
         vocabulary = llm.directory.config.vocab_size
         if (largest := max(prompt)) >= vocabulary:
             raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return prompt
-
-    def _check_size(self, num_characters: int) -> None:
-        """Refuse a text that no tokenizing would make short enough (``TooLong``): megabytes take it seconds, in which
-        no other request is begun or cancelled."""
-        positions = self._llm.directory.max_positions
-        if positions is not None and num_characters > positions * self._longest:
-            raise TooLong(
-                f"the prompt has {num_characters} characters, which are more than the {positions} positions of this "
-                f"model have room for: its longest token has {self._longest}. Shorten the prompt."
-            )
 
     def _open(
         self, message: dict[str, Any], prompts: Sequence[list[int]], offsets: TextOffsets | None
@@ -231,7 +222,8 @@ class Worker:
         check_exact(self._llm, plan, message["exact"])
         runs_as, rows, samples = self._llm.composed_plan(plan), list[OpenRow](), message["n"]
         is_chat = "messages" in message
-        stops = [*message["stop"], *filter(None, [self._form.stop if is_chat else None])]
+        end = self._form.stop if is_chat and not message["ignore_eos"] else None  # of an answer, as an eos token is
+        stops = [*message["stop"], *filter(None, [end])]
         for index in range(len(prompts) * samples):
             if index in message["ended"]:
                 continue
@@ -261,16 +253,12 @@ class Worker:
 
     def _room(self, ids: Sequence[int], asked: int | None) -> int:
         """Most tokens of an answer."""
-        positions = self._llm.directory.max_positions
+        positions = self._limit.positions
         if not ids:
             raise InputError("the prompt is empty.")
         if asked is None:
             asked = CHAT_TOKENS if positions is None else max(min(CHAT_TOKENS, positions - len(ids)), 1)
-        if positions is not None and len(ids) + asked > positions:
-            raise TooLong(
-                f"the prompt has {len(ids)} tokens and up to {asked} will be generated: {len(ids) + asked} in all. "
-                f"This model has {positions} positions. Shorten the prompt, or generate fewer tokens."
-            )
+        self._limit.check_tokens(len(ids), asked)
         return asked
 
     def _plan(self, message: dict[str, Any]) -> Plan:
@@ -345,10 +333,6 @@ class Worker:
         with self._llm.fast_path.turn:  # counters may be on the device
             answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
         return {"usage": usage_of(answer, row.num_reused)}
-
-
-class TooLong(Exception):
-    """A prompt that the model has no positions for."""
 
 
 def main() -> None:
