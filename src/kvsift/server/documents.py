@@ -6,6 +6,7 @@ They outlive the engine process: the next one reads them again.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -112,13 +113,19 @@ class Documents:
         document.update(status="failed", error="this document was deleted.")
 
     def received(self, message: dict[str, Any]) -> None:
-        """Take what the engine says of a document."""
-        if (document := self._documents.get(message["document"])) is not None and document.text:
-            names = "status", "tokens", "read", "pinned", "error"
+        """Take what the engine says of a document; one that cannot take it has failed."""
+        if (document := self._documents.get(message["document"])) is None or not document.text:
+            return
+        names = "status", "tokens", "read", "pinned", "error"
+        try:
             document.update(is_begun=True, **{name: message[name] for name in names if name in message})
-            document.crashes = 0 if document.status == "ready" else document.crashes
-            if document.status == "failed" and document.crashes == 0:
-                print(f"kvsift: document {document.key} cannot be read: {document.error}", file=sys.stderr)
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the server failed ({type(error).__name__}); its log has the reason."
+            document.update(status="failed", error=reason)
+        document.crashes = 0 if document.status == "ready" else document.crashes
+        if document.status == "failed" and document.crashes == 0:
+            print(f"kvsift: document {document.key} cannot be read: {document.error}", file=sys.stderr)
 
     def resend(self) -> None:
         """Let a new engine process read all documents."""

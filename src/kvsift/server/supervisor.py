@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import Callable
 from contextlib import suppress
@@ -113,9 +114,9 @@ class Supervisor:
         """
         self.check_open()
         job = ServerJob(next(self._keys), message, num_answers)
+        self._send(job.message())
         self._jobs[job.key] = job
         self._idle.clear()
-        self._send(job.message())
         return job
 
     def release(self, job: ServerJob) -> None:
@@ -125,10 +126,14 @@ class Supervisor:
         self._forget(job)
 
     def _forget(self, job: ServerJob) -> None:
-        if self._jobs.pop(job.key, None) is not None:
-            self._on_end(job)
+        is_new = self._jobs.pop(job.key, None) is not None
         if not self._jobs:
             self._idle.set()
+        try:
+            if is_new:
+                self._on_end(job)
+        except Exception:  # of what counts requests; the answer is whole
+            traceback.print_exc()
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._writer is not None:
@@ -218,7 +223,7 @@ class Supervisor:
         return became_ready
 
     def _receive(self, message: dict[str, Any]) -> None:
-        op, job = message["op"], self._jobs.get(message.get("id", 0))
+        op = message["op"]
         if op == "fatal":
             raise InputError(message["message"])
         if op == "ready":
@@ -231,17 +236,27 @@ class Supervisor:
                 self._send(kept.message())
         elif op == "step":
             for new in message["rows"]:
-                if (answered := self._jobs.get(new["id"])) is not None:
-                    answered.add(new)
-                    self._settle(answered)
+                self._tell(new["id"], ServerJob.add, new)
+        elif op == "accepted":
+            self._tell(message["id"], ServerJob.accept, message["prompt_tokens"])
+        elif op == "refused":
+            retry_after = 5 if message["status"] == 429 else None
+            error = ApiError(message["status"], message["message"], message["code"], retry_after=retry_after)
+            self._tell(message["id"], ServerJob.fail, error)
         elif op == "document":
             self.documents.received(message)
-        elif op == "accepted" and job is not None:
-            job.accept(message["prompt_tokens"])
-        elif op == "refused" and job is not None:
-            retry_after = 5 if message["status"] == 429 else None
-            job.fail(ApiError(message["status"], message["message"], message["code"], retry_after=retry_after))
-            self._settle(job)
+
+    def _tell(self, key: int, take: Callable[[ServerJob, Any], None], news: Any) -> None:
+        """Let a request take its news, unless it has ended; one that cannot take them ends."""
+        if (job := self._jobs.get(key)) is None:
+            return
+        try:
+            take(job, news)
+        except Exception as error:
+            traceback.print_exc()
+            text = f"this answer failed in the server ({type(error).__name__}); its log has the reason."
+            job.fail(ApiError(500, text, "answer_failed"))
+        self._settle(job)
 
     def _settle(self, job: ServerJob) -> None:
         if job.is_ended:
