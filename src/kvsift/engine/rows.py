@@ -351,6 +351,8 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
                 if all(row.is_ended for row in rows[: len(rows) - len(coming)]):
                     raise
                 return
+            except Exception as error:  # of this row alone
+                coming[0].state, coming[0].error = "ended", error
             coming.popleft()
 
     try:
