@@ -177,7 +177,7 @@ def every_second_time(old: Callable[..., Any], *args: Any) -> Any:
 def install() -> None:
     """Make the places."""
     know(Worker, "_ending", of_opened)
-    know(Worker, "_frame", of_opened)
+    know(Worker, "_encode", of_opened)
     know(Loop, "_finish", of_row)
     know(Loop, "_step", of_those_that_wait)
     know(Reply, "take", of_reply)
@@ -203,7 +203,7 @@ def install() -> None:
     fail("the news of a step", Worker, "_news", of_opened, nth=2)
     change("a log-probability that is NaN", Reply, "take", of_reply, event_with(2, ["a", nan, []]))
     change("a text that is no text", Reply, "take", of_reply, event_with(1, b"bytes"))
-    change("the frame", frames, "pack", of_working, every_second_time)
+    change("the frame", frames, "encode", of_working, every_second_time)
     fail("the counters of the cache", CacheReport, "of", of_working)
     fail("the ending", Worker, "_ending", of_opened)
     fail("the answer", worker, "answer_of_row", of_row)

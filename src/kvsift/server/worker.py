@@ -120,9 +120,9 @@ class Worker:
             self._documents.forget(message["document"])
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._send_packed(frames.pack(message))
+        self._send_frame(frames.pack(message))
 
-    def _send_packed(self, data: bytes) -> None:
+    def _send_frame(self, data: bytes) -> None:
         with self._sending:
             self._connection.sendall(data)
 
@@ -175,7 +175,7 @@ class Worker:
             self._cancel(opened.request)
             self._refuse(opened.request, 429, error, "rate_limit_exceeded")
         except Exception as error:  # of this row
-            self._send_packed(self._leave(opened, error))
+            self._send_frame(frames.pack_step([self._leave(opened, error)]))
         with self._lock:
             is_gone = opened not in self._rows
         if is_gone:  # cancelled while it came into the line
@@ -184,7 +184,8 @@ class Worker:
 
     def _refuse_row(self, opened: OpenRow, reason: str) -> None:
         """End a row that has not begun."""
-        self._send_packed(self._frame(opened, _ending_of(InputError(f"the document cannot be read: {reason}"))))
+        ending = _ending_of(InputError(f"the document cannot be read: {reason}"))
+        self._send_frame(frames.pack_step([self._encode(opened, ending)]))
 
     def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
         self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
@@ -307,36 +308,36 @@ class Worker:
             os._exit(1)
 
     def _report(self) -> None:
-        """Send what a step has brought, at once. A row whose news cannot be told ends, and the others go on."""
+        """Send what a step has brought, in one message. A row whose news cannot be told ends; the others go on."""
         with self._lock:
             rows = list(self._rows)
-        if told := b"".join(map(self._told, rows)):
-            self._send_packed(told)
+        if told := [*filter(None, map(self._told, rows))]:
+            self._send_frame(frames.pack_step(told))
         self._documents.report()
 
     def _told(self, opened: OpenRow) -> bytes:
-        """The frame of what is new about a row; empty: nothing is."""
+        """What is new about a row, encoded; empty: nothing is."""
         try:
             new = self._news(opened)
-            frame = self._frame(opened, new) if new else b""
+            told = self._encode(opened, new) if new else b""
         except Exception as error:  # of this row
             return self._leave(opened, error)
         if "finish" in new:
             self._forget(opened)
-        return frame
+        return told
 
     def _leave(self, opened: OpenRow, error: Exception) -> bytes:
-        """End a row with an error; returns its last frame."""
+        """End a row with an error; returns its last news, encoded."""
         self._forget(opened)
-        return self._frame(opened, _ending_of(error))
+        return self._encode(opened, _ending_of(error))
 
     def _forget(self, opened: OpenRow) -> None:
         with self._lock:
             self._rows = [each for each in self._rows if each is not opened]
         self._llm.loop.close(opened.row)
 
-    def _frame(self, opened: OpenRow, new: dict[str, Any]) -> bytes:
-        return frames.pack({"op": "step", "rows": [{"id": opened.request, "index": opened.index, **new}]})
+    def _encode(self, opened: OpenRow, new: dict[str, Any]) -> bytes:
+        return frames.encode({"id": opened.request, "index": opened.index, **new})
 
     def _news(self, opened: OpenRow) -> dict[str, Any]:
         """What is new about a row."""
