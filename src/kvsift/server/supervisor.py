@@ -170,15 +170,15 @@ class Supervisor:
         self._forget(job)
 
     def _forget(self, job: ServerJob) -> None:
-        is_new = self._jobs.pop(job.key, None) is not None
+        was_open = self._jobs.pop(job.key, None) is not None
         if not self._jobs:
             self._idle.set()
         try:
-            if is_new:
+            if was_open:
                 self._on_end(job)
         except Exception:  # of what counts requests; the answer is whole
             traceback.print_exc()
-        if is_new and self._tries_alone:
+        if was_open and self._tries_alone:
             self._feed()
 
     def _send(self, message: dict[str, Any]) -> bool:
