@@ -14,6 +14,10 @@ class InputError(KVSiftError, ValueError):
     """Something the user gave cannot be used."""
 
 
+class LogitsError(KVSiftError, ArithmeticError):
+    """The logits of a model are such that no token can be chosen from them; the answer ends with this error."""
+
+
 class NothingSkipped(KVSiftError, RuntimeError):
     """A sparse plan ran and read everything; raised under ``strict``."""
 

@@ -50,7 +50,7 @@ def test_100_000_draws_are_of_their_distribution() -> None:
     """Chi-square with 6 degrees of freedom: beyond 22.5 in one of a thousand runs, and the seed is fixed."""
     count, shares = 100_000, torch.tensor([0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01], dtype=torch.float64)
     one = torch.ones(count, dtype=torch.float64)
-    tokens = draw(shares.log().float().expand(count, -1), one, Sampling(1.0, seed=5).noise(count))
+    tokens, _ = draw(shares.log().float().expand(count, -1), one, Sampling(1.0, seed=5).noise(count))
     found = tokens.bincount(minlength=len(shares)).double()
     assert float(((found - count * shares) ** 2 / (count * shares)).sum()) < 22.5
 
@@ -98,10 +98,10 @@ def test_a_row_draws_what_it_draws_alone() -> None:
     temperature, top_p = torch.tensor([[0.8, 1.0, 0.0], [1.0, 0.5, 1.0]], dtype=torch.float64)
     for seed in range(200):
         noise = Sampling(1.0, seed=seed).noise(3)
-        together = draw(logits, temperature, noise, top_p)
-        assert torch.equal(draw(logits, temperature, noise)[[0, 2]], together[[0, 2]])
+        together, _ = draw(logits, temperature, noise, top_p)
+        assert torch.equal(draw(logits, temperature, noise)[0][[0, 2]], together[[0, 2]])
         one = slice(1, 2)
-        assert torch.equal(draw(logits[one], temperature[one], noise[one], top_p[one]), together[one])
+        assert torch.equal(draw(logits[one], temperature[one], noise[one], top_p[one])[0], together[one])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-9), Sampling(1e-3), Sampling(1e-300), Sampling(5e-324)])
@@ -144,7 +144,9 @@ def test_a_knob_out_of_range_is_refused_by_name(bad: dict[str, float]) -> None:
 @pytest.mark.parametrize("vocabulary", [256, 4096, 37, 1000])  # in 256 parts, in more, not divisible
 def test_the_likeliest_token_is_the_first_of_the_largest_logits(vocabulary: int) -> None:
     logits = torch.randint(0, 5, (3, vocabulary), generator=torch.Generator().manual_seed(0)).float()
-    assert torch.equal(likeliest(logits), logits.argmax(-1))
+    best, tokens = likeliest(logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+    assert torch.equal(best, logits.amax(-1))
 
 
 def test_answers_that_begin_at_seeds_side_by_side_share_no_seed() -> None:

@@ -5,6 +5,7 @@ hang    show no sign of life
 begin   send one token and end
 answer  two tokens; those that were sent before are left out
 wait    accept, and read nothing
+slow    one token of four, and another one whenever it is submitted again
 
 Documents are read at once; one that says die ends it.
 """
@@ -47,6 +48,11 @@ def main() -> None:
         if prompt == "wait":
             continue
         sent = len(message["sent"].get("0", ()))
+        if prompt == "slow":
+            end = {"finish": "stop", "usage": USAGE} if sent == 3 else {}
+            row = {"id": key, "index": 0, "read": 4, "tokens": [[sent, f"{sent} ", None]], **end}
+            connection.sendall(frames.pack({"op": "step", "rows": [row]}))
+            continue
         tokens = [[1, "one ", None], [2, "two", None]][sent : 1 if prompt == "begin" and not sent else 2]
         end = {} if len(tokens) + sent < 2 else {"finish": "stop", "usage": USAGE}
         step = {"op": "step", "rows": [{"id": key, "index": 0, "read": 4, "tokens": tokens, **end}]}

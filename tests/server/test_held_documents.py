@@ -14,6 +14,8 @@ from kvsift import LLM
 from kvsift.batching.row import Row
 from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.rows import RunnerRows
+from kvsift.errors import InputError
+from kvsift.server import held_documents
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.prompt_limit import PromptLimit
 
@@ -153,9 +155,6 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
 
 
 def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvsift.errors import InputError
-    from kvsift.server import held_documents
-
     held, tries = Held(model), list[Row]()
     submit = held.llm.loop.submit
 
@@ -170,3 +169,64 @@ def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch
     held.add("a", text_of(300))
     held.step(lambda: held.of("a") and held.of("a")[-1]["status"] == "ready")
     assert len(tries) == 3
+
+
+@pytest.mark.parametrize("place", ["tokens", "the line", "progress", "the end", "keeping", "a file that stays"])
+def test_a_document_that_fails_anywhere_ends_alone(
+    place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, kept, tell = Held(model), tmp_path / "a.kvsift", HeldDocuments._tell
+
+    def failing(*_: Any, **options: Any) -> None:
+        raise OSError("a fault")
+
+    def silent(documents: Any, document: Any, status: str) -> None:
+        told = held.of("a")
+        if document.key == "a" and status == ("ready" if place == "the end" else "reading") and len(told) > 2:
+            raise RuntimeError("a fault")
+        tell(documents, document, status)
+
+    places: dict[str, tuple[Any, str, Any]] = {
+        "tokens": (HeldDocuments, "_row", failing),
+        "the line": (held.llm.loop, "submit", failing),
+        "progress": (HeldDocuments, "_tell", silent),
+        "the end": (HeldDocuments, "_tell", silent),
+        "keeping": (held_documents, "keep", failing),
+        "a file that stays": (Path, "unlink", failing),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*places[place])
+        held.add("a", text_of(300), kept)
+        held.documents.ask("a", "about a")
+        if place == "a file that stays":
+            held.step(lambda: held.begun)
+            kept.touch()
+            held.documents.forget("a")
+        else:
+            held.step(lambda: held.refused)
+            assert held.of("a")[-1]["status"] == "failed"
+            assert held.refused[0][1].endswith("; the log has the reason.")
+    held.add("b", text_of(300))
+    held.documents.ask("b", "about b")
+    held.step(lambda: "about b" in held.begun)
+    assert held.of("b")[-1]["status"] == "ready"
+
+
+def test_a_damaged_file_that_cannot_be_deleted_is_left_and_the_text_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, kept, read = Held(model), tmp_path / "a.kvsift", list[Row]()
+
+    def source_of(path: Path, _: LLM, row: Row) -> Callable[[Any], None]:
+        read.append(row)
+        return lambda cache: (_ for _ in ()).throw(OSError("damaged"))
+
+    def failing(*_: Any, **options: Any) -> None:
+        raise PermissionError("not yours")
+
+    kept.touch()
+    monkeypatch.setattr(held_documents, "source_of", source_of)
+    monkeypatch.setattr(Path, "unlink", failing)
+    held.add("a", text_of(300), kept)
+    held.step(lambda: held.of("a") and held.of("a")[-1]["status"] == "ready")
+    assert len(read) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -54,7 +55,7 @@ def test_an_answer_goes_on_after_the_token_that_was_sent() -> None:
     async def test(supervisor: Supervisor) -> None:
         job = ask(supervisor, "begin")
         await job.wait_ended()
-        assert (job.crashes, job.answers[0].ids, job.take()[0].text) == (1, [1, 2], "one two")
+        assert (job.crashes, job.answers[0].ids, job.take()[0].text) == (0, [1, 2], "one two")
         assert supervisor.restarts == 1
 
     assert len(supervised(test)) == 1
@@ -75,6 +76,69 @@ def test_a_request_that_kills_two_engines_ends_and_others_do_not() -> None:
         assert other.take()[0].text == "one two"
 
     assert [job.crashes for job in supervised(test)] == [2, 0]
+
+
+def test_a_request_that_was_only_beside_two_crashes_has_its_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    """It gets further after each crash, and the other one, with which the engine dies, does not."""
+
+    async def test(supervisor: Supervisor) -> None:
+        beside, deadly = ask(supervisor, "slow"), ask(supervisor, "die")
+        with pytest.raises(ApiError, match="died twice with this request, and with nothing beside it"):
+            await deadly.wait_ended()
+        while supervisor.state != "ready":
+            await asyncio.sleep(0.01)
+        after = ask(supervisor, "answer")
+        await after.wait_ended()
+        assert after.take()[0].text == "one two"
+        assert (beside.error, beside.answers[0].ids) == (None, [0, 1, 2])
+        os.kill(supervisor.pid or 0, signal.SIGKILL)
+        await beside.wait_ended()
+        assert beside.take()[0].text == "0 1 2 3 "
+        assert supervisor.restarts == 4
+
+    assert [job.crashes for job in supervised(test)] == [3, 0, 0]
+    assert "what was in two crashes is tried alone" in capfd.readouterr().err
+
+
+def test_a_request_that_was_not_begun_in_two_crashes_is_tried_alone_and_others_wait() -> None:
+    async def test(supervisor: Supervisor) -> None:
+        beside, deadly = ask(supervisor, "wait"), ask(supervisor, "die")
+        with pytest.raises(ApiError, match="died twice"):
+            await deadly.wait_ended()
+        while supervisor.state != "ready":
+            await asyncio.sleep(0.01)
+        after = ask(supervisor, "answer")
+        await asyncio.sleep(0.1)
+        assert (beside.error, beside.is_sent) == (None, True)
+        assert (after.is_sent, after.prompt_tokens) == (False, None)
+        supervisor.release(beside)  # its client has left
+        await after.wait_ended()
+        assert supervisor.restarts == 3
+
+    supervised(test)
+
+
+def test_a_document_that_kills_two_engines_fails_and_a_question_beside_it_does_not() -> None:
+    async def test(supervisor: Supervisor) -> None:
+        beside, owner = ask(supervisor, "slow"), ("me", "")
+        deadly = supervisor.documents.add("a", "die", 3, owner)
+        while deadly.status == "reading":
+            await asyncio.sleep(0.01)
+        assert deadly.error is not None
+        assert "died while it read this document alone" in deadly.error
+        while len(beside.answers[0].ids) < 3:
+            await asyncio.sleep(0.01)
+        os.kill(supervisor.pid or 0, signal.SIGKILL)
+        await beside.wait_ended()
+        assert beside.take()[0].text == "0 1 2 3 "
+        while supervisor.state != "ready":
+            await asyncio.sleep(0.01)
+        other = supervisor.documents.add("b", "a text", 6, owner)
+        while other.status == "reading":
+            await asyncio.sleep(0.01)
+        assert other.status == "ready"
+
+    supervised(test)
 
 
 def test_an_engine_without_a_sign_of_life_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

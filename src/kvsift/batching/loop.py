@@ -102,12 +102,15 @@ class Loop:
         row.key, apart = next(self._keys), self._model.reason_apart(row)
         row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
-        self._hold(row, self._found(row))
-        self._rows[row.key] = row  # before the schedule names it to whoever takes a step
-        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
-            del self._rows[row.key]
+        try:
+            self._hold(row, self._found(row))
+            self._rows[row.key] = row  # before the schedule names it to whoever takes a step
+            if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+                raise InputError("too many requests are waiting. Try again when some of them have ended.")
+        except Exception:
+            self._rows.pop(row.key, None)
             self._hold(row, [])
-            raise InputError("too many requests are waiting. Try again when some of them have ended.")
+            raise
 
     def cancel(self, row: Row) -> None:
         """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
@@ -224,7 +227,7 @@ class Loop:
         for row in self.rows:
             if row.deadline is not None and now >= row.deadline:
                 self._end(row, "deadline")
-        decision = self._schedule.decide(self._room() if self._schedule.waiting else 0)
+        decision = self._schedule.decide(self._room_to_admit())
         if decision.decode:
             self._decode()
         if decision.read is not None:
@@ -263,6 +266,18 @@ class Loop:
         if beside is None:
             beside = max(map(self._model.pages_of, self._rows.values()), default=0)
         return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + beside
+
+    def _room_to_admit(self) -> int:
+        """``_room``; where it cannot be told, the rows that wait for it end with the reason, and the others go on."""
+        waiting = self._schedule.waiting
+        try:
+            return self._room() if waiting else 0
+        except Exception as error:
+            for key in waiting:
+                failure = RuntimeError(f"the memory that there is cannot be told ({type(error).__name__}: {error})")
+                failure.__cause__ = error
+                self._end(self._rows[key], "error", failure)
+            return 0
 
     def _num_allocated(self) -> int:
         """Pages that are allocated, and not in the pool yet."""

@@ -30,7 +30,7 @@ from kvsift.engine.feeds import Assignment, Block, Shift, drafts_at, uploaded
 from kvsift.engine.row_groups import Group, PoolSession
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.session import BLOCK, BLOCK_ROWS, STEADY_SLOTS
-from kvsift.engine.slots import Slots, StepKind, StepMode
+from kvsift.engine.slots import Slots, StepKind, StepMode, tokens_of
 from kvsift.engine.transcript import Request
 from kvsift.kernels.block_attention import reach
 from kvsift.layer.paged_decode import DecodeLayer, rule_of
@@ -144,7 +144,7 @@ class BlockGroup(Group[RowBlocks]):
         if rests and step.number + 1 < PLAIN_STEPS and all(row.length - row.num_cached > 2 for row in rows):
             after = launch_plain(slots, kind, [], step.number + 1)
         step.clock.wait()
-        every = step.chosen.tolist()
+        every = tokens_of(step.chosen)
         chosen = [every[self._place(row) * slots.batch.block] for row in rows]
         if after is not None:
             places = [RowPlace(row, row.num_cached + 1, token) for row, token in zip(rows, chosen)]
@@ -194,13 +194,14 @@ class BlockGroup(Group[RowBlocks]):
         slots.assign_blocks(blocks, drafted=None if drafts is None else drafts.tokens)
         clock = Clock(slots.tokens.device)
         slots.run(kind, 0)
-        on_host = [to_host(each) for each in (slots.tokens, *([] if drafts is None else [drafts.tokens]))]
+        on_host = [to_host(each) for each in (slots.results[:2], *([] if drafts is None else [drafts.tokens]))]
         clock.mark()
         after = None
         if drafts is not None and len(places) == len(rows) and self._go_on(slots, drafts, counts):
             after = self._draft_behind(slots, draft_kind, drafts, counts)
         clock.wait()
-        chosen, read = on_host[0].view(-1, BLOCK).tolist(), [] if drafts is None else on_host[1].tolist()
+        every, read = tokens_of(on_host[0]), [] if drafts is None else on_host[1].tolist()
+        chosen = [every[first : first + BLOCK] for first in range(0, len(every), BLOCK)]
         proposed = [[read[drafts_at(each)] if each < 0 else each for each in fed[row][1:]] for row in rows]
         following = self._following(rows, proposed, chosen)
         if after is not None:
@@ -271,7 +272,7 @@ class BlockGroup(Group[RowBlocks]):
             tokens.append(slots.tokens.clone())
             for slot, count_of_row in enumerate(counts):
                 if count_of_row == number + 1:
-                    counted[slot] = slots.results[1:, slot].clone()  # idle steps count a token, too
+                    counted[slot] = slots.counted[:, slot].clone()  # idle steps count a token, too
                     if count_of_row < steps:
                         slots.release(slot)
         clock.mark()

@@ -86,7 +86,7 @@ class PlainStep(NamedTuple):
     Attributes:
         slots: that it runs on.
         places: of the rows, before it.
-        chosen: int64 [slots], on the host once the clock has come to its end.
+        chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end.
         clock: of the step.
         number: of the step since its rows were assigned.
     """
@@ -102,11 +102,11 @@ def launch_plain(slots: Slots, kind: StepKind, places: list[RowPlace], number: i
     """Launch a step; ``places`` may be told later."""
     clock = Clock(slots.tokens.device)
     slots.run(kind, number)
-    chosen = to_host(slots.tokens)
+    chosen = to_host(slots.results[:2])
     clock.mark()
     return PlainStep(slots, places, chosen, clock, number)
 
 
-def to_host(tokens: Tensor) -> Tensor:
-    """Return a tensor that will hold these tokens once a mark after this launch has come."""
-    return torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=tokens.is_cuda).copy_(tokens, non_blocking=True)
+def to_host(numbers: Tensor) -> Tensor:
+    """Return a tensor that will hold these numbers once a mark after this launch has come."""
+    return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda).copy_(numbers, non_blocking=True)

@@ -19,7 +19,7 @@ from kvsift.engine.accounting import DecodeRow, add_counts
 from kvsift.engine.feeds import Assignment
 from kvsift.engine.probing import Probe, probe_rows
 from kvsift.engine.sampling import CHOICES, choice_of
-from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.slots import Slots, StepKind, tokens_of
 from kvsift.layer.paged_decode import ALWAYS, StepMode
 from kvsift.plan.plan import Rule
 
@@ -204,7 +204,7 @@ class CapturedRows:
         for probe in step.probes:
             if not probe.row.done:
                 probe.add()
-        tokens, counted = step.results[0].tolist(), step.results[1:].clone()
+        tokens, counted = tokens_of(step.results), step.results[2:].clone()
         read = []
         for row in rows:
             slot = step.rows.index(row)

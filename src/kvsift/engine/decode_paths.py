@@ -42,7 +42,7 @@ def decode_beside(
     in_blocks: bool = False, progress: ProgressCallback | None = None,
 ) -> Generator[tuple[int, str]]:  # fmt: skip
     """Feed what is not cached of the prompts of rows, one after the other, and let all generate; yields (index of the
-    row, new piece of its text).
+    row, new piece of its text). A row whose token or text cannot be made ends with its ``error``, and the others go on.
 
     Args:
         runner: of the model.
@@ -99,7 +99,7 @@ def _step(model: RunnerRows, rows: Sequence[Row]) -> None:
             row.num_cached += 1
             _tell(row, logits, probe_s)
     for row in rows:
-        if _transcript(row).done:
+        if _is_done(row):
             _leave(row)
 
 
@@ -115,15 +115,22 @@ def _leave(row: Row) -> None:
 def _choose(row: Row, logits: Logits) -> int | None:
     row.num_cached += 1
     _tell(row, logits, row.counters.probe_s)
-    return None if _transcript(row).done else row.token
+    return None if _is_done(row) else row.token
 
 
 def _tell(row: Row, logits: Logits, probe_s: float) -> None:
-    row.token, _ = row.output.take(logits, probe_s)
+    try:
+        row.token, _ = row.output.take(logits, probe_s)
+    except Exception as error:
+        row.error = error
+
+
+def _is_done(row: Row) -> bool:
+    return row.error is not None or _transcript(row).done
 
 
 def _running(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if not _transcript(row).done]
+    return [row for row in rows if not _is_done(row)]
 
 
 def _transcript(row: Row) -> Transcript:

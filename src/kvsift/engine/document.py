@@ -317,6 +317,8 @@ class Document(Uncopied):
             for _, piece in pieces:
                 if on_text is not None:
                     on_text(piece)
+            if row.error is not None:
+                raise row.error
             return answer_of(
                 runner, CacheReport.of(cache), transcript, started, num_cached=num_cached,
                 captured=row if is_captured else None, path=reason or "", build_s=self._build_s, exact=exact,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -56,6 +56,7 @@ class Generation:
         self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
         self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
         self._answers: dict[int, Answer] = {}
+        self._errors: dict[int, BaseException] = {}  # of requests that failed
         self._rows: list[Row] = []  # of the loop
 
     def close(self) -> None:
@@ -67,6 +68,28 @@ class Generation:
     def answers(self) -> list[Answer]:
         """Answers of finished requests, in their order."""
         return [answer for _, answer in sorted(self._answers.items())]
+
+    def _settle(self, index: int, row: Row, answer_of_it: Callable[[], Answer]) -> None:
+        """Keep the answer to a request, or the error with which it has ended."""
+        try:
+            if row.error is not None:
+                raise row.error
+            self._answers[index] = answer_of_it()
+        except Exception as error:
+            self._errors[index] = error
+
+    def _raise_error(self) -> None:
+        """Raise the error of the first request that failed, if any has; with the answers of the others, if it is one of
+        several."""
+        errors, self._errors = [(index, self._errors[index]) for index in sorted(self._errors)], {}
+        if not errors:
+            return
+        _, error = errors[0]
+        if (count := len(self._requests)) > 1:
+            failed = ", ".join(str(index + 1) for index, _ in errors)
+            error.add_note(f"kvsift: of {count} prompts, these failed: {failed}. The attribute answers has the others.")
+            error.answers = [self._answers.get(index) for index in range(count)]  # type: ignore[attr-defined]
+        raise error
 
     def __iter__(self) -> Generator[tuple[int, str], None, None]:
         runner = self._runner
@@ -86,6 +109,7 @@ class Generation:
     def _in_slots(self) -> Generator[tuple[int, str], None, None]:
         for indices in self._groups():
             yield from self._captured(indices)
+        self._raise_error()
 
     def _groups(self) -> Iterable[list[int]]:
         """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all. With
@@ -122,7 +146,9 @@ class Generation:
                 self._progress(sum(done), self._total)
         with runner.fast_path.turn:  # counters may be on the device
             for index, (row, output) in enumerate(zip(rows, outputs)):
-                self._answers[index] = answer_of_row(runner, row, output.transcript, self._started, reason)
+                answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
+                self._settle(index, row, answer)
+        self._raise_error()
 
     def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
@@ -139,10 +165,11 @@ class Generation:
                 yield indices[number], piece
         finally:
             pieces.close()
-        self._answers |= {
-            index: answer_of(runner, CacheReport.of(cache, row.stats), transcript, self._started, captured=row)
-            for index, row, transcript in zip(indices, rows, transcripts)
-        }
+        for index, row, transcript in zip(indices, rows, transcripts):
+            self._settle(index, row, partial(self._answer_beside, cache, row, transcript))
+
+    def _answer_beside(self, cache: SparseCache, row: Row, transcript: Transcript) -> Answer:
+        return answer_of(self._runner, CacheReport.of(cache, row.stats), transcript, self._started, captured=row)
 
     def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
         """An empty cache whose rows are fed one by one, and captured steps over it; both of the last call if they fit,

@@ -272,6 +272,11 @@ class LLM(ModelRunner):
 
         Returns:
             An ``Answer``, or a list of them for a list of prompts or for ``n``.
+
+        Raises:
+            InputError: for options or prompts that cannot be used, before anything runs.
+            Exception: with which an answer has ended, for instance ``LogitsError`` where logits are NaN. Of several
+                prompts the others go on to their ends: its attribute ``answers`` has theirs, None for one that failed.
         """
         if n is not None:
             return self._samples(text, n, on_text, progress, options)

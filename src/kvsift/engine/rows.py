@@ -322,7 +322,7 @@ class TextOutput:
         return self._choose.foresee(logits, ahead)
 
     def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
-        token = logits if isinstance(logits, int) else self._choose(logits)
+        token = self._choose(logits)
         piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
         if piece:
             self.pieces.append(piece)
@@ -332,10 +332,8 @@ class TextOutput:
 def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
     """Take steps until rows have ended; yields (index of the row, piece of its text), and "" when more was read.
 
-    Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed.
-
-    Raises:
-        The error of a row that failed.
+    Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed. A row that fails
+    ends with its ``error``, and the others go on.
     """
     told = [0] * len(rows)
 
@@ -353,6 +351,8 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
                 if all(row.is_ended for row in rows[: len(rows) - len(coming)]):
                     raise
                 return
+            except Exception as error:  # of this row alone
+                coming[0].state, coming[0].error = "ended", error
             coming.popleft()
 
     try:
@@ -368,10 +368,13 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
                     yield index, piece
                 if ended and not holds:
                     loop.close(row)
-                if row.error is not None:
-                    raise row.error
-                if ended and (piece := output.transcript.end(row.finish_reason)):
-                    yield index, piece
+                if ended and row.error is None:
+                    try:
+                        piece = output.transcript.end(row.finish_reason)
+                    except Exception as error:  # of this row alone
+                        row.error, piece = error, ""
+                    if piece:
+                        yield index, piece
             if all_ended:
                 return
             loop.step(unless=has_news)

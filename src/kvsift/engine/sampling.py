@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isfinite
 from sys import float_info
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, LogitsError
 from kvsift.methods import checks
 
 BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
 MIXERS = 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64)
+NO_TOKEN = -1  # instead of a token, where captured steps had logits that are NaN or infinite
 Choice = Literal["greedy", "drawn", "nucleus"]  # of the tokens of several rows; nucleus: some have a top_p below 1
 CHOICES: tuple[Choice, ...] = get_args(Choice)
 
@@ -94,25 +96,54 @@ class Chooser:
         temperature, top_p = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         return temperature, top_p if choice_of([self._sampling]) == "nucleus" else None
 
-    def __call__(self, logits: Tensor) -> int:
-        """The next token, from logits [vocabulary]; to be called once per token."""
-        token = self.foresee(logits, 0)
+    def __call__(self, logits: Tensor | int) -> int:
+        """The next token, from logits [vocabulary], or as a captured step has chosen it; to be called once per token.
+
+        Raises:
+            LogitsError: if a logit is NaN or infinite, or all are -inf. Some may be -inf: such tokens are never chosen.
+        """
+        token, best = (logits, 0.0) if isinstance(logits, int) else self._chosen(logits, 0)
+        if token == NO_TOKEN or not isfinite(best):
+            raise LogitsError(
+                f"no token can be chosen for token {self._token + 1} of the answer: {_fault(logits)}. An overflow in "
+                "float16, or damaged weights, do that. Load the model in bfloat16 or float32, or check its files."
+            )
         self._token += 1
         return token
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
-        """The token that these logits would give ``ahead`` calls from now."""
+        """The token that these logits would give ``ahead`` calls from now; any token if they give none."""
+        return self._chosen(logits, ahead)[0]
+
+    def _chosen(self, logits: Tensor, ahead: int) -> tuple[int, float]:
+        """The token, and the largest logit, which is NaN if any is."""
         if self._sampling.temperature == 0:
-            return int(logits.argmax())
+            token = int(logits.argmax())  # of a NaN before any number
+            return token, float(logits[token])
         token = self._token + ahead
         if token >= len(self._drawn):
             self._drawn = self._sampling.noise(2 * token + 1)
         noise = self._drawn[token : token + 1].to(self._device)
         temperature, top_p = self._factors
-        return int(draw(logits.float().unsqueeze(0), temperature, noise, top_p))
+        tokens, best = draw(logits.float().unsqueeze(0), temperature, noise, top_p)
+        return int(tokens), float(best)
 
 
-def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> Tensor:
+def _fault(logits: Tensor | int) -> str:
+    """Say why no token can be chosen from logits [vocabulary]; a captured step does not keep them."""
+    if isinstance(logits, int):
+        return "logits of the model are NaN or infinite"
+    wrong = (~(logits < torch.inf)).nonzero().flatten()  # NaN is not below anything
+    if not len(wrong):
+        return "all logits of the model are -inf"
+    token = int(wrong[0])
+    return (
+        f"{len(wrong)} of {len(logits)} logits of the model are NaN or infinite; the first, of token {token}, is "
+        f"{float(logits[token])}"
+    )
+
+
+def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Draw a token for every row: the largest logarithm of a probability plus Gumbel noise of its own.
 
     The noise of a token is made of the row's random number and the token alone, so that two rows of nearly the same
@@ -125,15 +156,16 @@ def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | Non
         top_p: float64 [rows]; sorts the logits, and without it any token may be drawn.
 
     Returns:
-        int64 [rows].
+        The tokens, int64 [rows], and the largest logits, float32 [rows].
     """
+    best, greedy = likeliest(logits)
     # differences are at most 0, so division by any positive temperature is safe
     divisor = torch.where(temperature > 0, temperature, 1.0).unsqueeze(1)
-    scaled = (logits.double() - logits.amax(-1, keepdim=True)) / divisor
+    scaled = (logits.double() - best.unsqueeze(1)) / divisor
     noisy = scaled + gumbel(noise.unsqueeze(1), torch.arange(logits.shape[1], device=logits.device))
     if top_p is not None:
         noisy.masked_fill_(_outside(logits, scaled, top_p), -torch.inf)
-    return torch.where(temperature > 0, likeliest(noisy), likeliest(logits))
+    return torch.where(temperature > 0, likeliest(noisy)[1], greedy), best
 
 
 def _outside(logits: Tensor, scaled: Tensor, top_p: Tensor) -> Tensor:
@@ -159,13 +191,14 @@ def gumbel(noise: Tensor, tokens: Tensor) -> Tensor:
     return -(-uniform.log()).log()
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """Return the first of the largest logits; float [batch, vocabulary] -> int64 [batch].
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logits and the first token that has them; [batch, vocabulary] -> [batch], int64 [batch].
+    NaN counts as larger than any number.
 
     In two steps, since a GPU reduces each row on a single multiprocessor.
     """
     vocabulary = logits.shape[-1]
     parts = next(number for number in (256, 128, 64, 1) if vocabulary % number == 0)
     values, indices = logits.unflatten(-1, (parts, -1)).max(-1)
-    part = values.argmax(-1, keepdim=True)
-    return (part * (vocabulary // parts) + indices.gather(-1, part)).squeeze(-1)
+    best, part = values.max(-1, keepdim=True)
+    return best.squeeze(-1), (part * (vocabulary // parts) + indices.gather(-1, part)).squeeze(-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from kvsift.engine.feeds import (
     feeds_of_rows,
     uploaded,
 )
-from kvsift.engine.sampling import Choice, draw, likeliest
+from kvsift.engine.sampling import NO_TOKEN, Choice, draw, likeliest
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_twin
 from kvsift.kernels.sketch import SKETCHES
@@ -84,8 +85,9 @@ class Slots:
 
     Attributes:
         tokens: int64 [slots], the next to feed.
-        results: int64 [1 + 2 * layers, slots], the tokens; the visible tokens of each layer's lists since ``assign``;
-            the shares of attention that were estimated in each layer since then (``DecodeLayer``).
+        results: int64 [2 + 2 * layers, slots], the tokens; the largest logits, as bits of float64; ``counted``.
+        counted: int64 [2 * layers, slots], the visible tokens of each layer's lists since ``assign``; the shares of
+            attention that were estimated in each layer since then (``DecodeLayer``).
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class Slots:
         self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
         self._placed: list[Pages] = [NO_PAGES] * num_slots  # in the table
         self.batch = SlotBatch(self._table, page_size, rules, block)
-        self.results = torch.zeros(1 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
-        self.tokens = self.results[0]
+        self.results = torch.zeros(2 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
+        self.tokens, self._best, self.counted = self.results[0], self.results[1].view(torch.float64), self.results[2:]
         self._dense_below = torch.full((len(attentions), num_slots), ALWAYS, dtype=torch.int32, device=device)
-        per_layer = zip(attentions, self._dense_below, *self.results[1:].unflatten(0, (2, -1)))
+        per_layer = zip(attentions, self._dense_below, *self.counted.unflatten(0, (2, -1)))
         layers: dict[int, DecodeLayer] = {}
         for attention, *views in per_layer:
             layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
@@ -262,9 +264,11 @@ class Slots:
             self._summarise()
         temperature, top_p = self._knobs
         if kind.choice == "greedy":
-            self.tokens.copy_(likeliest(logits))
+            best, tokens = likeliest(logits)
         else:
-            self.tokens.copy_(draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None))
+            tokens, best = draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None)
+        self.tokens.copy_(tokens)
+        self._best.copy_(best)
 
     def _written(self, mode: StepMode) -> Sequence[Mapping[str, Tensor]]:
         """The summaries that a step writes, of each layer."""
@@ -285,6 +289,12 @@ class Slots:
             for kind, rows in summaries.items():
                 if row_twin(kind) is not None:  # drafts go without others
                     summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+
+
+def tokens_of(results: Tensor) -> list[int]:
+    """Return the tokens of a step by slot, of ``Slots.results`` on the host; ``NO_TOKEN`` where none can be chosen."""
+    best = results[1].view(torch.float64)
+    return [token if isfinite(logit) else NO_TOKEN for token, logit in zip(results[0].tolist(), best.tolist())]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from kvsift.errors import unknown
 from kvsift.server.answers import DONE, event
@@ -17,7 +17,7 @@ from kvsift.server.bodies import MOST_BYTES, body_of, charset_of_body, kind_of_b
 from kvsift.server.documents import Documents
 from kvsift.server.schemas import DocumentRequest, parse
 from kvsift.server.served_document import ServedDocument
-from kvsift.server.streams import unless_gone
+from kvsift.server.streams import EventResponse, unless_gone
 from kvsift.server.supervisor import Supervisor
 from kvsift.server.uploads import Extraction, NoText, decoded, kind_of, readable_kinds, shown_name
 
@@ -117,34 +117,24 @@ class DocumentRoutes:
         return DocumentEvents(self._one(request))
 
 
-class DocumentEvents(Response):
+class DocumentEvents(EventResponse):
     """How a document is read, as server-sent events, until it is ready or has failed."""
 
     def __init__(self, document: ServedDocument) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__()
         self._document = document
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until it ends or the client leaves."""
-        await unless_gone(receive, self._write(send))
-
-    async def _write(self, send: Send) -> None:
-        names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
-        headers = [pair for pair in names if pair[0] != b"content-length"]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def events(self) -> AsyncIterator[bytes]:
+        """Return how far it is, when that changes."""
         document = self._document
         while document.status == "reading":
             news = document.news  # before the document is told
-            await _send(send, event(document.as_dict()), more=True)
+            yield event(document.as_dict())
             await asyncio.sleep(EVENT_S)
             while not news.is_set():
                 try:
                     async with asyncio.timeout(COMMENT_S):
                         await news.wait()
                 except TimeoutError:
-                    await _send(send, b": waiting\n\n", more=True)
-        await _send(send, event(document.as_dict()) + DONE, more=False)
-
-
-async def _send(send: Send, data: bytes, more: bool) -> None:
-    await send({"type": "http.response.body", "body": data, "more_body": more})
+                    yield b": waiting\n\n"
+        yield event(document.as_dict()) + DONE

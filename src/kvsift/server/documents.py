@@ -6,7 +6,8 @@ They outlive the engine process: the next one reads them again.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -18,21 +19,21 @@ MOST_DOCUMENTS = 64  # of one API key
 MOST_OF_ALL = 256
 MOST_CHARACTERS = 128 << 20  # of all documents
 NO_FOLDER = "this server keeps no documents between starts; it would with --documents."
-ENGINE_LOST = "the engine process died twice while it read this document, which is not tried again."
+ENGINE_LOST = "the engine process died while it read this document alone, which is not tried again."
 
 
 class Documents:
     """All documents of a server.
 
     Args:
-        send: a message to the engine, if there is one at the moment.
+        send: a message to the engine, if there is one at the moment; returns whether there is.
         files: where they are kept between starts; None: nowhere.
         salts: of the API keys; kept documents of others stay on the disk.
     """
 
     def __init__(
         self,
-        send: Callable[[dict[str, Any]], None],
+        send: Callable[[dict[str, Any]], bool],
         files: DocumentFiles | None = None,
         salts: Sequence[str] = ("",),
     ) -> None:
@@ -107,7 +108,7 @@ class Documents:
     def _read(self, document: ServedDocument) -> None:
         """Let the engine read a document."""
         kept = None if self._files is None else str(self._files.kept(document.key))
-        self._send({**document.read_message(), "kept": kept})
+        document.is_sent = self._send({**document.read_message(), "kept": kept})
 
     def _put(self, document: ServedDocument) -> ServedDocument:
         self._documents.pop(document.key, None)
@@ -123,28 +124,41 @@ class Documents:
         document.update(status="failed", error="this document was deleted.")
 
     def received(self, message: dict[str, Any]) -> None:
-        """Take what the engine says of a document."""
-        if (document := self._documents.get(message["document"])) is not None and document.text:
-            names = "status", "tokens", "read", "pinned", "error"
+        """Take what the engine says of a document; one that cannot take it has failed."""
+        if (document := self._documents.get(message["document"])) is None or not document.text:
+            return
+        names = "status", "tokens", "read", "pinned", "error"
+        try:
             document.update(is_begun=True, **{name: message[name] for name in names if name in message})
-            document.crashes = 0 if document.status == "ready" else document.crashes
-            if document.status == "failed" and document.crashes == 0:
-                print(f"kvsift: document {document.key} cannot be read: {document.error}", file=sys.stderr)
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"the server failed ({type(error).__name__}); its log has the reason."
+            document.update(status="failed", error=reason)
+        document.crashes = 0 if document.status == "ready" else document.crashes
+        if document.status == "failed" and document.crashes == 0:
+            print(f"kvsift: document {document.key} cannot be read: {document.error}", file=sys.stderr)
 
-    def resend(self) -> None:
-        """Let a new engine process read all documents."""
+    def resend(self, keys: Collection[str | None] | None = None) -> None:
+        """Let a new engine process read all documents, or some, that it does not have."""
         for document in self._documents.values():
-            if document.text and document.status != "failed":
+            is_asked = not document.is_sent and (keys is None or document.key in keys)
+            if is_asked and document.text and document.status != "failed":
                 document.update(status="reading", read=0, pinned=True)
                 self._read(document)
 
-    def crashed(self) -> None:
-        """The engine has died. A document that it was reading twice is not tried again."""
+    @property
+    def unread(self) -> dict[str, ServedDocument]:
+        """Those that the engine has still to read."""
+        return {key: each for key, each in self._documents.items() if each.status == "reading"}
+
+    def crashed(self) -> list[ServedDocument]:
+        """The engine has died; returns what it was reading."""
+        reading = [document for document in self.unread.values() if document.is_begun]
+        for document in reading:
+            document.crashes += 1
         for document in self._documents.values():
-            document.crashes += document.is_begun and document.status == "reading"
-            document.is_begun = False
-            if document.crashes > 1 and document.status == "reading":
-                document.update(status="failed", error=ENGINE_LOST, pinned=False)
+            document.is_sent = document.is_begun = False
+        return reading
 
 
 def key_of(data: bytes, salt: str) -> str:

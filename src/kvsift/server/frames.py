@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from asyncio import IncompleteReadError, StreamReader
+from collections.abc import Sequence
 from socket import socket
 from struct import Struct
 from typing import Any
@@ -11,9 +12,26 @@ from typing import Any
 LENGTH = Struct(">I")
 
 
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message as JSON.
+
+    Raises:
+        ValueError, TypeError: if it has none, as NaN has not.
+    """
+    return json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+
+
 def pack(message: dict[str, Any]) -> bytes:
     """Return the bytes of a message."""
-    data = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    return _framed(encode(message))
+
+
+def pack_step(rows: Sequence[bytes]) -> bytes:
+    """Return the bytes of {op: step, rows: [...]}, of rows that were encoded one by one."""
+    return _framed(b'{"op":"step","rows":[' + b",".join(rows) + b"]}")
+
+
+def _framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 

@@ -19,7 +19,7 @@ from kvsift.engine.llm import LLM
 from kvsift.engine.prompt import DocumentPrompts, PromptFormat
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
-from kvsift.server.kept_prompts import drop, keep, source_of
+from kvsift.server.kept_prompts import drop, keep, remove, source_of
 from kvsift.server.prompt_limit import PromptLimit
 
 LINE_S = 1.0  # between two tries to enter a full line
@@ -130,7 +130,7 @@ class HeldDocuments(Generic[Question]):
         """Let go of a deleted document, refuse the questions that wait for it, and delete what was written since."""
         document = self._let_go(key)
         if document is not None and document.kept is not None:
-            document.kept.unlink(missing_ok=True)
+            remove(document.kept)
 
     def _let_go(self, key: str) -> HeldDocument[Question] | None:
         document = self._held.pop(key, None)
@@ -171,14 +171,32 @@ class HeldDocuments(Generic[Question]):
         document = self._present
         if document is None or document.row is None:
             return
-        ended = document.row.is_ended  # before its progress is fetched
+        try:
+            self._report(document, document.row)
+        except Exception as error:
+            self._fail(document, error)
+
+    def _fail(self, document: HeldDocument[Question], error: Exception) -> None:
+        """End a document of which something cannot be told, or that cannot be begun; other ones go on."""
+        if not isinstance(error, InputError):
+            traceback.print_exception(error)
+        if document.row is not None:
+            self._llm.loop.close(document.row)
+        self._present, document.is_settled = None, False
+        self._settle(document, _reason(error))
+        self._ended.set()
+
+    def _report(self, document: HeldDocument[Question], row: Row) -> None:
+        ended = row.is_ended  # before its progress is fetched
         if ended:
-            error = document.row.error
+            error = row.error
             if error is not None and not isinstance(error, InputError):
                 traceback.print_exception(error)
             self._present = None
-            if error is not None and document.row.source is not None and document.kept is not None:
+            if error is not None and row.source is not None and document.kept is not None:
                 drop(document.kept, _reason(error))  # and it is read from its text
+                if document.kept.exists():  # it would be tried again
+                    document.kept = None
             else:
                 self._settle(document, "" if error is None else _reason(error))
             self._ended.set()
@@ -190,18 +208,15 @@ class HeldDocuments(Generic[Question]):
         while True:
             document = self._line.get()
             while not document.is_settled:  # twice, if a file of what was read before is damaged
-                self._read(document)
+                try:
+                    self._read(document)
+                except Exception as error:
+                    self._fail(document, error)
 
     def _read(self, document: HeldDocument[Question]) -> None:
         self._ended.clear()
         self._tell(document, "reading")
-        try:
-            row = self._row(document)
-        except Exception as error:  # of this document
-            if not isinstance(error, InputError):
-                traceback.print_exc()
-            self._settle(document, _reason(error))
-            return
+        row = self._row(document)
         document.row, document.tokens, self._present = row, len(row.ids), document
         self._tell(document, "reading")
         while not self._submits(row):
@@ -239,7 +254,7 @@ class HeldDocuments(Generic[Question]):
             if document.kept is not None and row.source is None and self._held.get(document.key) is document:
                 keep(document.kept, self._llm, row, document.text)
                 if self._held.get(document.key) is None:  # deleted meanwhile
-                    document.kept.unlink(missing_ok=True)
+                    remove(document.kept)
 
         document.output = DocumentReading(on_end)
         plan = self._llm.composed_plan(self._plan)
@@ -252,8 +267,9 @@ class HeldDocuments(Generic[Question]):
             if document.is_settled:
                 return
             document.is_settled, document.error = True, error
-            waiting, document.waiting = document.waiting, []
         self._tell(document, "failed" if error else "ready")
+        with self._lock:
+            waiting, document.waiting = document.waiting, []
         for question in waiting:
             self._answer(document, question)
 

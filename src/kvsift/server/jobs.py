@@ -55,7 +55,8 @@ class ServerJob:
         answers: in the order of prompts, then samples.
         prompt_tokens: of each prompt; None until the engine has accepted the request.
         num_read: prompt tokens that are cached; None while it waits.
-        crashes: times that the engine died with it.
+        is_sent: the present engine has it.
+        crashes: times that the engine died with it, since it was last further than before.
         error: that ended it.
         submitted, first_token: times.
     """
@@ -65,7 +66,8 @@ class ServerJob:
         self.answers = [AnswerState() for _ in range(num_answers)]
         self.prompt_tokens: list[int] | None = None
         self.num_read: int | None = None
-        self.crashes = 0
+        self._num_read_at_crash = -1
+        self.is_sent, self.crashes = False, 0
         self.error: ApiError | None = None
         self.submitted, self.first_token = monotonic(), 0.0
         self._news = Event()
@@ -79,6 +81,18 @@ class ServerJob:
     def num_open(self) -> int:
         """Answers that go on."""
         return sum(answer.finish is None for answer in self.answers)
+
+    @property
+    def document(self) -> str | None:
+        """The document that it asks about."""
+        return self._message.get("document")
+
+    def crashed(self, was_running: bool) -> None:
+        """The engine has died, maybe of this request."""
+        self.crashes += was_running
+        if self.num_read is not None:
+            self._num_read_at_crash = max(self.num_read, self._num_read_at_crash)
+        self.is_sent, self.num_read = False, None
 
     def message(self) -> dict[str, Any]:
         """Return the message that starts it, or lets it go on after what was sent."""
@@ -106,6 +120,8 @@ class ServerJob:
         answer = self.answers[new["index"]]
         if "read" in new:
             self.num_read = max(new["read"], self.num_read or 0)
+        if "tokens" in new or (self.num_read is not None and self.num_read > self._num_read_at_crash):
+            self.crashes = 0  # it is past what the engine would have died of
         for token, text, logprobs in new.get("tokens", ()):
             self.first_token = self.first_token or monotonic()
             answer.text += text

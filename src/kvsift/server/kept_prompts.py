@@ -51,4 +51,12 @@ def keep(path: Path, llm: LLM, row: Row, text: str) -> None:
 def drop(path: Path, error: InputError | str) -> None:
     """Remove a file that cannot be used."""
     print(f"kvsift: {path.stem} is read again from its text: {error}", file=sys.stderr)
-    path.unlink(missing_ok=True)
+    remove(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file; one that cannot be deleted is a line of the log."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"kvsift: {path} cannot be deleted: {error}", file=sys.stderr)

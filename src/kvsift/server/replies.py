@@ -52,7 +52,7 @@ class Reply:
     def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
         """Choose a token, or repeat the one that was sent."""
         transcript, position = self.transcript, len(self.transcript.new_ids)
-        token = logits if isinstance(logits, int) else self._choose(logits)  # in any case: it counts random draws
+        token = self._choose(logits)  # in any case: it counts random draws
         if is_sent := position < len(self._sent):
             token = self._sent[position]
         piece = transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)

@@ -23,6 +23,7 @@ class ServedDocument:
         tokens: None until the engine has counted them.
         read: tokens that are cached.
         pinned: they stay cached for questions.
+        is_sent: the present engine has it.
         is_begun: the engine is reading it, or has read it.
         crashes: times that the engine died while it read it.
         error: why it failed.
@@ -43,6 +44,7 @@ class ServedDocument:
     pinned: bool = True
     crashes: int = 0
     error: str | None = None
+    is_sent: bool = False
     is_begun: bool = False
     kept: bool = False
     why_not_kept: str | None = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import traceback
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvsift.server.answers import AnswerForm, failure
+from kvsift.server.api_errors import ApiError
 from kvsift.server.jobs import ServerJob
 
 COMMENT_S = 1.0  # without text, until a comment says that the connection lives
@@ -38,7 +40,36 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class EventStream(Response):
+class EventResponse(Response):
+    """Server-sent events until they end, or the client leaves."""
+
+    def __init__(self) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+
+    def events(self) -> AsyncIterator[bytes]:
+        """Return the events, of which those that a client waits for come at once."""
+        raise NotImplementedError
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events. If one cannot be made, an error is the last one: the status has been sent before."""
+        await unless_gone(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
+        headers = [pair for pair in names if pair[0] != b"content-length"]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            async for data in self.events():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            end = b""
+        except Exception as error:
+            traceback.print_exc()
+            text = f"this answer failed in the server ({type(error).__name__}); its log has the reason."
+            end = failure(ApiError(500, text, "answer_failed"))
+        await send({"type": "http.response.body", "body": end, "more_body": False})
+
+
+class EventStream(EventResponse):
     """The pieces of an answer as server-sent events.
 
     Args:
@@ -48,38 +79,33 @@ class EventStream(Response):
     """
 
     def __init__(self, job: ServerJob, form: AnswerForm, release: Callable[[ServerJob], None]) -> None:
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__()
         self._job, self._form, self._release = job, form, release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the answer ends or the client leaves."""
         try:
-            await unless_gone(receive, self._write(send))
+            await super().__call__(scope, receive, send)
         finally:
             self._release(self._job)
 
-    async def _write(self, send: Send) -> None:
-        names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
-        headers = [pair for pair in names if pair[0] != b"content-length"]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def events(self) -> AsyncIterator[bytes]:
+        """Return the pieces, and comments while there are none."""
         job = self._job
         while True:
             is_ended = job.is_ended  # before its pieces are taken
             data = self._form.chunks(job)
             if is_ended:
                 end = self._form.last(job) if job.error is None else failure(job.error)
-                await self._send(send, data + end, more=False)
+                yield data + end
                 return
             if data:
-                await self._send(send, data)
+                yield data
             try:
                 async with asyncio.timeout(COMMENT_S):
                     await job.wait()
             except TimeoutError:
-                await self._send(send, _comment(job))
-
-    async def _send(self, send: Send, data: bytes, more: bool = True) -> None:
-        await send({"type": "http.response.body", "body": data, "more_body": more})
+                yield _comment(job)
 
 
 def _comment(job: ServerJob) -> bytes:

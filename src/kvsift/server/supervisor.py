@@ -1,7 +1,7 @@
 """The engine process, from the server's side: started, watched, and started again when it dies.
 
-Requests outlive it. Those that have sent nothing are submitted again; the others go on after what was sent. A request
-that is in two crashes ends with an error.
+Requests outlive it. Those that have sent nothing are submitted again; the others go on after what was sent. Those that
+were in two crashes are tried alone, one by one, and the one with which the engine dies again ends with an error.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from kvsift.errors import InputError
 from kvsift.server import frames
 from kvsift.server.api_errors import ApiError, unavailable
 from kvsift.server.document_files import DocumentFiles
+from kvsift.server.documents import ENGINE_LOST as DOCUMENT_LOST
 from kvsift.server.documents import Documents
 from kvsift.server.jobs import ServerJob
 from kvsift.server.plan_list import PlanList
+from kvsift.server.served_document import ServedDocument
 from kvsift.server.settings import KEY_VARIABLE, ServerSettings
 
 WORKER = sys.executable, "-m", "kvsift.server.worker"
@@ -31,7 +35,7 @@ SILENCE_S = 60.0  # without a sign of life, and the engine is replaced
 LOADING_S = 3600.0  # for a model to be downloaded and loaded
 STEP_S = 600.0  # of one step: it hangs
 TRIES = 3  # restarts in a row that never become ready
-ENGINE_LOST = "the engine process died twice with this request, which is not tried again."
+ENGINE_LOST = "the engine process died twice with this request, and with nothing beside it. It is not tried again."
 
 
 class Supervisor:
@@ -59,6 +63,7 @@ class Supervisor:
         self._process: Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._is_ready = self._is_draining = self._is_stopping = False
+        self._tries_alone = False  # a request or a document; the others wait
         self._idle = asyncio.Event()
         self._idle.set()
         self._mean_s = 1.0  # of recent requests
@@ -115,8 +120,48 @@ class Supervisor:
         job = ServerJob(next(self._keys), message, num_answers)
         self._jobs[job.key] = job
         self._idle.clear()
-        self._send(job.message())
+        self._feed()
         return job
+
+    def _feed(self) -> None:
+        """Send the engine what it does not have. What was in two crashes, and is not further since, goes alone first:
+        of the most crashes the latest, as the engine dies of what has come just before."""
+        if not self._is_ready:
+            return
+        everything: list[ServedDocument | ServerJob] = [*self.documents.unread.values(), *self._jobs.values()]
+        suspects = [each for each in everything if each.crashes > 1]
+        if suspects and not self._tries_alone:
+            print("kvsift: what was in two crashes is tried alone, and other requests wait.", file=sys.stderr)
+        self._tries_alone = bool(suspects)
+        suspect = max(reversed(suspects), key=lambda each: each.crashes, default=None)
+        if suspect is None:
+            jobs, keys = list(self._jobs.values()), None
+        elif isinstance(suspect, ServerJob):
+            jobs, keys = [suspect], [suspect.document]
+        else:
+            jobs, keys = [], [suspect.key]
+        self.documents.resend(keys)
+        for job in jobs:
+            if not job.is_sent:
+                job.is_sent = True
+                self._attempt(job, partial(self._send, job.message()))
+
+    def _blame(self) -> None:
+        """The engine has died. What has died with it twice, and alone this time, is not tried again."""
+        unread = self.documents.unread  # questions about these have not begun
+        running = [job for job in self._jobs.values() if job.is_sent and job.document not in unread]
+        reading = self.documents.crashed()
+        for job in self._jobs.values():
+            job.crashed(job in running)
+        if len(running) + len(reading) > 1:
+            return
+        for document in reading:
+            if document.crashes > 1:
+                document.update(status="failed", error=DOCUMENT_LOST, pinned=False)
+        for job in running:
+            if job.crashes > 1:
+                job.fail(ApiError(500, ENGINE_LOST, "engine_lost"))
+                self._forget(job)
 
     def release(self, job: ServerJob) -> None:
         """The client of a request is served, or gone: what is left of it is cancelled."""
@@ -125,14 +170,23 @@ class Supervisor:
         self._forget(job)
 
     def _forget(self, job: ServerJob) -> None:
-        if self._jobs.pop(job.key, None) is not None:
-            self._on_end(job)
+        was_open = self._jobs.pop(job.key, None) is not None
         if not self._jobs:
             self._idle.set()
+        try:
+            if was_open:
+                self._on_end(job)
+        except Exception:  # of what counts requests; the answer is whole
+            traceback.print_exc()
+        if was_open and self._tries_alone:
+            self._feed()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        if self._writer is not None:
-            self._writer.write(frames.pack(message))
+    def _send(self, message: dict[str, Any]) -> bool:
+        """Send a message to the engine process; returns whether there is one."""
+        if self._writer is None:
+            return False
+        self._writer.write(frames.pack(message))
+        return True
 
     async def drain(self, seconds: float) -> None:
         """Take no more requests, wait so long for those in progress, and end the rest."""
@@ -209,16 +263,11 @@ class Supervisor:
             await self._process.wait()
         if became_ready and not self._is_stopping:
             print(f"kvsift: the engine process ended ({self._process.returncode}); starting another.", file=sys.stderr)
-            self.documents.crashed()
-            for job in list(self._jobs.values()):
-                job.crashes, job.num_read = job.crashes + 1, None
-                if job.crashes > 1:
-                    job.fail(ApiError(500, ENGINE_LOST, "engine_lost"))
-                    self._forget(job)
+            self._blame()
         return became_ready
 
     def _receive(self, message: dict[str, Any]) -> None:
-        op, job = message["op"], self._jobs.get(message.get("id", 0))
+        op = message["op"]
         if op == "fatal":
             raise InputError(message["message"])
         if op == "ready":
@@ -227,22 +276,32 @@ class Supervisor:
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()
-            self.documents.resend()
-            for kept in self._jobs.values():
-                self._send(kept.message())
+            self._feed()
         elif op == "step":
             for new in message["rows"]:
-                if (answered := self._jobs.get(new["id"])) is not None:
-                    answered.add(new)
-                    self._settle(answered)
+                if (job := self._jobs.get(new["id"])) is not None:
+                    self._attempt(job, partial(job.add, new))
         elif op == "document":
             self.documents.received(message)
-        elif op == "accepted" and job is not None:
-            job.accept(message["prompt_tokens"])
-        elif op == "refused" and job is not None:
+            if self._tries_alone:
+                self._feed()
+        elif op in ("accepted", "refused") and (job := self._jobs.get(message["id"])) is not None:
+            if op == "accepted":
+                self._attempt(job, partial(job.accept, message["prompt_tokens"]))
+                return
             retry_after = 5 if message["status"] == 429 else None
-            job.fail(ApiError(message["status"], message["message"], message["code"], retry_after=retry_after))
-            self._settle(job)
+            error = ApiError(message["status"], message["message"], message["code"], retry_after=retry_after)
+            self._attempt(job, partial(job.fail, error))
+
+    def _attempt(self, job: ServerJob, work: Callable[[], object]) -> None:
+        """Do something for a request, which ends if that fails."""
+        try:
+            work()
+        except Exception as error:
+            traceback.print_exc()
+            text = f"this answer failed in the server ({type(error).__name__}); its log has the reason."
+            job.fail(ApiError(500, text, "answer_failed"))
+        self._settle(job)
 
     def _settle(self, job: ServerJob) -> None:
         if job.is_ended:
@@ -252,3 +311,5 @@ class Supervisor:
                 loop_s = asyncio.get_running_loop().time() - job.submitted
                 self._mean_s += 0.2 * (loop_s - self._mean_s)
             self._forget(job)
+        elif self._tries_alone:  # it may be further than it was
+            self._feed()

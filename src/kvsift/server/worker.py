@@ -31,7 +31,7 @@ from kvsift.engine.options import GenerateOptions
 from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
-from kvsift.errors import InputError
+from kvsift.errors import InputError, KVSiftError
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_plan
@@ -121,7 +121,9 @@ class Worker:
             self._documents.forget(message["document"])
 
     def _send(self, message: dict[str, Any]) -> None:
-        data = frames.pack(message)
+        self._send_frame(frames.pack(message))
+
+    def _send_frame(self, data: bytes) -> None:
         with self._sending:
             self._connection.sendall(data)
 
@@ -161,7 +163,8 @@ class Worker:
                 self._documents.ask(document, opened)
 
     def _begin(self, opened: OpenRow) -> None:
-        """Let a row run unless it was cancelled; a request that does not fit the line of the loop ends."""
+        """Let a row run unless it was cancelled; a request that does not fit the line of the loop ends, and a row that
+        the loop cannot take."""
         with self._lock:
             if opened not in self._waiting:
                 return
@@ -172,6 +175,8 @@ class Worker:
         except InputError as error:
             self._cancel(opened.request)
             self._refuse(opened.request, 429, error, "rate_limit_exceeded")
+        except Exception as error:  # of this row
+            self._send_frame(frames.pack_step([self._leave(opened, error)]))
         with self._lock:
             is_gone = opened not in self._rows
         if is_gone:  # cancelled while it came into the line
@@ -180,8 +185,8 @@ class Worker:
 
     def _refuse_row(self, opened: OpenRow, reason: str) -> None:
         """End a row that has not begun."""
-        end = {"finish": "error", "status": 400, "message": f"the document cannot be read: {reason}"}
-        self._send({"op": "step", "rows": [{"id": opened.request, "index": opened.index, **end}]})
+        ending = _ending_of(InputError(f"the document cannot be read: {reason}"))
+        self._send_frame(frames.pack_step([self._encode(opened, ending)]))
 
     def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
         self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
@@ -297,20 +302,39 @@ class Worker:
             os._exit(1)
 
     def _report(self) -> None:
-        """Send what a step has brought, in one message."""
+        """Send what a step has brought, in one message. A row whose news cannot be told ends; the others go on."""
         with self._lock:
             rows = list(self._rows)
-        news = [self._news(opened) for opened in rows]
-        ended = {id(opened) for opened, new in zip(rows, news) if new is not None and "finish" in new}
-        if ended:
-            with self._lock:
-                self._rows = [opened for opened in self._rows if id(opened) not in ended]
-        if changed := [new for new in news if new is not None]:
-            self._send({"op": "step", "rows": changed})
+        if told := [*filter(None, map(self._told, rows))]:
+            self._send_frame(frames.pack_step(told))
         self._documents.report()
 
-    def _news(self, opened: OpenRow) -> dict[str, Any] | None:
-        """What is new about a row; None: nothing."""
+    def _told(self, opened: OpenRow) -> bytes:
+        """What is new about a row, encoded; empty: nothing is."""
+        try:
+            new = self._news(opened)
+            told = self._encode(opened, new) if new else b""
+        except Exception as error:  # of this row
+            return self._leave(opened, error)
+        if "finish" in new:
+            self._forget(opened)
+        return told
+
+    def _leave(self, opened: OpenRow, error: Exception) -> bytes:
+        """End a row with an error; returns its last news, encoded."""
+        self._forget(opened)
+        return self._encode(opened, _ending_of(error))
+
+    def _forget(self, opened: OpenRow) -> None:
+        with self._lock:
+            self._rows = [each for each in self._rows if each is not opened]
+        self._llm.loop.close(opened.row)
+
+    def _encode(self, opened: OpenRow, new: dict[str, Any]) -> bytes:
+        return frames.encode({"id": opened.request, "index": opened.index, **new})
+
+    def _news(self, opened: OpenRow) -> dict[str, Any]:
+        """What is new about a row."""
         row, reply = opened.row, opened.reply
         ended = row.is_ended  # before its events are fetched
         new: dict[str, Any] = {}
@@ -319,20 +343,28 @@ class Worker:
         if reply.events:
             new["tokens"] = [reply.events.popleft() for _ in range(len(reply.events))]
         if ended:
-            new |= {"finish": row.finish_reason, **self._ending(opened)}
-            self._llm.loop.close(row)
-        return {"id": opened.request, "index": opened.index, **new} if new else None
+            new |= self._ending(opened)
+        return new
 
     def _ending(self, opened: OpenRow) -> dict[str, Any]:
-        row, error = opened.row, opened.row.error
-        if isinstance(error, InputError):
-            return {"status": 400, "message": str(error)}
-        if error is not None:
-            traceback.print_exception(error)
-            return {"status": 500, "message": f"this answer failed ({type(error).__name__}); the log has the reason."}
+        row = opened.row
+        if row.error is not None:
+            return _ending_of(row.error)
         with self._llm.fast_path.turn:  # counters may be on the device
             answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
-        return {"usage": usage_of(answer, row.num_reused)}
+        return {"finish": row.finish_reason, "usage": usage_of(answer, row.num_reused)}
+
+
+def _ending_of(error: BaseException) -> dict[str, Any]:
+    """The end of a row with an error. The client is told what kvsift says itself; of other errors the log has the
+    reason."""
+    status, message = 400 if isinstance(error, InputError) else 500, str(error)
+    if not isinstance(error, KVSiftError):
+        traceback.print_exception(error)
+        message = f"this answer failed ({type(error).__name__}); the log has the reason."
+    elif status == 500:
+        print(f"kvsift: an answer failed: {message}", file=sys.stderr)
+    return {"finish": "error", "status": status, "message": message}
 
 
 def main() -> None:
