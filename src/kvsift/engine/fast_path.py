@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from kvsift.engine.crossover import measure_crossover
+from kvsift.engine.generation_settings import FILE, GenerationSettings
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.errors import InputError, unknown
@@ -115,8 +116,8 @@ class FastPath:
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
         return asked and DecoderStep.reason_against(model) is None
 
-    def composed_reason(self, plan: Plan, model: Any) -> str | None:
-        """Why decode steps are composed; None: they are captured.
+    def composed_reason(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
+        """Why decode steps of a model with these settings are composed; None: they are captured.
 
         Raises:
             InputError: if captured steps are required.
@@ -133,6 +134,8 @@ class FastPath:
             reason = "no NVIDIA GPU"
         elif self._device.type == "cuda" and not HAVE_TRITON:
             reason = "Triton is not installed"
+        elif settings.applied:
+            reason = f"{FILE} asks for {settings.applied}, which is applied to the logits of each step on the host"
         else:
             reason = reason_against(plan) or _reason_of_place(self._place, plan) or self._reason_of_model(plan, model)
         if reason is not None and self._path == "captured":

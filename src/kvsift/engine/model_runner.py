@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from kvsift.batching.exact.pace import Paces
 from kvsift.engine.fast_path import FastPath
+from kvsift.engine.generation_settings import FILE, GenerationSettings
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
@@ -32,6 +35,8 @@ from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_probes
 from kvsift.stores.kv_pool import KVPool
+
+log = logging.getLogger("kvsift")
 
 
 class ModelRunner(Uncopied):
@@ -67,14 +72,23 @@ class ModelRunner(Uncopied):
         self.paces = Paces()
         self.kv: KVPool | None = None
         self._model: Any = None
+        self._settings: GenerationSettings | None = None  # of the model, once it is loaded
         self._loading = Lock()
 
     def load(self) -> float:
-        """Load the weights unless they are loaded. Returns the seconds it took, which no answer includes."""
+        """Load the weights unless they are loaded. Returns the seconds it took, which no answer includes.
+
+        Raises:
+            InputError: if they cannot be loaded, or kvsift cannot run the model.
+        """
         started = perf_counter()
         with self._loading:
             if self._model is None:
-                self._model = self.directory.load(self.device, self.dtype)
+                model = self.directory.load(self.device, self.dtype)
+                with inference():
+                    make_drafting_cache(model, Plan())  # refuses it now, and not with the first request
+                self._settings = _settings_of(model, self.tokenizer)
+                self._model = model
         return perf_counter() - started
 
     @property
@@ -120,16 +134,18 @@ class ModelRunner(Uncopied):
         self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None,
         started: float | None = None,
     ) -> Request:  # fmt: skip
-        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages. Its
-        time begins at ``started``, or now."""
+        """The request of one prompt; the settings of the model's generation_config.json hold for it, and it ends at the
+        model's end-of-text tokens. ``offsets`` are for passages. Its time begins at ``started``, or now."""
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
         started = perf_counter() if started is None else started
         deadline = None if options.timeout_s is None else started + options.timeout_s
-        ends, logprobs = self._end_ids(), options.logprobs
-        stops, most, exact = options.stops, options.max_new_tokens, options.exact
-        return Request(ids, most, sampling, ends, stops, streamed, logprobs, deadline, exact, offsets)
+        self.load()
+        settings, logprobs, most, exact = self._settings, options.logprobs, options.max_new_tokens, options.exact
+        assert settings is not None, "the model is loaded"
+        stops, ends = (*options.stops, *settings.stops), settings.ends
+        return Request(ids, most, sampling, ends, stops, streamed, logprobs, deadline, exact, offsets, settings)
 
     def composed_reason(self, plan: Plan) -> str | None:
         """Why decode steps under a plan are composed; None: they are captured. The first call may capture a trial step.
@@ -137,7 +153,9 @@ class ModelRunner(Uncopied):
         Raises:
             InputError: if captured steps are required.
         """
-        return self.fast_path.composed_reason(plan, self.model)
+        self.load()
+        assert self._settings is not None, "the model is loaded"
+        return self.fast_path.composed_reason(plan, self._model, self._settings)
 
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a row under a plan has pages of its own; None if they may be in a pool with those of others."""
@@ -206,22 +224,40 @@ class ModelRunner(Uncopied):
                 if first and start + size >= len(ids):
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
-                if fused is not None:
-                    logits = fused(chunk[0], cache, phase, pause)
-                else:
-                    logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                logits = fused(chunk[0], cache, phase, pause) if fused is not None else self._forward(chunk, cache)
                 if progress is not None:
                     progress(min(start + size, len(ids)), len(ids))
         return logits
+
+    def _forward(self, tokens: torch.Tensor, cache: SparseCache) -> torch.Tensor:
+        """Logits [1, 1, vocabulary] of the last of the next tokens [1, num_new], by transformers' forward pass.
+
+        It gets the positions that generate() gives: some models number the tokens of every pass from 0 without them.
+        """
+        start, options = cache.get_seq_length(), {}
+        if self._takes_positions:
+            options["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device).unsqueeze(0)
+        output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in signature(self.model.forward).parameters
 
     @cached_property
     def _rope_limits(self) -> RopeLimits | None:
         return RopeLimits.of(self.model)
 
-    def _end_ids(self) -> frozenset[int]:
-        ends = self.model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or [])
-        return frozenset({*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])})
+
+def _settings_of(model: Any, tokenizer: Any) -> GenerationSettings:
+    """The generation settings of a model that was just loaded; those that will not be applied are logged."""
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    settings = GenerationSettings(model.generation_config, ends | ({tokenizer.eos_token_id} - {None}))
+    if settings.ignored:
+        log.warning("%s asks for %s, which kvsift does not apply: it generates without.", FILE, settings.ignored)
+    return settings
 
 
 def require_tokens(ids: object) -> None:

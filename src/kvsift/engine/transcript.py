@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvsift.batching.row import FinishReason
-from kvsift.engine.sampling import Sampling
+from kvsift.engine.generation_settings import ConstrainedChooser, GenerationSettings
+from kvsift.engine.sampling import Chooser, Sampling
 from kvsift.engine.text_offsets import TextOffsets
 
 FOLD_TOKENS = 64  # text before the last of these tokens is not decoded again with every token
@@ -32,6 +34,7 @@ class Request:
         deadline: time at which the answer ends as it is.
         exact: it is to be that of dense decoding.
         offsets: where the tokens of the prompt stand in its text, if passages are wanted.
+        settings: of the model's generation_config.json, which change its logits; None: nothing does.
     """
 
     ids: Sequence[int]
@@ -44,6 +47,14 @@ class Request:
     deadline: float | None = None
     exact: bool = False
     offsets: TextOffsets | None = None
+    settings: GenerationSettings | None = None
+
+    def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
+        """Return what chooses the tokens of the answer from logits on a device."""
+        chooser = self.sampling.chooser(device)
+        if self.settings is None:
+            return chooser
+        return self.settings.constrain(chooser, self.ids, self.max_new_tokens, device)
 
     @property
     def length(self) -> int:

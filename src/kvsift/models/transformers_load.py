@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,15 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from kvsift.errors import InputError, unknown
@@ -37,6 +46,41 @@ NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
 def embedded_model() -> Path:
     """The small long-context model that ships with kvsift."""
     return Path(str(files("kvsift") / "embedded"))
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """The keys and values that one layer of a model keeps.
+
+    Attributes:
+        layer: true index in the model.
+        num_kv_heads, head_dim: of this layer; layers may differ.
+        window: the most recent tokens that it keeps; None: it keeps all.
+    """
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in the key and the value of one token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def of_layers(cls, config: Any) -> tuple[LayerKV, ...]:
+        """Those of all layers of a decoder that keep any; layers with a state, or that read the keys of others, keep
+        none."""
+        kept = []
+        for layer, (stored, own) in enumerate(zip(DynamicCache(config=config).layers, config.per_layer_config)):
+            num_query_heads = getattr(own, "num_attention_heads", None)
+            if isinstance(stored, DynamicLayer) and num_query_heads:
+                head_dim = getattr(own, "head_dim", None) or own.hidden_size // num_query_heads
+                num_kv_heads = getattr(own, "num_key_value_heads", None) or num_query_heads
+                window = stored.sliding_window if stored.is_sliding else None
+                kept.append(cls(layer, num_kv_heads, head_dim, window))
+        return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -103,15 +147,24 @@ class ModelDirectory:
             extended = (rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1)
         return int(max(positions, extended))
 
+    @cached_property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """The layers that keep the keys and values of tokens."""
+        return LayerKV.of_layers(self.config)
+
+    @property
+    def full_layers(self) -> tuple[LayerKV, ...]:
+        """Those that keep every token."""
+        return tuple(layer for layer in self.kv_layers if layer.window is None)
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the size of one token's keys and values in all layers; 0 for a model without attention."""
-        config = self.config
-        num_query_heads = getattr(config, "num_attention_heads", None)
-        if not num_query_heads:
-            return 0
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_query_heads
-        heads = getattr(config, "num_key_value_heads", None) or num_query_heads
-        return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+        """Return the size of one token's keys and values in the layers that keep every token; 0 without any."""
+        return sum(layer.size for layer in self.full_layers) * dtype.itemsize
+
+    def window_bytes(self, dtype: torch.dtype, num_tokens: int) -> int:
+        """Return the size of what layers with a sliding window keep of a sequence."""
+        windows = ((layer.size, layer.window) for layer in self.kv_layers if layer.window is not None)
+        return sum(size * min(window, num_tokens) for size, window in windows) * dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.

@@ -37,7 +37,7 @@ class Reply:
         self.events: deque[list[Any]] = deque()
         self.num_read: int | None = None
         self._tokenizer, self._sent, self._strips = tokenizer, sent, strips
-        self._choose = request.sampling.chooser(device)
+        self._choose = request.chooser(device)
 
     def read(self, num_tokens: int) -> None:
         """Keep how far the prompt is read."""
