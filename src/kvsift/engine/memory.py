@@ -52,8 +52,7 @@ def predict_bytes(
     if not directory.is_quantised:
         weights = weights * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
     kv, windows = directory.kv_bytes_per_token(dtype) * num_tokens, directory.window_bytes(dtype, num_tokens)
-    widths = getattr(config, "intermediate_size", None) or 0  # of the MLPs; some models have one for each layer
-    width = max(*(widths if isinstance(widths, list | tuple) else [widths]), 4 * config.hidden_size)
+    width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
     room = ROOM_SHARE if device.type == "cuda" else 0.0

@@ -99,7 +99,10 @@ class Adapter:
         for name in (*WATCHED, "_kvsift"):
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self._own)
-        self.model.set_attn_implementation(self._stock_attention)
+        stock = self._stock_attention  # parts without a model of their own have none, and None cannot be set
+        self.model.set_attn_implementation({key: name for key, name in stock.items() if name is not None})
+        for key in (key for key, name in stock.items() if name is None):
+            getattr(self.model.config, key)._attn_implementation = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_block": None}

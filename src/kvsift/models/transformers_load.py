@@ -124,7 +124,15 @@ class ModelDirectory:
             raise InputError(f"{directory}/config.json cannot be used: {_reason(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
         is_quantised = getattr(config, "quantization_config", None) is not None
-        return cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        try:
+            _ = checked.kv_layers
+        except Exception as error:
+            raise InputError(
+                f"{directory}/config.json describes no decoder of which kvsift can tell what its layers cache: "
+                f"{_reason(error)}."
+            ) from error
+        return checked
 
     @property
     def name(self) -> str:
@@ -138,7 +146,7 @@ class ModelDirectory:
     def max_positions(self) -> int | None:
         """Maximum number of positions that the model was made for, if its configuration has one."""
         positions = getattr(self.config, "max_position_embeddings", None)
-        if not positions:
+        if not positions or positions < 0:  # XLNet has -1
             return None
         rope, extended = getattr(self.config, "rope_parameters", None) or {}, 0
         if rope.get("rope_type") == "dynamic":  # max_position_embeddings is the original length
@@ -151,6 +159,12 @@ class ModelDirectory:
     def kv_layers(self) -> tuple[LayerKV, ...]:
         """The layers that keep the keys and values of tokens."""
         return LayerKV.of_layers(self.config)
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate size of the widest MLP; 0 if there is none."""
+        widths = [getattr(own, "intermediate_size", None) or 0 for own in self.config.per_layer_config]
+        return max((max(each) if isinstance(each, list | tuple) else each for each in widths), default=0)
 
     @property
     def full_layers(self) -> tuple[LayerKV, ...]:
