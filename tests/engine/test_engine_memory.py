@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from engine.tiny_directory import POSITIONS, text_of, write_model
-from transformers import Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig
+from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig, XLNetConfig
 
 from kvsift import LLM, InputError
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, _cgroup, available_bytes, predict_bytes, require_memory
@@ -165,6 +165,22 @@ def test_memory_is_counted_layer_by_layer() -> None:
     )  # fmt: skip
     assert LayerKV.of_layers(hybrid) == (LayerKV(3, 2, 16),)
     assert LayerKV.of_layers(MambaConfig(num_hidden_layers=2)) == ()
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_configuration_without_a_list_of_layers_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Blt has three decoders, and its configuration no number of layers."""
+    directory = write_model(tmp_path)
+    BltConfig().save_pretrained(directory)
+    with pytest.raises(
+        InputError, match=r"config\.json describes no decoder of which kvsift can tell .*num_hidden_lay"
+    ):
+        LLM(directory)
+
+
+def test_a_model_without_a_maximum_of_positions_is_not_made_for_none(tmp_path: Path) -> None:
+    directory = replace(ModelDirectory.check(write_model(tmp_path)), config=XLNetConfig())
+    assert directory.max_positions is None
 
 
 def test_weights_count_in_the_dtype_they_will_have(tmp_path: Path) -> None:
