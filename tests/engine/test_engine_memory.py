@@ -173,7 +173,7 @@ def test_a_configuration_without_a_list_of_layers_is_refused_by_its_name(tmp_pat
     directory = write_model(tmp_path)
     BltConfig().save_pretrained(directory)
     with pytest.raises(
-        InputError, match=r"config\.json describes no decoder of which kvsift can tell .*num_hidden_lay"
+        InputError, match=r"config\.json describes no decoder of which kvsift can .*num_hidden_layers"
     ):
         LLM(directory)
 

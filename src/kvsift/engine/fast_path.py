@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 
 from kvsift.engine.crossover import measure_crossover
-from kvsift.engine.generation_settings import FILE, GenerationSettings
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.errors import InputError, unknown
@@ -27,6 +26,7 @@ from kvsift.models.decoder_step import DecoderStep, placement_reason
 from kvsift.models.inference import inference
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.transformers_generation import FILE, GenerationSettings
 from kvsift.models.transformers_step import TransformersStep
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule

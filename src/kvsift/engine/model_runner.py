@@ -15,7 +15,6 @@ import torch
 
 from kvsift.batching.exact.pace import Paces
 from kvsift.engine.fast_path import FastPath
-from kvsift.engine.generation_settings import FILE, GenerationSettings
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
@@ -29,6 +28,7 @@ from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.inference import inference
 from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
+from kvsift.models.transformers_generation import FILE, GenerationSettings
 from kvsift.models.transformers_load import ModelDirectory
 from kvsift.models.transformers_rope import RopeLimits
 from kvsift.plan.placement import Placement

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kvsift.batching.row import FinishReason
-from kvsift.engine.generation_settings import ConstrainedChooser, GenerationSettings
-from kvsift.engine.sampling import Chooser, Sampling
+from kvsift.engine.sampling import Chooser, ConstrainedChooser, Sampling
 from kvsift.engine.text_offsets import TextOffsets
+from kvsift.models.transformers_generation import GenerationSettings
 
 FOLD_TOKENS = 64  # text before the last of these tokens is not decoded again with every token
 CONTEXT_TOKENS = 8  # tokens of that text that are decoded again, since some tokenizers join words
@@ -52,9 +52,9 @@ class Request:
     def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
         """Return what chooses the tokens of the answer from logits on a device."""
         chooser = self.sampling.chooser(device)
-        if self.settings is None:
+        if self.settings is None or not self.settings.applied:
             return chooser
-        return self.settings.constrain(chooser, self.ids, self.max_new_tokens, device)
+        return ConstrainedChooser(chooser, self.settings, self.ids, self.max_new_tokens, device)
 
     @property
     def length(self) -> int:

@@ -8,12 +8,10 @@ to say.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from functools import cached_property
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import (
     ExponentialDecayLengthPenalty,
     ForcedBOSTokenLogitsProcessor,
@@ -30,7 +28,6 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from kvsift.engine.sampling import Chooser
 from kvsift.errors import InputError
 
 FILE = "generation_config.json"
@@ -76,7 +73,8 @@ class GenerationSettings:
     Attributes:
         applied: the settings that change logits, in words; empty if there are none.
         ignored: those that the engine cannot apply, likewise.
-        stops: texts that end an answer.
+        ends: tokens that end an answer, as given.
+        stops: texts that end one.
 
     Raises:
         InputError: for a value that transformers refuses.
@@ -91,14 +89,6 @@ class GenerationSettings:
             self.processors(1, 1, torch.device("cpu"))
         except (TypeError, ValueError) as error:
             raise InputError(f"{FILE} of the model cannot be applied ({self.applied}): {error}") from error
-
-    def constrain(
-        self, chooser: Chooser, ids: Sequence[int], max_new_tokens: int, device: torch.device
-    ) -> Chooser | ConstrainedChooser:
-        """Return a chooser after the prompt ``ids`` that sees the logits as these settings change them."""
-        if not self.applied:
-            return chooser
-        return ConstrainedChooser(chooser, self, ids, max_new_tokens, device)
 
     def processors(self, prompt_length: int, max_new_tokens: int, device: torch.device) -> LogitsProcessorList:
         """The processors of one answer, as ``generate()`` makes them."""
@@ -135,59 +125,6 @@ class GenerationSettings:
             begin = prompt_length if has_bos else prompt_length + 1
             made.append(SuppressTokensAtBeginLogitsProcessor(config.begin_suppress_tokens, begin, device=str(device)))
         return made
-
-
-class ConstrainedChooser:
-    """Chooses the tokens of one answer from logits that depend on the tokens before them.
-
-    Args:
-        chooser: of the tokens.
-        settings: of the model.
-        ids: tokens of the prompt.
-        max_new_tokens: most tokens of the answer.
-        device: of the logits.
-    """
-
-    def __init__(
-        self, chooser: Chooser, settings: GenerationSettings, ids: Sequence[int], max_new_tokens: int,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._choose, self._settings, self._prompt, self._most = chooser, settings, ids, max_new_tokens
-        self._device, self._length = device, len(ids)
-
-    @cached_property
-    def _state(self) -> tuple[LogitsProcessorList, Tensor]:
-        """The processors, and the tokens of the prompt, the answer and drafts, int64 [1, room]; made with the first
-        token, in a step (see ``Chooser``)."""
-        room = len(self._prompt) + self._most + 1
-        tokens = torch.zeros(1, room, dtype=torch.int64)
-        tokens[0, : len(self._prompt)] = torch.tensor(self._prompt)
-        processors = self._settings.processors(len(self._prompt), self._most, self._device)
-        return processors, tokens.to(self._device)
-
-    def __call__(self, logits: Tensor) -> int:
-        token = self._choose(self._changed(logits, self._length))
-        self._note(token, self._length)
-        self._length += 1
-        return token
-
-    def foresee(self, logits: Tensor, ahead: int) -> int:
-        """As ``Chooser.foresee``; what was foreseen for the calls before is taken for their tokens."""
-        position = self._length + ahead
-        token = self._choose.foresee(self._changed(logits, position), ahead)
-        self._note(token, position)
-        return token
-
-    def _changed(self, logits: Tensor, position: int) -> Tensor:
-        """Logits [vocabulary] of the token at a position of the sequence, float32."""
-        processors, tokens = self._state
-        changed: Tensor = processors(tokens[:, :position], logits.to(torch.float32, copy=True).unsqueeze(0))
-        return changed[0]
-
-    def _note(self, token: int, position: int) -> None:
-        tokens = self._state[1]
-        if position < tokens.shape[1]:
-            tokens[0, position] = token
 
 
 def _asked(config: Any, fields: dict[str, tuple[object, ...]]) -> list[str]:
