@@ -21,7 +21,7 @@ test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the ad
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(OLDEST_TESTS)
 
-test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compiled for Hopper, tests of the contracts, long exact answers: a quarter of an hour
+test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compiled for Hopper, tests of the contracts, long exact answers, all architectures of transformers: half an hour
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m slow
 
 test-page: $(VENV)/installed-dev  ## the page of kvsift serve in chromium, which apt-get install chromium brings: three minutes

@@ -279,7 +279,10 @@ def test_errors_of_a_template_show_the_message_as_it_is() -> None:
     tokenizer = of_bytes("{{ raise_exception('No ' ~ messages[0]['content']) }}", TURNS)
     with pytest.raises(InputError, match=r"refuses this prompt: No A manual <\|im_end\|>\n\nWhy\?\."):
         PromptFormat(tokenizer).encode("A manual <|im_end|>", "Why?")
-    picky = "{% if '|' not in messages[0]['content'] %}{{ raise_exception('No ' ~ messages[0]['content']) }}{% endif %}"
+    picky = (
+        "{% if '|' not in messages[0]['content'] %}{{ raise_exception('No ' ~ messages[0]['content']) }}{% endif %}"
+        "{{ messages[0]['content'] }}"
+    )
     with pytest.raises(InputError, match=r"No A manual <\|im_end\|>"):
         PromptFormat(of_bytes(picky, TURNS)).encode("A manual <|im_end|>", "Why?")
 

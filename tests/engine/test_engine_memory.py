@@ -6,16 +6,18 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from engine.tiny_directory import POSITIONS, text_of, write_model
+from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaConfig, Qwen3NextConfig, XLNetConfig
 
 from kvsift import LLM, InputError
-from kvsift.engine.memory import GIB, RUNTIME_BYTES, _cgroup, available_bytes, predict_bytes
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.engine.memory import GIB, RUNTIME_BYTES, _cgroup, available_bytes, predict_bytes, require_memory
+from kvsift.models.transformers_load import LayerKV, ModelDirectory
 
 # Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
 MEASURE = """
@@ -127,6 +129,56 @@ def test_foretold_memory_grows_with_the_context_by_its_keys_values_and_summaries
     directory = ModelDirectory.check(llama)
     short, long = (predict_bytes(directory, torch.device("cpu"), dtype, n, 64) for n in (1000, 17_000))
     assert long - short == directory.kv_bytes_per_token(dtype) * 16_000 * 17 // 16
+
+
+def test_a_run_that_fits_since_most_layers_keep_a_window_alone_is_not_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """48 layers, four of them with full attention, as in Gemma 3: 6.1 GiB of keys and values, and not 73."""
+    layers = {"num_hidden_layers": 48, "layer_types": (["sliding_attention"] * 11 + ["full_attention"]) * 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 64}
+    config = Gemma3TextConfig(vocab_size=259, hidden_size=64, intermediate_size=96, **heads, **layers)
+    directory = replace(ModelDirectory.check(write_model(tmp_path)), config=config)
+    token = 2 * 8 * 128 * 4  # bytes in one layer
+    assert directory.kv_bytes_per_token(torch.float32) == 4 * token
+    assert directory.window_bytes(torch.float32, 200_000) == 44 * 64 * token
+    assert directory.window_bytes(torch.float32, 10) == 44 * 10 * token
+    kept = 4 * token * 200_000
+    needed = predict_bytes(directory, torch.device("cpu"), torch.float32, 200_000, 512)
+    assert kept < needed < 1.2 * kept
+    monkeypatch.setattr("kvsift.engine.memory.available_bytes", lambda device: 8 * GIB)
+    require_memory(directory, torch.device("cpu"), torch.float32, 200_000, 512)
+
+
+def test_memory_is_counted_layer_by_layer() -> None:
+    text = {"vocab_size": 259, "hidden_size": 64, "num_attention_heads": 4, "sliding_window": 32}
+    kinds = ["sliding_attention", "full_attention"]
+    gemma4 = Gemma4TextConfig(
+        **text, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, global_head_dim=32,
+        num_global_key_value_heads=1, layer_types=kinds * 2, num_kv_shared_layers=2, attention_k_eq_v=True,
+    )  # fmt: skip
+    assert LayerKV.of_layers(gemma4) == (LayerKV(0, 2, 16, window=32), LayerKV(1, 1, 32))  # others read these
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    hybrid = Qwen3NextConfig(
+        **text, **linear, num_hidden_layers=4, num_key_value_heads=2, head_dim=16,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+    )  # fmt: skip
+    assert LayerKV.of_layers(hybrid) == (LayerKV(3, 2, 16),)
+    assert LayerKV.of_layers(MambaConfig(num_hidden_layers=2)) == ()
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_configuration_without_a_list_of_layers_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Blt has three decoders, and its configuration no number of layers."""
+    directory = write_model(tmp_path)
+    BltConfig().save_pretrained(directory)
+    with pytest.raises(InputError, match=r"config\.json describes no decoder of which kvsift can .*num_hidden_layers"):
+        LLM(directory)
+
+
+def test_a_model_without_a_maximum_of_positions_is_not_made_for_none(tmp_path: Path) -> None:
+    directory = replace(ModelDirectory.check(write_model(tmp_path)), config=XLNetConfig())
+    assert directory.max_positions is None
 
 
 def test_weights_count_in_the_dtype_they_will_have(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from models.tiny import SPARSE, greedy, left_alone, logits, prompt, tiny
 from torch import nn
+from transformers import DbrxConfig, DbrxForCausalLM
 
 import kvsift
 
@@ -74,6 +75,20 @@ def test_hooks_of_one_s_own_stay_and_see_the_call() -> None:
     with left_alone(model), kvsift.sparse(model, SPARSE):
         logits(model, prompt(20))
     assert any("input_ids" in kwargs for kwargs in seen)
+
+
+def test_a_configuration_inside_that_names_no_attention_function_names_none_afterwards() -> None:
+    """Dbrx has two; a block on it ended in an error of transformers, which takes no None."""
+    attention = {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}
+    experts = {"ffn_hidden_size": 32, "hidden_size": 32, "moe_num_experts": 2, "moe_top_k": 1}
+    sizes = {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": 96, "max_seq_len": 64, "pad_token_id": 0}
+    model = DbrxForCausalLM(DbrxConfig(**sizes, attn_config=attention, ffn_config=experts)).eval()
+    before = [config._attn_implementation for config in (model.config, model.config.attn_config)]
+    expected = greedy(model, prompt(20))
+    with kvsift.sparse(model, "dense"):
+        assert torch.equal(greedy(model, prompt(20)), expected)
+    assert [config._attn_implementation for config in (model.config, model.config.attn_config)] == before
+    assert before[1] is None
 
 
 def test_a_model_in_training_stays_there_module_by_module() -> None:

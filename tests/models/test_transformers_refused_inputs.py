@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.tiny import SPARSE, greedy, left_alone, logits, prompt, ragged, tiny
+from models.tiny import COVERING, SPARSE, greedy, left_alone, logits, prompt, ragged, tiny
 
 import kvsift
 from kvsift.models.transformers_calls import Calls
@@ -92,6 +92,34 @@ def test_generating_without_a_cache_is_refused() -> None:
     model = tiny()
     with kvsift.sparse(model, SPARSE), pytest.raises(kvsift.InputError, match="use_cache=False"):
         greedy(model, prompt(20), use_cache=False)
+
+
+@pytest.mark.parametrize(("field", "value", "remedy"), [
+    ("use_cache", False, "True"), ("cache_implementation", "static", "None"), ("output_attentions", True, "None"),
+])  # fmt: skip
+def test_a_refusal_of_what_the_checkpoint_asks_for_names_its_file_and_not_the_caller(
+    field: str, value: Any, remedy: str
+) -> None:
+    model = tiny()
+    expected = greedy(model, prompt(20))
+    setattr(model.generation_config, field, value)
+    says = rf"generation_config.json.* set model.generation_config.{field} = {remedy}"
+    with kvsift.sparse(model, COVERING), pytest.raises(kvsift.InputError, match=says):
+        greedy(model, prompt(20))
+    with pytest.raises(kvsift.InputError, match=says):
+        greedy(model, prompt(20), past_key_values=kvsift.make_cache(model, COVERING))
+    with kvsift.sparse(model, COVERING), pytest.raises(kvsift.InputError, match="leave it out"):
+        greedy(model, prompt(20), **{field: value})
+    setattr(model.generation_config, field, {"True": True, "None": None}[remedy])  # as the refusal says
+    with kvsift.sparse(model, COVERING):
+        assert torch.equal(greedy(model, prompt(20)), expected)
+
+
+def test_attention_weights_that_config_json_asks_for_are_refused_in_its_name() -> None:
+    model = tiny()
+    model.config.output_attentions = True
+    with pytest.raises(kvsift.InputError, match=r"config\.json of the model asks for it, so remove it there"):
+        kvsift.make_cache(model, SPARSE)
 
 
 @pytest.mark.parametrize("axes", [0, 3, 4])

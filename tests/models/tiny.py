@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Phi3": {},
     "GptOss": {**SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},  # sink logits
 }
+TEXT_CONFIGS = "Gemma3", "Gemma3n", "Gemma4"  # families whose plain name is that of a multimodal configuration
 WITH_SLIDING_LAYERS = [name for name, changes in FAMILIES.items() if "layer_types" in changes]
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -52,7 +53,7 @@ SIZES = {
 def tiny(family: str = "Llama", seed: int = 1, **changes: Any) -> PreTrainedModel:
     """A random model of a family, with eager attention, ready for inference."""
     torch.manual_seed(seed)
-    config = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
+    config = getattr(transformers, f"{family}{'Text' if family in TEXT_CONFIGS else ''}Config")
     settings = {**SIZES, **FAMILIES.get(family, {}), **changes}
     return randomised(getattr(transformers, f"{family}ForCausalLM")(config(**settings)))
 

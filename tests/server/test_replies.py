@@ -139,7 +139,7 @@ def test_events_are_lines_for_clients_that_read_lines_of_text() -> None:
     separators = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg"
     job = accepted()
     job.add({"index": 0, "tokens": [[7, separators, None]]})
-    data = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny").chunks(job.take())
+    data = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny").chunks(job)
     [line, _] = data.decode().splitlines()
     assert json.loads(line.removeprefix("data: "))["choices"][0]["text"] == separators
 

@@ -18,6 +18,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from kvsift.engine.chat_template import ChatTemplate
 from kvsift.engine.llm import DEFAULT_PLAN, LLM, Document
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
@@ -81,15 +82,11 @@ class KVSiftLM(TemplateLM):
         """Return turns in the model's chat format.
 
         Raises:
-            InputError: if the model has no chat template.
+            InputError: if the model has no chat template, or it leaves out what a turn says.
         """
         if not self.tokenizer.chat_template:
             raise InputError(f"{self.llm.directory.name} has no chat template; leave out --apply_chat_template.")
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )  # fmt: skip
-        return text
+        return ChatTemplate(self.tokenizer).render(chat_history, continues=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from tokenizers import Encoding
 
+from kvsift.engine.chat_template import ChatTemplate
 from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.renamed_tokens import STRANGE, Copy, renamed, with_names
 from kvsift.errors import InputError
@@ -235,8 +236,7 @@ class ControlTokens:
         turns, texts = [{"role": role, "content": "?"} for role in ("system", "user", "assistant", "user")], list[str]()
         for messages in (turns, turns[1:]):
             with suppress(Exception):  # there is none, or none with a system message
-                text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-                texts.append(str(text))
+                texts.append(ChatTemplate(self._tokenizer).render(messages))
         return "".join(texts)
 
     def _compared(self) -> Iterator[str]:

@@ -26,6 +26,7 @@ from kvsift.models.decoder_step import DecoderStep, placement_reason
 from kvsift.models.inference import inference
 from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.transformers_generation import FILE, GenerationSettings
 from kvsift.models.transformers_step import TransformersStep
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
@@ -115,8 +116,8 @@ class FastPath:
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
         return asked and DecoderStep.reason_against(model) is None
 
-    def composed_reason(self, plan: Plan, model: Any) -> str | None:
-        """Why decode steps are composed; None: they are captured.
+    def composed_reason(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
+        """Why decode steps of a model with these settings are composed; None: they are captured.
 
         Raises:
             InputError: if captured steps are required.
@@ -133,6 +134,8 @@ class FastPath:
             reason = "no NVIDIA GPU"
         elif self._device.type == "cuda" and not HAVE_TRITON:
             reason = "Triton is not installed"
+        elif settings.applied:
+            reason = f"{FILE} asks for {settings.applied}, which is applied to the logits of each step on the host"
         else:
             reason = reason_against(plan) or _reason_of_place(self._place, plan) or self._reason_of_model(plan, model)
         if reason is not None and self._path == "captured":

@@ -299,9 +299,8 @@ def _host(runner: ModelRunner) -> str:
         return ""
     if not native.available():
         return f"plain torch: {native.why_missing()}"
-    config = runner.directory.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    sample = torch.empty(1, head_dim, dtype=runner.dtype)
-    if not supports(sample, sample[None]):
-        return f"plain torch: the compiled core does not take {runner.dtype} with head_dim {head_dim}"
+    for head_dim in sorted({layer.head_dim for layer in runner.directory.full_layers}):
+        sample = torch.empty(1, head_dim, dtype=runner.dtype)
+        if not supports(sample, sample[None]):
+            return f"plain torch: the compiled core does not take {runner.dtype} with head_dim {head_dim}"
     return f"compiled core, {native.level()}, {torch.get_num_threads()} threads"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,12 +51,12 @@ def predict_bytes(
     weights = directory.num_weight_bytes
     if not directory.is_quantised:
         weights = weights * dtype.itemsize // getattr(stored, "itemsize", dtype.itemsize)
-    kv = directory.kv_bytes_per_token(dtype) * num_tokens
-    width = max(getattr(config, "intermediate_size", 0) or 0, 4 * config.hidden_size)
+    kv, windows = directory.kv_bytes_per_token(dtype) * num_tokens, directory.window_bytes(dtype, num_tokens)
+    width = max(directory.mlp_width, 4 * config.hidden_size)
     activations = min(chunk_size, num_tokens) * (8 * config.hidden_size + 3 * width) * dtype.itemsize
     runtime = RUNTIME_BYTES if device.type == "cpu" else 0
     room = ROOM_SHARE if device.type == "cuda" else 0.0
-    return int(weights + kv * (1 + SUMMARY_SHARE) * (1 + room) + activations + runtime)
+    return int(weights + kv * (1 + SUMMARY_SHARE) * (1 + room) + windows + activations + runtime)
 
 
 def require_memory(
@@ -69,7 +70,7 @@ def require_memory(
         InputError: with the memory needed, the memory free, and what would help.
     """
     on_host = place.in_host_memory and device.type != "cpu"
-    num_stored = stored_tokens(plan, directory.config.num_hidden_layers, num_tokens, chunk_size)
+    num_stored = stored_tokens(plan, [layer.layer for layer in directory.full_layers], num_tokens, chunk_size)
     on_device = min(num_tokens, chunk_size) if on_host else num_stored
     if on_host:
         on_device += place.store.device_tokens(num_tokens, SUMMARY_SHARE, **dict(place.knobs))
@@ -78,7 +79,7 @@ def require_memory(
         require_host_memory(directory, dtype, num_tokens, place)
     if free is None or need <= free:
         return
-    kv = directory.kv_bytes_per_token(dtype) * num_stored
+    kv = directory.kv_bytes_per_token(dtype) * num_stored + directory.window_bytes(dtype, num_tokens)
     raise InputError(
         f"this run needs about {need / GIB:.1f} GiB on {device} ({directory.num_weight_bytes / GIB:.1f} GiB of weights "
         f"on disk, {kv / GIB:.1f} GiB of KV for {num_stored:,} tokens in {str(dtype).removeprefix('torch.')}), and "
@@ -100,12 +101,13 @@ def require_host_memory(directory: ModelDirectory, dtype: torch.dtype, num_token
         )
 
 
-def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int) -> int:
-    """Return the mean number of stored tokens per layer at the peak, including the method's state of other tokens."""
-    rule = plan.decode
-    if rule is None or not plan.evicts_prompt:
+def stored_tokens(plan: Plan, layers: Sequence[int], num_tokens: int, chunk_size: int) -> int:
+    """Return the mean number of stored tokens per layer at the peak, including the method's state of other tokens;
+    ``layers`` are the indices of those with full attention."""
+    rule, num_layers = plan.decode, len(layers)
+    if rule is None or not plan.evicts_prompt or not layers:
         return num_tokens
-    dense = sum(layer < num_layers for layer in rule.budget.dense_layers)
+    dense = sum(layer in layers for layer in rule.budget.dense_layers)
     kept = max(rule.budget.limit(num_tokens), rule.budget.min_context)
     # a whole chunk is stored before eviction, which copies the tokens that are kept
     sparse_tokens = min(num_tokens, 2 * (kept + chunk_size) + int(SUMMARY_SHARE * num_tokens))
@@ -114,10 +116,12 @@ def stored_tokens(plan: Plan, num_layers: int, num_tokens: int, chunk_size: int)
 
 def host_kv_bytes(directory: ModelDirectory, dtype: torch.dtype, num_tokens: int, place: Placement) -> int:
     """Return the size of keys and values of ``num_tokens`` in host memory."""
-    config = directory.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = place.store.bytes_per_token(head_dim, dtype, **dict(place.knobs)) / (2 * head_dim * dtype.itemsize)
-    return int(directory.kv_bytes_per_token(dtype) * num_tokens * share)
+    knobs = dict(place.knobs)
+    sizes = (
+        layer.num_kv_heads * place.store.bytes_per_token(layer.head_dim, dtype, **knobs)
+        for layer in directory.full_layers
+    )
+    return int(sum(sizes) * num_tokens)
 
 
 def _meminfo() -> int | None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from inspect import signature
 from threading import Lock
 from time import perf_counter
 from typing import Any
@@ -28,6 +29,7 @@ from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.inference import inference
 from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
+from kvsift.models.transformers_generation import FILE, GenerationSettings
 from kvsift.models.transformers_load import ModelDirectory
 from kvsift.models.transformers_rope import RopeLimits
 from kvsift.plan.placement import Placement
@@ -73,15 +75,24 @@ class ModelRunner(Uncopied):
         self.paces = Paces()
         self.kv: KVPool | None = None
         self._model: Any = None
+        self._settings: GenerationSettings | None = None  # of the model, once it is loaded
         self._loading = Lock()
         self._has_left_out_bos = False
 
     def load(self) -> float:
-        """Load the weights unless they are loaded. Returns the seconds it took, which no answer includes."""
+        """Load the weights unless they are loaded. Returns the seconds it took, which no answer includes.
+
+        Raises:
+            InputError: if they cannot be loaded, or kvsift cannot run the model.
+        """
         started = perf_counter()
         with self._loading:
             if self._model is None:
-                self._model = self.directory.load(self.device, self.dtype)
+                model = self.directory.load(self.device, self.dtype)
+                with inference():
+                    make_drafting_cache(model, Plan())  # refuses it now, and not with the first request
+                self._settings = _settings_of(model, self.tokenizer)
+                self._model = model
         return perf_counter() - started
 
     @property
@@ -146,27 +157,30 @@ class ModelRunner(Uncopied):
         self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None,
         started: float | None = None,
     ) -> Request:  # fmt: skip
-        """The request of one prompt; it also ends at the model's end-of-text tokens. ``offsets`` are for passages. Its
-        time begins at ``started``, or now."""
+        """The request of one prompt; the settings of the model's generation_config.json hold for it, and it ends at the
+        model's end-of-text tokens. ``offsets`` are for passages. Its time begins at ``started``, or now."""
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
         started = perf_counter() if started is None else started
         deadline = None if options.timeout_s is None else started + options.timeout_s
-        ends, skip = self._end_ids(), options.skip_special_tokens
+        self.load()
+        settings, ends = self._settings, self._end_ids()
+        assert settings is not None, "the model is loaded"
         return Request(
             ids,
             options.max_new_tokens,
             sampling,
             ends,
             self._stop_ids(options, ends),
-            options.stops,
+            (*options.stops, *settings.stops),
             streamed,
             options.logprobs,
             deadline,
             options.exact,
             offsets,
-            skip,
+            options.skip_special_tokens,
+            settings,
         )
 
     def encode(self, text: str) -> list[int]:
@@ -189,7 +203,9 @@ class ModelRunner(Uncopied):
         Raises:
             InputError: if captured steps are required.
         """
-        return self.fast_path.composed_reason(plan, self.model)
+        self.load()
+        assert self._settings is not None, "the model is loaded"
+        return self.fast_path.composed_reason(plan, self._model, self._settings)
 
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a row under a plan has pages of its own; None if they may be in a pool with those of others."""
@@ -258,17 +274,35 @@ class ModelRunner(Uncopied):
                 if first and start + size >= len(ids):
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
-                if fused is not None:
-                    logits = fused(chunk[0], cache, phase, pause)
-                else:
-                    logits = self.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+                logits = fused(chunk[0], cache, phase, pause) if fused is not None else self._forward(chunk, cache)
                 if progress is not None:
                     progress(min(start + size, len(ids)), len(ids))
         return logits
 
+    def _forward(self, tokens: torch.Tensor, cache: SparseCache) -> torch.Tensor:
+        """Logits [1, 1, vocabulary] of the last of the next tokens [1, num_new], by transformers' forward pass.
+
+        It gets the positions that generate() gives: some models number the tokens of every pass from 0 without them.
+        """
+        start, options = cache.get_seq_length(), {}
+        if self._takes_positions:
+            options["position_ids"] = torch.arange(start, start + tokens.shape[1], device=self.device).unsqueeze(0)
+        output = self.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        logits: torch.Tensor = output.logits
+        return logits
+
+    @cached_property
+    def _takes_positions(self) -> bool:
+        return "position_ids" in signature(self.model.forward).parameters
+
     @cached_property
     def _rope_limits(self) -> RopeLimits | None:
         return RopeLimits.of(self.model)
+
+    def _end_ids(self) -> frozenset[int]:
+        """Return the tokens of the model that end an answer."""
+        assert self._settings is not None, "the model is loaded"
+        return self._settings.ends
 
     def _stop_ids(self, options: GenerateOptions, ends: Collection[int]) -> frozenset[int]:
         """Return the tokens that end an answer by an option.
@@ -292,10 +326,15 @@ class ModelRunner(Uncopied):
             raise InputError(f"stop_token_ids has {max(named)}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return decoder.special.intersection(map(decoder.added.get, options.stops)) | named
 
-    def _end_ids(self) -> frozenset[int]:
-        ends = self.model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or [])
-        return frozenset({*ends, *([] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id])})
+
+def _settings_of(model: Any, tokenizer: Any) -> GenerationSettings:
+    """The generation settings of a model that was just loaded; those that will not be applied are logged."""
+    ends = model.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else {*(ends or ())}
+    settings = GenerationSettings(model.generation_config, ends | ({tokenizer.eos_token_id} - {None}))
+    if settings.ignored:
+        log.warning("%s asks for %s, which kvsift does not apply: it generates without.", FILE, settings.ignored)
+    return settings
 
 
 def require_tokens(ids: object) -> None:

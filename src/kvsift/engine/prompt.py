@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from kvsift.engine.chat_template import ChatTemplate
 from kvsift.engine.control_tokens import ControlTokens, Mask, Rendering
 from kvsift.engine.growing_text import GrowingText
 from kvsift.engine.text_offsets import TextOffsets, require_spans
@@ -84,7 +85,7 @@ class PromptFormat:
         messages.append({"role": "user", "content": question})
         first = messages[self.system is not None]
         first["content"] = f"{context}\n\n{first['content']}".strip()
-        return self._templated(messages)
+        return self._chat.render(messages)
 
     def encode(
         self, context: str, question: str, turns: Sequence[Turn] = (), growing: GrowingText | None = None
@@ -123,7 +124,8 @@ class PromptFormat:
         question, are of the document too. ``growing`` is of the prompts that begin like this one.
 
         Raises:
-            InputError: if the template refuses them, or they do not alternate, the user's first and last.
+            InputError: if the template refuses them or leaves out what one says, or they do not alternate, the user's
+                first and last.
         """
         for message in messages:
             require_text(message["content"], "message")
@@ -137,7 +139,7 @@ class PromptFormat:
         messages = [{**message, "content": mask(message["content"])} for message in messages]
         context = mask(context)
         if self.tokenizer.chat_template:
-            return self._templated(_with_document(messages, context) if context else messages)
+            return self._chat.render(_with_document(messages, context) if context else messages)
         contexts = [message["content"].strip() for message in messages if message["role"] == "system"]
         said = [message for message in messages if message["role"] != "system"]
         roles = [message["role"] for message in said]
@@ -151,17 +153,14 @@ class PromptFormat:
         turns = list(zip(texts[:-1:2], texts[1::2]))
         return self._text("\n\n".join(filter(None, [context.rstrip(), *contexts, document])), texts[-1], turns, str)
 
-    def _templated(self, messages: Sequence[Mapping[str, str]]) -> str:
-        try:
-            text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise any exception
-            raise InputError(f"the model's chat template refuses this prompt: {error}.") from error
-        return text
-
     def _tokens(self, build: Callable[[Mask], str], growing: GrowingText | None) -> list[int]:
         rendering = self._control.render(build)
         ids, _ = self._control.encode(rendering, self._special(rendering), growing=growing)
         return ids
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        return ChatTemplate(self.tokenizer)
 
     @cached_property
     def _control(self) -> ControlTokens:

@@ -266,7 +266,7 @@ class RunnerRows:
         return [*groups, *([row] for row in rows if row not in joined)]
 
     def pages_of(self, row: Row) -> int:
-        layers = self._runner.directory.config.num_hidden_layers
+        layers = [layer.layer for layer in self._runner.directory.full_layers]
         return -(-stored_tokens(row.plan, layers, row.length + 1, self._runner.chunk_size) // self.page_size)
 
     def room(self, kv: KVPool) -> int | None:
@@ -279,7 +279,7 @@ class RunnerRows:
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
-        return int(FREE_SHARE * free / max(page_bytes, present))
+        return int(FREE_SHARE * free / max(page_bytes, present, 1))
 
     def _fused(self) -> DecoderPrefill | None:
         return self._runner.fast_path.fused(self._runner.model)
@@ -308,7 +308,7 @@ class TextOutput:
         self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
         self.pieces: deque[str] = deque()
         self.num_read = 0
-        self._choose = request.sampling.chooser(device)
+        self._choose = request.chooser(device)
 
     def take_pieces(self) -> Iterator[str]:
         """Fetch the pieces that were not fetched yet."""

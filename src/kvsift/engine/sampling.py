@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite
 from sys import float_info
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from kvsift.errors import InputError, LogitsError
 from kvsift.methods import checks
+
+if TYPE_CHECKING:
+    from kvsift.models.transformers_generation import GenerationSettings
 
 BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers
@@ -141,6 +144,59 @@ def _fault(logits: Tensor | int) -> str:
         f"{len(wrong)} of {len(logits)} logits of the model are NaN or infinite; the first, of token {token}, is "
         f"{float(logits[token])}"
     )
+
+
+class ConstrainedChooser:
+    """Chooses the tokens of one answer from logits that depend on the tokens before them.
+
+    Args:
+        chooser: of the tokens.
+        settings: of the model.
+        ids: tokens of the prompt.
+        max_new_tokens: most tokens of the answer.
+        device: of the logits.
+    """
+
+    def __init__(
+        self, chooser: Chooser, settings: GenerationSettings, ids: Sequence[int], max_new_tokens: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self._choose, self._settings, self._prompt, self._most = chooser, settings, ids, max_new_tokens
+        self._device, self._length = device, len(ids)
+
+    @cached_property
+    def _state(self) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor]:
+        """The processors, and the tokens of the prompt, the answer and drafts, int64 [1, room]; made with the first
+        token, in a step (see ``Chooser``)."""
+        room = len(self._prompt) + self._most + 1
+        tokens = torch.zeros(1, room, dtype=torch.int64)
+        tokens[0, : len(self._prompt)] = torch.tensor(self._prompt)
+        processors = self._settings.processors(len(self._prompt), self._most, self._device)
+        return processors, tokens.to(self._device)
+
+    def __call__(self, logits: Tensor | int) -> int:
+        assert isinstance(logits, Tensor), "these settings make steps composed"
+        token = self._choose(self._changed(logits, self._length))
+        self._note(token, self._length)
+        self._length += 1
+        return token
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        """As ``Chooser.foresee``; what was foreseen for the calls before is taken for their tokens."""
+        position = self._length + ahead
+        token = self._choose.foresee(self._changed(logits, position), ahead)
+        self._note(token, position)
+        return token
+
+    def _changed(self, logits: Tensor, position: int) -> Tensor:
+        """Logits [vocabulary] of the token at a position of the sequence, float32."""
+        processors, tokens = self._state
+        return processors(tokens[:, :position], logits.to(torch.float32, copy=True).unsqueeze(0))[0]
+
+    def _note(self, token: int, position: int) -> None:
+        tokens = self._state[1]
+        if position < tokens.shape[1]:
+            tokens[0, position] = token
 
 
 def draw(logits: Tensor, temperature: Tensor, noise: Tensor, top_p: Tensor | None = None) -> tuple[Tensor, Tensor]:

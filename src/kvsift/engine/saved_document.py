@@ -74,7 +74,8 @@ def check_saving(runner: ModelRunner, plan: Plan, num_tokens: int, path: Path) -
             f"the plan {plan} learns from the document's queries while it is read, and those are not saved. A "
             "document that is read without a rule of prefill can be saved."
         )
-    _check_room(path, runner.directory.kv_bytes_per_token(runner.dtype) * num_tokens)
+    directory, dtype = runner.directory, runner.dtype
+    _check_room(path, directory.kv_bytes_per_token(dtype) * num_tokens + directory.window_bytes(dtype, num_tokens))
 
 
 def save(

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from kvsift.batching.row import FinishReason
 from kvsift.engine.growing_text import common_length
-from kvsift.engine.sampling import Sampling
+from kvsift.engine.sampling import Chooser, ConstrainedChooser, Sampling
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
+from kvsift.models.transformers_generation import GenerationSettings
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class Request:
         deadline: time at which the answer ends as it is.
         exact: it is to be that of dense decoding.
         offsets: where the tokens of the prompt stand in its text, if passages are wanted.
+        settings: of the model's generation_config.json, which change its logits; None: nothing does.
     """
 
     ids: Sequence[int]
@@ -48,6 +51,14 @@ class Request:
     exact: bool = False
     offsets: TextOffsets | None = None
     skip_special_tokens: bool | None = None
+    settings: GenerationSettings | None = None
+
+    def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
+        """Return what chooses the tokens of the answer from logits on a device."""
+        chooser = self.sampling.chooser(device)
+        if self.settings is None or not self.settings.applied:
+            return chooser
+        return ConstrainedChooser(chooser, self.settings, self.ids, self.max_new_tokens, device)
 
     @property
     def length(self) -> int:

@@ -18,7 +18,7 @@ from kvsift.models.transformers_attention import NAME, UnsupportedModel, attenti
 from kvsift.models.transformers_cache import SparseBlock, SparseCache, take_layers
 from kvsift.models.transformers_calls import WATCHED, Calls, Watched
 from kvsift.models.transformers_foresight import Foresight
-from kvsift.models.transformers_inputs import check_call, check_intact, check_uncached, count_decode_tokens
+from kvsift.models.transformers_inputs import check_call, check_intact, check_uncached, count_decode_tokens, no_weights
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.models.transformers_origin import origin_of
 from kvsift.models.transformers_pinning import RopePinning
@@ -99,7 +99,10 @@ class Adapter:
         for name in (*WATCHED, "_kvsift"):
             self.model.__dict__.pop(name, None)
         self.model.__dict__.update(self._own)
-        self.model.set_attn_implementation(self._stock_attention)
+        stock = self._stock_attention  # parts without a model of their own have none, and None cannot be set
+        self.model.set_attn_implementation({key: name for key, name in stock.items() if name is not None})
+        for key in (key for key, name in stock.items() if name is None):
+            getattr(self.model.config, key)._attn_implementation = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_block": None}
@@ -177,15 +180,39 @@ class Adapter:
         return self._block is not None or any(isinstance(layer, SparseLayer) for layer in cache.layers)
 
     def check_generate(self, kwargs: dict[str, Any]) -> None:
-        """Refuse options of generate() that a block does not support.
+        """Refuse options of generate() that kvsift's layers do not support, whether its caller gives them or the files
+        of the model do.
 
         Raises:
-            InputError: naming the option to leave out.
+            InputError: naming the option to leave out, or the setting of the model to change.
         """
-        if self._block is not None and kwargs.get("cache_implementation") not in (None, "dynamic"):
+        cache = kwargs.get("past_key_values")
+        if self._block is None and (cache is None or not self.is_sparse(cache)):
+            return
+        implementation, where = self._option("cache_implementation", kwargs)
+        if implementation not in (None, "dynamic", "hybrid"):  # generate() itself makes a dynamic one of a hybrid one
+            raise InputError(f"cache_implementation={implementation!r} cannot hold kvsift's pages; {where}.")
+        use_cache, where = self._option("use_cache", kwargs)
+        if use_cache is False:
             raise InputError(
-                f"cache_implementation={kwargs['cache_implementation']!r} cannot hold kvsift's pages; leave it out."
+                "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
+                f"whole sequence; {where}."
             )
+        attentions, where = self._option("output_attentions", kwargs)
+        if attentions:
+            raise no_weights(where)
+
+    def _option(self, name: str, kwargs: dict[str, Any]) -> tuple[Any, str]:
+        """The value of an option of generate(), and what its caller should do to be rid of it."""
+        given = kwargs.get("generation_config")
+        for value in (kwargs.get(name), getattr(given, name, None)):
+            if value is not None:
+                return value, "leave it out"
+        value, default = getattr(self.model.generation_config, name, None), True if name == "use_cache" else None
+        return value, (
+            "the files of the model ask for it (generation_config.json, or config.json if there is none), so set "
+            f"model.generation_config.{name} = {default}"
+        )
 
     def _take_attention(self) -> None:
         model = self.model

@@ -24,10 +24,11 @@ def check_call(config: Any, kwargs: dict[str, Any]) -> None:
             "set_attn_implementation outside kvsift.sparse, or make the cache after it."
         )
     weights = kwargs.get("output_attentions")
-    if weights or (weights is None and getattr(config, "output_attentions", False)):
-        raise InputError(
-            "output_attentions=True asks for all attention weights, which kvsift never computes. Leave it out; "
-            "kvsift.LLM and kvsift explain report what was attended."
+    if weights:
+        raise no_weights("leave it out")
+    if weights is None and getattr(config, "output_attentions", False):
+        raise no_weights(
+            "config.json of the model asks for it, so remove it there, or set model.config.output_attentions = False"
         )
     if kwargs.get("cu_seq_lens_q") is not None:
         raise _packed("cu_seq_lens_q packs")
@@ -55,7 +56,7 @@ def check_uncached(kwargs: dict[str, Any], calls: Calls) -> None:
     if kwargs.get("use_cache") is False and calls.generate:
         raise InputError(
             "generate() runs without a cache here (use_cache=False), so every step would be a dense prefill of the "
-            "whole sequence. Leave use_cache out."
+            "whole sequence; leave it out."
         )
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None:
@@ -114,6 +115,14 @@ def _count_decode_tokens(run: SparseRun, cache: Any, num_new: int, kwargs: dict[
             "drafts, or an empty cache."
         )
     return num_new
+
+
+def no_weights(remedy: str) -> InputError:
+    """The refusal of attention weights, with what to do."""
+    return InputError(
+        f"output_attentions=True asks for all attention weights, which kvsift never computes; {remedy}. kvsift.LLM and "
+        "kvsift explain report what was attended."
+    )
 
 
 def _packed(what: str) -> InputError:

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,15 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
 from kvsift.errors import InputError, unknown
@@ -32,6 +41,41 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.jinja", "vocab.txt", "merges.txt"]
 NOT_HUB_FILES = ["*/*", "consolidated*"]  # other formats of the same weights
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """The keys and values that one layer of a model keeps.
+
+    Attributes:
+        layer: true index in the model.
+        num_kv_heads, head_dim: of this layer; layers may differ.
+        window: the most recent tokens that it keeps; None: it keeps all.
+    """
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in the key and the value of one token."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def of_layers(cls, config: Any) -> tuple[LayerKV, ...]:
+        """Those of all layers of a decoder that keep any; layers with a state, or that read the keys of others, keep
+        none."""
+        kept = []
+        for layer, (stored, own) in enumerate(zip(DynamicCache(config=config).layers, config.per_layer_config)):
+            num_query_heads = getattr(own, "num_attention_heads", None)
+            if isinstance(stored, DynamicLayer) and num_query_heads:
+                head_dim = getattr(own, "head_dim", None) or own.hidden_size // num_query_heads
+                num_kv_heads = getattr(own, "num_key_value_heads", None) or num_query_heads
+                window = stored.sliding_window if stored.is_sliding else None
+                kept.append(cls(layer, num_kv_heads, head_dim, window))
+        return tuple(kept)
 
 
 @dataclass(frozen=True)
@@ -75,7 +119,15 @@ class ModelDirectory:
             raise InputError(f"{directory}/config.json cannot be used: {_reason(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
         is_quantised = getattr(config, "quantization_config", None) is not None
-        return cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
+        try:
+            _ = checked.kv_layers
+        except Exception as error:
+            raise InputError(
+                f"{directory}/config.json describes no decoder of which kvsift can tell what its layers cache: "
+                f"{_reason(error)}."
+            ) from error
+        return checked
 
     @property
     def name(self) -> str:
@@ -89,7 +141,7 @@ class ModelDirectory:
     def max_positions(self) -> int | None:
         """Maximum number of positions that the model was made for, if its configuration has one."""
         positions = getattr(self.config, "max_position_embeddings", None)
-        if not positions:
+        if not positions or positions < 0:  # XLNet has -1
             return None
         rope, extended = getattr(self.config, "rope_parameters", None) or {}, 0
         if rope.get("rope_type") == "dynamic":  # max_position_embeddings is the original length
@@ -98,15 +150,30 @@ class ModelDirectory:
             extended = (rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1)
         return int(max(positions, extended))
 
+    @cached_property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        """The layers that keep the keys and values of tokens."""
+        return LayerKV.of_layers(self.config)
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate size of the widest MLP; 0 if there is none."""
+        widths = [getattr(own, "intermediate_size", None) or 0 for own in self.config.per_layer_config]
+        return max((max(each) if isinstance(each, list | tuple) else each for each in widths), default=0)
+
+    @property
+    def full_layers(self) -> tuple[LayerKV, ...]:
+        """Those that keep every token."""
+        return tuple(layer for layer in self.kv_layers if layer.window is None)
+
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Return the size of one token's keys and values in all layers; 0 for a model without attention."""
-        config = self.config
-        num_query_heads = getattr(config, "num_attention_heads", None)
-        if not num_query_heads:
-            return 0
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_query_heads
-        heads = getattr(config, "num_key_value_heads", None) or num_query_heads
-        return 2 * config.num_hidden_layers * heads * head_dim * dtype.itemsize
+        """Return the size of one token's keys and values in the layers that keep every token; 0 without any."""
+        return sum(layer.size for layer in self.full_layers) * dtype.itemsize
+
+    def window_bytes(self, dtype: torch.dtype, num_tokens: int) -> int:
+        """Return the size of what layers with a sliding window keep of a sequence."""
+        windows = ((layer.size, layer.window) for layer in self.kv_layers if layer.window is not None)
+        return sum(size * min(window, num_tokens) for size, window in windows) * dtype.itemsize
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load the tokenizer.

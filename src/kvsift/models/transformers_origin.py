@@ -13,5 +13,6 @@ def origin_of(model: Any) -> Origin | None:
     if weights is None:
         return None
     config = model.config.get_text_config(decoder=True)
-    heads, layers = getattr(config, "num_attention_heads", "?"), getattr(config, "num_hidden_layers", "?")
+    every = {str(getattr(own, "num_attention_heads", "?")) for own in config.per_layer_config}  # one, as a rule
+    heads, layers = " or ".join(sorted(every)), getattr(config, "num_hidden_layers", "?")
     return Origin(f"{type(model).__name__}, {layers} layers, {heads} heads, {tuple(weights.shape)} embeddings", weights)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
@@ -37,7 +38,7 @@ def try_model(model: PreTrainedModel, takes_positions: bool) -> Rope | str:
     name = type(model).__name__
     ours = [index for index, layer in enumerate(cache.layers) if isinstance(layer, SparseLayer)]
     if not ours:
-        raise UnsupportedModel(f"{name} has no full-attention layer; there is nothing for kvsift to make sparse.")
+        raise UnsupportedModel(f"{name} {_reason_without_layers(cache)}.")
     ids = torch.zeros(1, 2, dtype=torch.long, device=device_of_inputs(model))
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -59,6 +60,17 @@ def try_model(model: PreTrainedModel, takes_positions: bool) -> Rope | str:
     if unused:
         raise UnsupportedModel(f"{name} cannot run under kvsift: layers {unused} did not use the attention interface.")
     return rope
+
+
+def _reason_without_layers(cache: SparseCache) -> str:
+    """Why no layer of a cache is kvsift's."""
+    if any(isinstance(layer, DynamicLayer) and isinstance(layer, LinearAttentionLayer) for layer in cache.layers):
+        return (
+            "has attention only in layers that also keep a recurrent state (such as Mamba's) in the same cache, which "
+            "kvsift cannot replace"
+        )
+    windows = " (it attends through sliding windows)" if any(cache.is_sliding) else ""
+    return f"has no full-attention layer{windows}; there is nothing for kvsift to make sparse"
 
 
 def _try_rope(model: Any, ids: Tensor, at_zero: SparseCache) -> Rope | str:

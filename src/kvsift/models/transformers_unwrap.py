@@ -51,7 +51,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; kvsift runs decoders with causal self-attention.")
-    if getattr(config, "kv_lora_rank", None):
+    if any(getattr(own, "kv_lora_rank", None) for own in config.per_layer_config):
         raise UnsupportedModel(
             f"{name} caches a latent instead of keys (multi-head latent attention); kvsift needs keys and values."
         )

@@ -39,7 +39,7 @@ class Reply:
         self.events: deque[list[Any]] = deque()
         self.num_read: int | None = None
         self._sent, self._strips, self._num_described = sent, strips, 0
-        self._choose = request.sampling.chooser(device)
+        self._choose = request.chooser(device)
 
     def read(self, num_tokens: int) -> None:
         """Keep how far the prompt is read."""
