@@ -136,7 +136,7 @@ def served(example: Example, tokenizer: Any, stops: tuple[str, ...]) -> str:
         if not reply.transcript.done:
             reply.take(token, 0.0)
             job.add({"index": 0, "tokens": [reply.events.popleft()]})
-            lines += form.chunks(job.take()).decode().splitlines()
+            lines += form.chunks(job).decode().splitlines()
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     return "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
 
