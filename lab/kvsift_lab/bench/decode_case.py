@@ -24,7 +24,7 @@ from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_origin import origin_of
 from kvsift.plan.plan import Plan, Rule
-from kvsift_lab.bench.attention_point import fill_summary
+from kvsift_lab.bench.attention_variants import fill_summary
 
 
 class FixedSlots:

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from kvsift_lab.bench import attention_measure, attention_point
-from kvsift_lab.bench.attention import AttentionRecipe
-from kvsift_lab.bench.attention_check import check_sketch, check_sparse, exact_dense, exact_listed
-from kvsift_lab.bench.attention_measure import AttentionBench
-from kvsift_lab.bench.attention_point import AttentionPoint, Buffers
-from kvsift_lab.bench.attention_variants import SketchLaunch, SparseLaunch, ours_dense, separate_kernels
+from kvsift_lab.bench import attention_measure, attention_variants
+from kvsift_lab.bench.attention import NOT_EARLY, AttentionRecipe
+from kvsift_lab.bench.attention_measure import AttentionBench, check_sketch, check_sparse, exact_attention
+from kvsift_lab.bench.attention_variants import (
+    AttentionPoint,
+    Buffers,
+    SketchLaunch,
+    SparseLaunch,
+    ours_dense,
+    separate_kernels,
+)
 from kvsift_lab.bench.timing import host_clock
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvsift import InputError
 
@@ -30,7 +36,7 @@ LLAMA = {"batch": 1, "head_dim": 128, "page_size": 16, "budget": 2048}
 @pytest.fixture(autouse=True)
 def few_buffers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_point, "COLD_BYTES", 1 << 17)
+        patch.setattr(attention_variants, "COLD_BYTES", 1 << 17)
         yield
 
 
@@ -58,7 +64,7 @@ def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_re
         assert variants["quest-minmax"]["same_pages"] == variants["sketch-bits1"]["same_tokens"] == 1
         assert "flashinfer" in variants["flashinfer"]["reason"]
         assert {piece["name"] for piece in point["breakdown"]} == {
-            "score_pages", "visible_pages", "page_attention", attention_measure.NOT_EARLY,
+            "score_pages", "visible_pages", "page_attention", NOT_EARLY,
         }  # fmt: skip
     assert points[1]["visible_tokens"] == 192
 
@@ -110,10 +116,14 @@ def test_exact_attention_over_all_pages_listed_is_exact_dense_attention() -> Non
     everything = replace(SMALL_POINT, budget=256)
     one = buffers(everything)[0]
     pages = torch.arange(32, dtype=torch.int32).expand(2, 2, -1)
-    listed = exact_listed(everything, one, pages, torch.full((2, 2), 32))
-    torch.testing.assert_close(listed, exact_dense(everything, one))
-    fewer = exact_listed(everything, one, pages, torch.full((2, 2), 31))
+    listed = exact_attention(everything, one, pages, torch.full((2, 2), 32))
+    torch.testing.assert_close(listed, exact_attention(everything, one))
+    fewer = exact_attention(everything, one, pages, torch.full((2, 2), 31))
     assert not torch.allclose(listed, fewer)
+    for row in range(2):
+        grouped = one.queries[row].float().unflatten(0, (2, 3))
+        dense = scaled_dot_product_attention(grouped, *(tensor.float() for tensor in one.kv.row(row)))
+        torch.testing.assert_close(listed[row], dense.flatten(0, 1))
 
 
 def test_other_pages_than_the_reference_s_are_noticed() -> None:
@@ -183,7 +193,7 @@ def test_floors_are_those_of_the_bytes_that_must_move(
 
 
 def test_sets_are_so_many_that_none_is_still_cached_and_never_fewer_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_point, "COLD_BYTES", 1 << 30)
+    monkeypatch.setattr(attention_variants, "COLD_BYTES", 1 << 30)
     point, kinds = AttentionPoint(32, 32, 32768, **LLAMA), ["minmax", "minmax_fp8"]
     sets = point.num_sets(kinds, 100 << 30)
     assert (sets - 1) * point.sparse_bytes("minmax_fp8") >= 1 << 30
