@@ -2,16 +2,15 @@
 
 A decode step walks all layers, so the keys of a layer are in memory and not in the cache: before every sample, more
 is read than the cache holds. The bandwidth of a shared machine varies by a factor of 1.6 within an hour, so every
-round measures it. The load of other processes is recorded too; medians leave out rounds in which it is above
-``QUIET``.
+round measures it. The load of other processes is recorded too; medians leave out rounds in which it is high
+(``report.quiet_rounds``). torch.utils.benchmark times one variant after the other, in a warm cache.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ import torch
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import digits, rotated
 
-QUIET = 0.05  # share of the processors that other processes take, at most
-FEWEST_QUIET = 3  # rounds; with fewer, all rounds count, and the result says so
 SPAN_S = 0.5  # of a measurement of that share: the system counts in hundredths of a second
 READ_BYTES = 256 << 20  # of a measurement of bandwidth; eight times a large cache
 WARM_UP_ROUNDS = 2
@@ -79,29 +76,6 @@ def cold_rounds(
             others += [span.others()] * (number + 1 - len(others))
             span = _LoadMeter()
     return Rounds(seconds, speeds, others)
-
-
-def quiet_rounds(others: Sequence[float | None]) -> list[int]:
-    """Return the rounds that count: those without load from other processes, or all if these are too few."""
-    quiet = [number for number, share in enumerate(others) if share is None or share <= QUIET]
-    return quiet if len(quiet) >= FEWEST_QUIET else list(range(len(others)))
-
-
-def conditions(bandwidth: Sequence[float], others: Sequence[float | None]) -> str:
-    """Render the state of the machine during the rounds in a line."""
-    speed = f"{middle(bandwidth, others) / 1e9:.0f} GB/s"
-    known = [share for share in others if share is not None]
-    quiet = sum(share <= QUIET for share in known)
-    if not known:
-        return f"{speed}, {len(others)} rounds"
-    if quiet < FEWEST_QUIET:
-        return f"{speed}, {len(others)} rounds; THE MACHINE WAS BUSY: others took {median(known):.0%} of it"
-    return f"{speed}, {quiet} of {len(others)} rounds were quiet and count"
-
-
-def middle(samples: Sequence[float], others: Sequence[float | None]) -> float:
-    """Return the median over quiet rounds."""
-    return median(samples[number] for number in quiet_rounds(others))
 
 
 def read_bandwidth() -> float:

@@ -20,10 +20,19 @@ from kvsift.errors import InputError
 from kvsift.indexes.base import Index
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host_timing import cold_rounds
-from kvsift_lab.bench.index import DUMPED, IndexRecipe
-from kvsift_lab.bench.index_cases import Case, Truth, exact, mass_of, of_dump, recall, synthetic
-from kvsift_lab.bench.index_contenders import CONTENDERS, Contender
-from kvsift_lab.bench.index_report import medians, point_text, reasons
+from kvsift_lab.bench.index import DUMPED, IndexRecipe, medians, point_text, reasons
+from kvsift_lab.bench.index_cases import (
+    CONTENDERS,
+    Case,
+    Contender,
+    Truth,
+    exact,
+    keys_scored,
+    mass_of,
+    of_dump,
+    recall,
+    synthetic,
+)
 from kvsift_lab.bench.machine import host_environment
 from kvsift_lab.bench.qk_dump import Dump
 
@@ -155,8 +164,7 @@ def searched(index: Index, case: Case, queries: Tensor, truth: Truth, contender:
     before = index.statistics()
     ids = _found(index, case, queries, k)
     after = index.statistics()
-    keys_scored = after["scanned"] * after["searches"] - before["scanned"] * before["searches"]
-    scanned = keys_scored / (after["searches"] - before["searches"])
+    scanned = keys_scored(before, after) / (after["searches"] - before["searches"])
     mass = torch.stack([mass_of(case, *token) for token in zip(queries, ids, truth.lse, strict=True)])
     mass_recall = (mass / truth.mass).clamp_max(1)
     heads, num_bytes = num_kv_heads if contender.shared else queries.shape[1], None

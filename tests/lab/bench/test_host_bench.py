@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from kvsift_lab.bench.host import HostRecipe
-from kvsift_lab.bench.host_measure import HostBench, attention_inputs
-from kvsift_lab.bench.host_report import point_text, ratios, times
-from kvsift_lab.bench.host_sketches import SketchStep, sketch_variants
-from kvsift_lab.bench.host_timing import cold_rounds, middle, quiet_rounds, read_bandwidth
-from kvsift_lab.bench.host_variants import AttentionInputs, native_variants, retrieval_variants, torch_variants
+from kvsift_lab.bench.host import HostRecipe, point_text, ratios, times
+from kvsift_lab.bench.host_measure import (
+    AttentionInputs,
+    HostBench,
+    SketchStep,
+    attention_inputs,
+    native_variants,
+    retrieval_variants,
+    sketch_variants,
+    torch_variants,
+)
+from kvsift_lab.bench.host_timing import cold_rounds, read_bandwidth
 from kvsift_lab.bench.index_cases import synthetic
+from kvsift_lab.bench.report import middle, quiet_rounds
 
 from kvsift import InputError, native
 from kvsift.indexes.flat import FlatIndex
