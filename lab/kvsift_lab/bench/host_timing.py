@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from kvsift.threads import busy_seconds
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import digits, rotated
 
@@ -122,3 +123,42 @@ def _busy_s() -> float | None:
 def _own_s() -> float:
     times = os.times()
     return times.user + times.system
+
+
+class OtherProcesses:
+    """Time of the processors, from now on, of processes other than this one and its descendants."""
+
+    def __init__(self) -> None:
+        self._started, self._before = perf_counter(), _seconds()
+
+    def share(self) -> float | None:
+        """Return it as a share of all time of the processors so far; None if the system does not count it."""
+        now = _seconds()
+        if now is None or self._before is None:
+            return None
+        busy, own = (after - before for after, before in zip(now, self._before))
+        elapsed = perf_counter() - self._started
+        return round(max(0.0, busy - own) / len(os.sched_getaffinity(0)) / elapsed, 3)
+
+
+def _seconds() -> tuple[float, float] | None:
+    """Return busy seconds of the processors, and those of this process and its descendants."""
+    busy = busy_seconds()
+    return None if busy is None else (busy, sum(_own_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK"))
+
+
+def _own_ticks(root: int) -> list[int]:
+    """Return the ticks of a process and of its living descendants."""
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
+    found, reached = [root], {root}
+    while found:
+        found = [pid for pid, parent in parents.items() if parent in found and pid not in reached]
+        reached.update(found)
+    return [ticks[pid] for pid in reached if pid in ticks]

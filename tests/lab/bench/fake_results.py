@@ -6,8 +6,7 @@ from typing import Any
 
 from kvsift_lab.bench.attention import NOT_EARLY, SEPARATE, AttentionRecipe, sparse_name
 from kvsift_lab.bench.attention_variants import AttentionPoint
-from kvsift_lab.bench.prefill import PrefillLayerRecipe, PrefillRecipe
-from kvsift_lab.bench.prefill_report import CEILING
+from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe
 from kvsift_lab.bench.recipe import BenchRecipe
 
 BANDWIDTH = {"used": 4.5e12, "measured": 4.4e12, "source": "given"}
