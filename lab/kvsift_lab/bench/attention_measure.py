@@ -34,7 +34,6 @@ from kvsift_lab.bench.attention_variants import (
     Attend,
     AttentionPoint,
     Buffers,
-    SketchLaunch,
     SparseLaunch,
     separate_kernels,
 )
@@ -112,8 +111,8 @@ class AttentionBench(Bench):
     def _sparse(self, point: AttentionPoint, sets: Sequence[Buffers]) -> Variants:
         for kind in self.recipe.score_by:
             facts = {"name": sparse_name(kind), "role": "sparse", "bytes": point.sparse_bytes(kind)}
-            launch, check = (SketchLaunch, check_sketch) if kind in SKETCHES else (SparseLaunch, check_sparse)
-            yield self._variant(facts, partial(launch, point, sets, kind), partial(check, point, sets), len(sets))
+            check = check_sketch if kind in SKETCHES else check_sparse
+            yield self._variant(facts, partial(SparseLaunch, point, sets, kind), partial(check, point, sets), len(sets))
 
     def _dense(self, point: AttentionPoint, sets: Sequence[Buffers]) -> Variants:
         if not self.recipe.baselines:
@@ -198,17 +197,17 @@ def check_dense(exact: Tensor, attend: Attend) -> dict[str, Any]:
 def check_sparse(point: AttentionPoint, sets: Sequence[Buffers], attend: SparseLaunch) -> dict[str, Any]:
     """Return the distance of an output from float32 over its own pages, the share of the reference's pages among them,
     and how far below the reference's last score the others are, relative to it."""
-    attend.pages.fill_(-1)
+    attend.units.fill_(-1)
     output, buffers = attend(0), sets[0]
     scores = score_pages_reference(
         buffers.queries, buffers.summaries[attend.kind], buffers.kv.table, attend.spans, kind=attend.kind,
         scale=point.scale, shared=True,
     )  # fmt: skip
-    expected = listed(*visible_pages_reference(scores, attend.spans, point.capacity), point.max_pages)
-    visible = listed(attend.pages, attend.counts, point.max_pages)
+    expected = listed(*visible_pages_reference(scores, attend.spans, point.capacity(attend.kind)), point.max_pages)
+    visible = listed(attend.units, attend.counts, point.max_pages)
     return {
-        "launches": 1 if attend.single_launch else 3,
-        "error": distance(output, exact_attention(point, buffers, attend.pages, attend.counts)),
+        "launches": attend.num_launches,
+        "error": distance(output, exact_attention(point, buffers, attend.units, attend.counts)),
         "same_pages": float((visible & expected).sum() / expected.sum()),
         "score_gap": _score_gap(scores, attend.spans, visible, expected),
     }
@@ -226,11 +225,11 @@ def _score_gap(scores: Tensor, spans: Tensor, visible: Tensor, expected: Tensor)
     return float(gaps.clamp_min(0.0).max())
 
 
-def check_sketch(point: AttentionPoint, sets: Sequence[Buffers], attend: SketchLaunch) -> dict[str, Any]:
+def check_sketch(point: AttentionPoint, sets: Sequence[Buffers], attend: SparseLaunch) -> dict[str, Any]:
     """Return the distance of an output from the reference's, and the share of the reference's tokens it attends."""
-    attend.tokens.fill_(-1)
+    attend.units.fill_(-1)
     output, buffers = attend(0), sets[0]
-    tokens, counts = torch.full_like(attend.tokens, -1), torch.zeros_like(attend.counts)
+    tokens, counts = torch.full_like(attend.units, -1), torch.zeros_like(attend.counts)
     outputs = []
     for own, queries, kv in heads_of(buffers):
         outputs.append(
@@ -240,9 +239,9 @@ def check_sketch(point: AttentionPoint, sets: Sequence[Buffers], attend: SketchL
             )
         )  # fmt: skip
     expected = listed(tokens, counts, point.context)
-    same = listed(attend.tokens, attend.counts, point.context) & expected
+    same = listed(attend.units, attend.counts, point.context) & expected
     return {
-        "launches": 1 if attend.single_launch else 7,
+        "launches": attend.num_launches,
         "error": distance(output, torch.stack(outputs, 1).flatten(1, 2)),
         "same_tokens": int(same.sum()) / int(expected.sum()),
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,18 +54,9 @@ class AttentionPoint:
             )
         if self.context % self.page_size:
             raise InputError(f"context {self.context} must be a multiple of the page size, {self.page_size}.")
-        self.rule.check(self.page_size, selects=True)
-        self.sketch_rule.check(1, selects=True)
-
-    @property
-    def rule(self) -> Budget:
-        """The budget of a list, with sinks and window."""
-        return Budget(tokens=self.budget)
-
-    @property
-    def sketch_rule(self) -> Budget:
-        """The budget of a list of tokens."""
-        return Budget(tokens=self.sketch_budget)
+        for kind in ("minmax", "sketch1"):
+            budget, unit_size = self.lists(kind)
+            budget.check(unit_size, selects=True)
 
     @property
     def scale(self) -> float:
@@ -78,19 +70,26 @@ class AttentionPoint:
     def max_pages(self) -> int:
         return self.context // self.page_size
 
-    @property
-    def capacity(self) -> int:
-        """Pages that a list has room for."""
-        return list_capacity(self.rule, self.max_pages, self.page_size)
+    def lists(self, kind: str) -> tuple[Budget, int]:
+        """Return the budget, with sinks and window, and the unit size of the lists that a kind of summary chooses."""
+        return (
+            (Budget(tokens=self.sketch_budget), 1) if kind in SKETCHES else (Budget(tokens=self.budget), self.page_size)
+        )
 
-    def spans(self, lengths: Tensor) -> Tensor:
-        """Return the page spans of every sequence, int32 [batch, 4]; see ``page_spans``."""
-        return page_spans(self.rule, lengths, self.page_size)
+    def capacity(self, kind: str) -> int:
+        """Return the units that a list has room for."""
+        budget, unit_size = self.lists(kind)
+        return list_capacity(budget, self.context // unit_size, unit_size)
+
+    def spans(self, kind: str, lengths: Tensor) -> Tensor:
+        """Return the spans of every sequence in units, int32 [batch, 4]; see ``page_spans``."""
+        budget, unit_size = self.lists(kind)
+        return page_spans(budget, lengths, unit_size)
 
     @cached_property
     def counted(self) -> tuple[int, int]:
         """Candidate pages and visible pages of each list."""
-        first, stop, selected, total = self.spans(torch.tensor([self.context]))[0].tolist()
+        first, stop, selected, total = self.spans("minmax", torch.tensor([self.context]))[0].tolist()
         return stop - first, first + selected + total - stop
 
     @property
@@ -144,31 +143,21 @@ class Buffers:
         table = torch.arange(num_pages, dtype=torch.int32, device=device).view(point.batch, -1)
         lengths = torch.full((point.batch,), point.context, dtype=torch.int32, device=device)
         queries = torch.randn(point.batch, point.num_query_heads, point.head_dim, dtype=DTYPE, device=device)
-        return cls(
-            queries, PagedKV(keys, values, table, lengths), {kind: new_summary(kind, keys, values) for kind in kinds}
+        summaries = {}
+        for kind in kinds:
+            width, dtype = row_format(kind, point.head_dim, point.page_size)
+            summaries[kind] = torch.empty(*pool[:2], width, dtype=dtype or DTYPE, device=device)
+            fill_summary(kind, keys, values, summaries[kind])
+        return cls(queries, PagedKV(keys, values, table, lengths), summaries)
+
+    @property
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values [batch, num_kv_heads, context, head_dim], views."""
+        keys, values = (
+            pool.flatten(1, 2).unflatten(1, (self.kv.batch, -1)).transpose(0, 1)
+            for pool in (self.kv.keys, self.kv.values)
         )
-
-    @property
-    def dense_keys(self) -> Tensor:
-        """[batch, num_kv_heads, context, head_dim], a view."""
-        return self._dense(self.kv.keys)
-
-    @property
-    def dense_values(self) -> Tensor:
-        """[batch, num_kv_heads, context, head_dim], a view."""
-        return self._dense(self.kv.values)
-
-    def _dense(self, pool: Tensor) -> Tensor:
-        heads = pool.flatten(1, 2).unflatten(1, (self.kv.batch, -1))  # [num_kv_heads, batch, context, head_dim]
-        return heads.transpose(0, 1)
-
-
-def new_summary(kind: str, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the summary rows of all pages of a pool, [num_kv_heads, num_pages, width]."""
-    width, dtype = row_format(kind, keys.shape[3], keys.shape[2])
-    rows = keys.new_empty(*keys.shape[:2], width, dtype=dtype or keys.dtype)
-    fill_summary(kind, keys, values, rows)
-    return rows
+        return keys, values
 
 
 def fill_summary(kind: str, keys: Tensor, values: Tensor, rows: Tensor) -> None:
@@ -186,67 +175,50 @@ Build = Callable[[AttentionPoint, Sequence[Buffers]], Attend]
 
 
 class SparseLaunch:
-    """Scores, selection and attention of one step.
+    """Scores, selection and attention of one step, in a single launch where that runs: of pages, or by sketches of
+    tokens with an estimate of the rest.
 
     Args:
         point: the shape.
         sets: buffers.
-        kind: of summary.
+        kind: of summary or sketch.
         early: each launch may start before the previous one ends, as in a captured step.
+
+    Attributes:
+        units, counts: the lists of the last launch.
+        num_launches: of a step.
     """
 
     def __init__(self, point: AttentionPoint, sets: Sequence[Buffers], kind: str, early: bool = True) -> None:
-        self._point, self._sets, self.kind, self._early = point, sets, kind, early
-        buffers, device = sets[0], sets[0].queries.device
-        self.spans = point.spans(buffers.kv.lengths)
-        shape = (point.batch, point.num_kv_heads, point.capacity)
-        self.pages = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._sets, self.kind = sets, kind
+        queries, kv, device = sets[0].queries, sets[0].kv, sets[0].queries.device
+        self.spans = point.spans(kind, kv.lengths)
+        shape = (point.batch, point.num_kv_heads, point.capacity(kind))
+        self.units = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
-        self._visible = torch.zeros(point.batch, dtype=torch.int64, device=device)
-        self.single_launch = single_launch_runs(buffers.queries, buffers.kv, buffers.summaries[kind], self.pages, kind)
-        self._space = SiftSpace.make(buffers.kv, point.group_size) if self.single_launch else None
+        self._counted = torch.zeros(2, point.batch, dtype=torch.int64, device=device)  # visible, estimated
+        if kind in SKETCHES:
+            single = sketch_launch.single_launch_runs(queries, kv, shape[2])
+            space = sketch_launch.SketchSpace.make(kv, point.group_size, shape[2]) if single else None
+            self.num_launches = 1 if single else 7
+        else:
+            single = single_launch_runs(queries, kv, sets[0].summaries[kind], self.units, kind)
+            space = SiftSpace.make(kv, point.group_size) if single else None
+            self.num_launches = 1 if single else 3
+        self._options: dict[str, Any] = {"scale": point.scale, "space": space, "early": early}
 
     def __call__(self, number: int) -> Tensor:
-        buffers = self._sets[number]
-        return sifted_attention(
-            buffers.queries, buffers.kv, buffers.summaries[self.kind], self.spans, self.pages, self.counts,
-            kind=self.kind, scale=self._point.scale, space=self._space, visible=self._visible, early=self._early,
-        )  # fmt: skip
-
-
-class SketchLaunch:
-    """Weights, selection, estimate and attention of one step, in a single launch where that runs.
-
-    Args:
-        point: the shape.
-        sets: buffers.
-        kind: of sketch.
-    """
-
-    def __init__(self, point: AttentionPoint, sets: Sequence[Buffers], kind: str) -> None:
-        self._point, self._sets, self.kind = point, sets, kind
-        kv, device = sets[0].kv, sets[0].queries.device
-        self.spans = page_spans(point.sketch_rule, kv.lengths, 1)
-        shape = (point.batch, point.num_kv_heads, list_capacity(point.sketch_rule, point.context, 1))
-        self.tokens = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
-        self.counted = torch.zeros(2, point.batch, dtype=torch.int64, device=device)
-        self.single_launch = sketch_launch.single_launch_runs(sets[0].queries, kv, shape[2])
-        make = sketch_launch.SketchSpace.make
-        self._space = make(kv, point.group_size, shape[2]) if self.single_launch else None
-
-    def __call__(self, number: int) -> Tensor:
-        buffers, (visible, estimated) = self._sets[number], self.counted
-        return sketch_attention(
-            buffers.queries, buffers.kv, buffers.summaries[self.kind], self.spans, self.tokens, self.counts,
-            bits=SKETCHES[self.kind], rest=True, scale=self._point.scale, visible=visible, estimated=estimated,
-            space=self._space, early=True,
-        )  # fmt: skip
+        buffers, (visible, estimated) = self._sets[number], self._counted
+        inputs = buffers.queries, buffers.kv, buffers.summaries[self.kind], self.spans, self.units, self.counts
+        if self.kind in SKETCHES:
+            options = {"bits": SKETCHES[self.kind], "rest": True, "estimated": estimated}
+            return sketch_attention(*inputs, visible=visible, **options, **self._options)
+        return sifted_attention(*inputs, kind=self.kind, visible=visible, **self._options)
 
 
 def separate_kernels(point: AttentionPoint, sets: Sequence[Buffers], kind: str) -> dict[str, Attend]:
     """Return the three kernels that the single launch replaces, each on outputs of the previous one."""
-    spans, capacity = point.spans(sets[0].kv.lengths), point.capacity
+    spans, capacity = point.spans(kind, sets[0].kv.lengths), point.capacity(kind)
     visible = torch.zeros(point.batch, dtype=torch.int64, device=spans.device)
     space = _split_space(point, sets[0], capacity)
 
@@ -291,9 +263,8 @@ def sdpa(backend: SDPBackend) -> Build:
             buffers = sets[number]
             with sdpa_kernel(backend):
                 return scaled_dot_product_attention(
-                    buffers.queries.unsqueeze(2), buffers.dense_keys, buffers.dense_values, scale=point.scale,
-                    enable_gqa=point.group_size > 1,
-                ).squeeze(2)  # fmt: skip
+                    buffers.queries.unsqueeze(2), *buffers.dense, scale=point.scale, enable_gqa=point.group_size > 1
+                ).squeeze(2)
 
         return attend
 
@@ -314,7 +285,7 @@ def flashinfer(tensor_cores: bool) -> Build:
         def attend(number: int) -> Tensor:
             buffers = sets[number]
             output: Tensor = flashinfer.single_decode_with_kv_cache(
-                buffers.queries[0], buffers.dense_keys[0], buffers.dense_values[0], kv_layout="HND",
+                buffers.queries[0], *(tensor[0] for tensor in buffers.dense), kv_layout="HND",
                 use_tensor_cores=tensor_cores, sm_scale=point.scale,
             )  # fmt: skip
             return output.unsqueeze(0)

@@ -159,7 +159,7 @@ class DecodeBench(Bench):
 
 
 def _dense_below(slots: Slots, rule: Rule) -> int:
-    """The context from which the engine decodes by the plan; as ``FastPath`` decides it."""
+    """Return the context from which the engine decodes by the plan; as ``FastPath`` decides it."""
     reserved = slots.batch.table.shape[1] * slots.batch.page_size
     measured = measure_crossover(slots, rule, reserved)
     return reserved + 1 if measured is None else min(measured, reserved + 1)
@@ -189,15 +189,11 @@ def kernel_times(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
-    launches: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
+    times: dict[str, list[float]] = defaultdict(list)
     for event in recorded.events() or []:
         if event.device_type == DeviceType.CUDA:
-            name = event.name[:NAME_CHARACTERS]
-            launches[name] += 1
-            seconds[name] += event.time_range.elapsed_us() / 1e6
-    slowest = sorted(seconds, key=lambda name: -seconds[name])
+            times[event.name[:NAME_CHARACTERS]].append(event.time_range.elapsed_us() / 1e6)
     return [
-        {"name": name, "launches": launches[name] / steps, "seconds": float(f"{seconds[name] / steps:.4g}")}
-        for name in slowest
+        {"name": name, "launches": len(seconds) / steps, "seconds": float(f"{sum(seconds) / steps:.4g}")}
+        for name, seconds in sorted(times.items(), key=lambda item: -sum(item[1]))
     ]

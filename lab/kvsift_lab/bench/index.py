@@ -67,8 +67,6 @@ class IndexRecipe(r.BenchRecipe):
                 "reads it."
             )
         r.check_groups(self.num_query_heads, self.num_kv_heads)
-        if self.tokens < 2 or self.samples < 1:
-            raise InputError("give at least 2 --tokens, to tune and to measure apart, and 1 --samples.")
         if not 0 < self.target <= 1:
             raise InputError(f"--target {self.target:g} must be a recall above 0, and 1 at most.")
 

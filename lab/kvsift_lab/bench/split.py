@@ -43,8 +43,6 @@ class SplitRecipe(r.BenchRecipe):
         from kvsift.plan.placement import Placement
 
         Placement("split", host_values=self.host_values)
-        if self.layers is not None and not self.layers > 0:
-            raise InputError(f"layers={self.layers} must be 1 or more.")
         if self.shape not in SHAPES:
             raise unknown("shape", self.shape, SHAPES)
         r.require_some(self.contexts, names="context")

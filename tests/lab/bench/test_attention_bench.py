@@ -14,7 +14,6 @@ from kvsift_lab.bench.attention_measure import AttentionBench, check_sketch, che
 from kvsift_lab.bench.attention_variants import (
     AttentionPoint,
     Buffers,
-    SketchLaunch,
     SparseLaunch,
     ours_dense,
     separate_kernels,
@@ -107,9 +106,9 @@ def test_dense_views_hold_the_pages_in_order() -> None:
     one = buffers(SMALL_POINT)[0]
     for row in range(2):
         keys, values = one.kv.row(row)
-        assert torch.equal(one.dense_keys[row], keys)
-        assert torch.equal(one.dense_values[row], values)
-    assert one.dense_keys.data_ptr() == one.kv.keys.data_ptr()
+        assert torch.equal(one.dense[0][row], keys)
+        assert torch.equal(one.dense[1][row], values)
+    assert one.dense[0].data_ptr() == one.kv.keys.data_ptr()
 
 
 def test_exact_attention_over_all_pages_listed_is_exact_dense_attention() -> None:
@@ -134,7 +133,7 @@ def test_other_pages_than_the_reference_s_are_noticed() -> None:
 
         def __call__(self, number: int) -> Tensor:
             output = super().__call__(number)
-            chosen = self.pages[0, 0]
+            chosen = self.units[0, 0]
             free = sorted(set(range(1, 24)) - set(chosen.tolist()))
             chosen[1] = free[0]
             chosen.copy_(chosen.sort().values)
@@ -152,16 +151,16 @@ def test_other_tokens_than_the_reference_s_are_noticed() -> None:
     point = replace(SMALL_POINT, sketch_budget=100)
     sets = [Buffers.random(point, ["sketch2"], CPU, seed) for seed in (0, 1)]
 
-    class Shifted(SketchLaunch):
+    class Shifted(SparseLaunch):
         """Shows a token that it has not chosen."""
 
         def __call__(self, number: int) -> Tensor:
             output = super().__call__(number)
-            chosen = self.tokens[0, 0]
+            chosen = self.units[0, 0]
             chosen[50] = min(set(range(4, 190)) - set(chosen.tolist()))
             return output * 1.1
 
-    right = check_sketch(point, sets, SketchLaunch(point, sets, "sketch2"))
+    right = check_sketch(point, sets, SparseLaunch(point, sets, "sketch2"))
     assert (right["same_tokens"], right["launches"]) == (1.0, 7)
     assert right["error"] < 0.01
     wrong = check_sketch(point, sets, Shifted(point, sets, "sketch2"))
@@ -174,7 +173,7 @@ def test_separate_kernels_do_what_the_launch_does() -> None:
     kernels = separate_kernels(SMALL_POINT, sets, "minmax")
     whole = SparseLaunch(SMALL_POINT, sets, "minmax")
     assert torch.equal(kernels["page_attention"](1), whole(1))
-    assert torch.equal(kernels["visible_pages"](1), whole.pages)
+    assert torch.equal(kernels["visible_pages"](1), whole.units)
 
 
 @pytest.mark.parametrize(
@@ -201,19 +200,3 @@ def test_sets_are_so_many_that_none_is_still_cached_and_never_fewer_than_two(mon
     assert point.num_sets(kinds, 2 * point.dense_bytes * 9 // 8) == 2
     with pytest.raises(InputError, match="two sets of buffers need"):
         point.num_sets(kinds, point.dense_bytes)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"shapes": ((5, 2),)}, "must be a multiple of the KV heads"),
-        ({"contexts": (130,)}, "must be a multiple of the page size"),
-        ({"budget": 64}, "leaves nothing to select"),
-        ({"score_by": ("minmx",)}, "did you mean 'minmax'"),
-        ({"baselines": ("sdpa",)}, "Known: flashinfer, ours-dense, sdpa-cudnn, sdpa-flash"),
-        ({"score_by": ()}, "nothing to measure"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        replace(SMALL, **change)

@@ -9,7 +9,7 @@ import pytest
 from kvsift_lab.bench import attention as attention_report
 from kvsift_lab.bench import chart
 from kvsift_lab.bench import decode as decode_report
-from kvsift_lab.bench.numbers import document, spread, tokens
+from kvsift_lab.bench.numbers import document
 from lab.bench.fake_results import attention_result, decode_result
 
 from kvsift import InputError
@@ -105,16 +105,6 @@ def test_a_document_keeps_every_number(result: dict[str, Any]) -> None:
     assert json.loads(text) == json.loads(json.dumps(result))
     assert json.dumps(result["points"][0]["variants"][0]["samples_s"])[1:-1] in text  # on one line
     assert json.loads(json.dumps(attention_report.summary(result)))["kind"] == "attention"
-
-
-@pytest.mark.parametrize(("number", "text"), [(1 << 20, "1M"), (131072, "128K"), (1536, "1,536"), (96, "96")])
-def test_lengths_are_written_short(number: int, text: str) -> None:
-    assert tokens(number) == text
-
-
-def test_spread_is_the_interquartile_range_over_the_median() -> None:
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
-    assert spread([1.0]) == 0
 
 
 def test_a_chart_is_an_svg_that_names_its_result(result: dict[str, Any]) -> None:

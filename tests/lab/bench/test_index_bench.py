@@ -238,25 +238,6 @@ def test_fewer_decode_queries_of_a_dump_are_evenly_spread() -> None:
         of_dump(FakeDump(), 0, 20, 4, sinks=128, window=512)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"data": ("X",)}, "unknown data set 'X'"),
-        ({"indexes": ("grap",)}, "did you mean 'graph'"),
-        ({"data": ()}, "nothing to measure"),
-        ({"contexts": ()}, "at least one context"),
-        ({"data": ("P",)}, "kvsift bench dump --out FILE"),
-        ({"dumps": ("a.safetensors",)}, "belong together"),
-        ({"num_kv_heads": 3}, "multiple of the KV heads"),
-        ({"tokens": 1}, "at least 2 --tokens"),
-        ({"target": 1.5}, "must be a recall above 0"),
-    ],
-)
-def test_recipes_that_make_no_sense_are_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        IndexRecipe(**{"data": ("S",), **TINY, **changes})
-
-
 def test_samples_of_a_case_keep_their_head(case: Case) -> None:
     first, second = case.heads()
     assert isinstance(second.samples, QuerySamples)

@@ -74,21 +74,6 @@ def test_that_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -
         SplitBench.of(recipe)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"kinds": ("offlaod",)}, "offload"),
-        ({"host_values": "int4"}, "int8"),
-        ({"layers": 0}, "layers=0"),
-        ({"shape": "llama"}, "llama-3-8b"),
-        ({"contexts": ()}, "at least one context"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        SplitRecipe(**{"shape": "tiny", "contexts": (1024,), **change})
-
-
 @pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
 @pytest.mark.parametrize("values", ["model", "int8"])
 def test_every_kind_is_measured_with_its_bytes(values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
