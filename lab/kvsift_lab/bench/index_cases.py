@@ -178,6 +178,17 @@ class Contender(NamedTuple):
     shared: bool = False
     most_rows: int | None = None
 
+    def built(self, case: Case, k: int) -> Any:
+        """Build the index over a case.
+
+        Raises:
+            InputError: for too many keys, or where a package is missing.
+        """
+        n = case.keys.shape[1]
+        if self.most_rows is not None and n > self.most_rows:
+            raise InputError(f"its build takes too long for {n} keys of a head; it is measured up to {self.most_rows}")
+        return self.build(case, k)
+
     def turn(self, index: Any, value: int) -> None:
         """Set the knob; a graph has a beam per KV head."""
         assert self.knob is not None
