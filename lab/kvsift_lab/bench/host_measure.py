@@ -256,45 +256,33 @@ def _list_bytes(layer: AttentionInputs, number: int) -> int:
 
 
 def sketch_variants(layer: AttentionInputs, tokens: int) -> Iterator[Variant]:
-    """Return the steps that attend ``tokens`` tokens per KV head, and their choice alone, by kind of sketch. Tokens of
-    a page that is not full are no candidates."""
+    """Return the steps that attend ``tokens`` tokens per KV head and estimate the rest, and their choice alone, by kind
+    of sketch. Tokens of a page that is not full are no candidates."""
+    num_kv_heads, length, head_dim = layer.keys.shape
+    pages = length // layer.page_size
+    count = min(tokens, pages * layer.page_size)
+    paged = [t[:, : pages * layer.page_size].unflatten(1, (pages, layer.page_size)) for t in (layer.keys, layer.values)]
     for kind, bits in SKETCHES.items():
-        step = SketchStep(layer, bits, tokens)
-        selected = layer.kv_bytes(step.tokens, len(layer.keys))
-        yield Variant(f"native {kind} per KV head", "sketch", step.row_bytes + selected, step.attend)
-        yield Variant(f"of it: choice by {kind}", "sketched choice", step.row_bytes, step.choose)
+        layout = SketchLayout(bits, head_dim, layer.page_size)
+        rows = torch.empty(num_kv_heads, pages, layout.width, dtype=torch.uint8)
+        for head, row in enumerate(rows):  # one by one: temporary memory is many times that of the rows
+            row.copy_(sketch_rows(bits, *(tensor[head : head + 1] for tensor in paged))[0])
+        native.advise_huge(rows)
+        choose, attend = partial(_choose, layer, layout, rows, count), partial(_attend, layer, layout, rows, count)
+        selected = layer.kv_bytes(count, num_kv_heads)
+        yield Variant(f"native {kind} per KV head", "sketch", rows.numel() + selected, attend)
+        yield Variant(f"of it: choice by {kind}", "sketched choice", rows.numel(), choose)
 
 
-class SketchStep:
-    """A step over sketches of ``bits`` per channel."""
+def _choose(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the chosen tokens of each KV head, and output and log-sum-exp of the rest."""
+    rotated = (layer.queries.float() * layer.scale) @ rotation(layout.head_dim, layer.queries.device)
+    return native.choose_sketched(rotated, rows, layout, 0, rows.shape[1] * layer.page_size, count, len(layer.keys))
 
-    def __init__(self, layer: AttentionInputs, bits: int, tokens: int) -> None:
-        num_kv_heads, length, head_dim = layer.keys.shape
-        pages = length // layer.page_size
-        self._layer = layer
-        self._layout = SketchLayout(bits, head_dim, layer.page_size)
-        self._rows = torch.empty(num_kv_heads, pages, self._layout.width, dtype=torch.uint8)
-        for head, row in enumerate(self._rows):  # one by one: temporary memory is many times that of the rows
-            paged = (t[head : head + 1, : pages * layer.page_size] for t in (layer.keys, layer.values))
-            row.copy_(sketch_rows(bits, *(t.unflatten(1, (pages, layer.page_size)) for t in paged))[0])
-        native.advise_huge(self._rows)
-        self.tokens = min(tokens, pages * layer.page_size)
 
-    @property
-    def row_bytes(self) -> int:
-        return self._rows.numel()
-
-    def choose(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the chosen tokens of each KV head, and output and log-sum-exp of the rest."""
-        layer = self._layer
-        rotated = (layer.queries.float() * layer.scale) @ rotation(self._layout.head_dim, layer.queries.device)
-        count, heads = self._rows.shape[1] * layer.page_size, len(layer.keys)
-        return native.choose_sketched(rotated, self._rows, self._layout, 0, count, self.tokens, heads)
-
-    def attend(self) -> Tensor:
-        """Return attention over the chosen tokens, merged with the rest."""
-        layer = self._layer
-        ids, values, lse = self.choose()
-        output, seen_lse = native.attend_units(layer.queries, layer.keys, layer.values, ids, 1, (), layer.scale)
-        seen = Part(output[None, :, None], seen_lse[None, :, None])
-        return merge(seen, Part(values[None, :, None], lse[None, :, None])).output[0, :, 0]
+def _attend(layer: AttentionInputs, layout: SketchLayout, rows: Tensor, count: int) -> Tensor:
+    """Return attention over the chosen tokens, merged with the rest."""
+    ids, values, lse = _choose(layer, layout, rows, count)
+    output, seen_lse = native.attend_units(layer.queries, layer.keys, layer.values, ids, 1, (), layer.scale)
+    seen = Part(output[None, :, None], seen_lse[None, :, None])
+    return merge(seen, Part(values[None, :, None], lse[None, :, None])).output[0, :, 0]
