@@ -197,6 +197,7 @@ class SparseLaunch:
         self.units = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.counts = torch.zeros(shape[:2], dtype=torch.int32, device=device)
         self._counted = torch.zeros(2, point.batch, dtype=torch.int64, device=device)  # visible, estimated
+        space: Any  # of the single launch
         if kind in SKETCHES:
             single = sketch_launch.single_launch_runs(queries, kv, shape[2])
             space = sketch_launch.SketchSpace.make(kv, point.group_size, shape[2]) if single else None
@@ -211,8 +212,9 @@ class SparseLaunch:
         buffers, (visible, estimated) = self._sets[number], self._counted
         inputs = buffers.queries, buffers.kv, buffers.summaries[self.kind], self.spans, self.units, self.counts
         if self.kind in SKETCHES:
-            options = {"bits": SKETCHES[self.kind], "rest": True, "estimated": estimated}
-            return sketch_attention(*inputs, visible=visible, **options, **self._options)
+            return sketch_attention(
+                *inputs, bits=SKETCHES[self.kind], rest=True, visible=visible, estimated=estimated, **self._options
+            )
         return sifted_attention(*inputs, kind=self.kind, visible=visible, **self._options)
 
 

@@ -154,7 +154,7 @@ class DecodeBench(Bench):
                     )
         if self.recipe.profile and self.capture:
             for name, slots in variants.items():
-                samples[name]["kernels"] = kernel_times(lambda slots=slots: _replay(slots, context, steps)(), steps)
+                samples[name]["kernels"] = kernel_times(slots, context, steps)
         return list(samples.values())
 
 
@@ -179,15 +179,15 @@ def _replay(slots: FixedSlots, context: int, steps: int) -> Callable[[], None]:
     return launch
 
 
-def kernel_times(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:
-    """Return the kernels of ``run``, which makes ``steps`` steps: launches and seconds per step, slowest first.
+def kernel_times(slots: FixedSlots, context: int, steps: int) -> list[dict[str, Any]]:
+    """Return the kernels of a sample: launches and seconds per step, slowest first.
 
     Kernels may overlap with the previous one, so their sum may exceed the step.
     """
-    run()
+    _replay(slots, context, steps)()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        run()
+        _replay(slots, context, steps)()
         torch.cuda.synchronize()
     times: dict[str, list[float]] = defaultdict(list)
     for event in recorded.events() or []:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvsift.threads import busy_seconds
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import digits, rotated
 
@@ -43,8 +42,7 @@ class Rounds(NamedTuple):
     def document(self) -> dict[str, Any]:
         """Return the rounds for a result file, rounded."""
         samples = {name: digits(seconds) for name, seconds in self.seconds.items()}
-        others = [None if share is None else round(share, 3) for share in self.others]
-        return {"samples_s": samples, "bandwidth": digits(self.bandwidth, 4), "others": others}
+        return {"samples_s": samples, "bandwidth": digits(self.bandwidth, 4), "others": self.others}
 
 
 def cold_rounds(
@@ -65,7 +63,7 @@ def cold_rounds(
     others: list[float | None] = []
     for name in names * WARM_UP_ROUNDS:
         runs[name]()
-    span = _LoadMeter()
+    load = OtherProcesses()
     for number in range(repeats):
         for name in rotated(names, number):
             cold.sum()
@@ -73,9 +71,9 @@ def cold_rounds(
             runs[name]()
             seconds[name].append(perf_counter() - started)
         speeds.append(measure())
-        if span.seconds >= SPAN_S or number == repeats - 1:
-            others += [span.others()] * (number + 1 - len(others))
-            span = _LoadMeter()
+        if load.elapsed_s >= SPAN_S or number == repeats - 1:
+            others += [load.share()] * (number + 1 - len(others))
+            load = OtherProcesses()
     return Rounds(seconds, speeds, others)
 
 
@@ -91,45 +89,15 @@ def read_bandwidth() -> float:
     return READ_BYTES / (perf_counter() - started)
 
 
-class _LoadMeter:
-    """Load of the processors since its creation."""
-
-    def __init__(self) -> None:
-        self._started, self._busy, self._own = perf_counter(), _busy_s(), _own_s()
-
-    @property
-    def seconds(self) -> float:
-        return perf_counter() - self._started
-
-    def others(self) -> float | None:
-        """Return the share of all processors that other processes took."""
-        busy = _busy_s()
-        if busy is None or self._busy is None:
-            return None
-        foreign = busy - self._busy - (_own_s() - self._own)
-        return max(0.0, foreign / (self.seconds * (os.cpu_count() or 1)))
-
-
-def _busy_s() -> float | None:
-    """Seconds of load on all processors since boot, stolen time included; None if the system does not count."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_s() -> float:
-    times = os.times()
-    return times.user + times.system
-
-
 class OtherProcesses:
-    """Time of the processors, from now on, of processes other than this one and its descendants."""
+    """Time of all processors, from now on, of processes other than this one and its descendants, and stolen time."""
 
     def __init__(self) -> None:
         self._started, self._before = perf_counter(), _seconds()
+
+    @property
+    def elapsed_s(self) -> float:
+        return perf_counter() - self._started
 
     def share(self) -> float | None:
         """Return it as a share of all time of the processors so far; None if the system does not count it."""
@@ -137,28 +105,26 @@ class OtherProcesses:
         if now is None or self._before is None:
             return None
         busy, own = (after - before for after, before in zip(now, self._before))
-        elapsed = perf_counter() - self._started
-        return round(max(0.0, busy - own) / len(os.sched_getaffinity(0)) / elapsed, 3)
+        return round(max(0.0, busy - own) / (os.cpu_count() or 1) / self.elapsed_s, 3)
 
 
 def _seconds() -> tuple[float, float] | None:
-    """Return busy seconds of the processors, and those of this process and its descendants."""
-    busy = busy_seconds()
-    return None if busy is None else (busy, sum(_own_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK"))
-
-
-def _own_ticks(root: int) -> list[int]:
-    """Return the ticks of a process and of its living descendants."""
+    """Return busy seconds of all processors since boot, and those of this process and its living descendants."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+    busy = user + nice + system + irq + softirq + steal
     parents, ticks = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rsplit(")", 1)[1].split()
+            words = path.read_text().rsplit(")", 1)[1].split()
         except OSError:  # it has ended
             continue
         pid = int(path.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), int(fields[11]) + int(fields[12])
-    found, reached = [root], {root}
-    while found:
-        found = [pid for pid, parent in parents.items() if parent in found and pid not in reached]
-        reached.update(found)
-    return [ticks[pid] for pid in reached if pid in ticks]
+        parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return busy / os.sysconf("SC_CLK_TCK"), sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")

@@ -94,8 +94,7 @@ class IndexBench(Bench):
                 indexes[name] = index
             knob = tune(index, contender, case, tuning, tuning_truth, self.recipe.target)
             rows.append({"name": name, **knob, **searched(index, case, queries, truth, contender)})
-            tokens = cycle(queries)  # a search of all heads is timed, of the next token each time
-            searches[name] = lambda index=index, tokens=tokens: index.search(next(tokens), case.keys, k)
+            searches[name] = _search(index, case.keys, queries, k)
         rounds = cold_rounds(searches, self.recipe.repeats, self.recipe.cold_bytes).document()
         samples = rounds.pop("samples_s")
         for row in rows:
@@ -159,3 +158,9 @@ def searched(index: Index, case: Case, queries: Tensor, truth: Truth, contender:
 def _found(index: Index, case: Case, queries: Tensor, k: int) -> Tensor:
     """Ids of one search per token, int64 [tokens, num_query_heads, k]."""
     return torch.stack([index.search(token, case.keys, k)[0] for token in queries])
+
+
+def _search(index: Index, keys: Tensor, queries: Tensor, k: int) -> Callable[[], object]:
+    """Return a search of all heads, of the next token each time."""
+    tokens = cycle(queries)
+    return lambda: index.search(next(tokens), keys, k)
