@@ -38,7 +38,7 @@ from kvsift_lab.bench.attention_variants import (
     separate_kernels,
 )
 from kvsift_lab.bench.bench import Bench, first_line
-from kvsift_lab.bench.chart import attention_chart, require_matplotlib
+from kvsift_lab.bench.chart import attention_chart
 from kvsift_lab.bench.timing import Clock, Timer, digits, graph_clock, interleaved
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
@@ -61,12 +61,9 @@ class AttentionBench(Bench):
         """Return the bench on the first GPU.
 
         Raises:
-            InputError: without a GPU, or without matplotlib for a chart.
+            InputError: without a GPU.
         """
-        device = machine.require_gpu("attention")
-        if recipe.chart_path is not None:
-            require_matplotlib()
-        return cls(recipe, graph_clock, device)
+        return cls(recipe, graph_clock, machine.require_gpu("attention"))
 
     def environment(self) -> dict[str, Any]:
         return machine.gpu_environment(self.recipe.bandwidth)

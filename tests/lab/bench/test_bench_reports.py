@@ -44,8 +44,7 @@ def test_without_a_dense_kernel_there_is_time_and_floor_but_no_speed_up(result: 
     text = json.dumps(attention_report.summary(result)) + attention_report.point_text(result["points"][0], 4.5e12)
     assert "inf" not in text.lower()
     assert attention_report.dense_tables(result)
-    if chart.find_spec("matplotlib") is not None:
-        assert chart.attention_chart(result)
+    assert chart.attention_chart(result)
 
 
 def test_what_was_not_measured_is_listed_once(result: dict[str, Any]) -> None:
@@ -108,7 +107,6 @@ def test_a_document_keeps_every_number(result: dict[str, Any]) -> None:
 
 
 def test_a_chart_is_an_svg_that_names_its_result(result: dict[str, Any]) -> None:
-    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
     picture = chart.attention_chart(result)
     assert picture == chart.attention_chart(result)
     assert picture.startswith(b"<?xml")
@@ -119,15 +117,9 @@ def test_a_chart_is_an_svg_that_names_its_result(result: dict[str, Any]) -> None
     assert chart.attention_chart(result, "png").startswith(b"\x89PNG")
 
 
-def test_a_chart_without_matplotlib_or_points_is_refused(
-    result: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
+def test_a_chart_without_points_is_refused(result: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="nothing to draw"):
         chart.attention_chart(result | {"points": []})
-    monkeypatch.setattr(chart, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="pip install matplotlib"):
-        chart.attention_chart(result)
 
 
 def test_decode_tables_show_floor_speed_up_and_what_the_engine_does() -> None:

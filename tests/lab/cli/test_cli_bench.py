@@ -108,7 +108,6 @@ def test_what_makes_no_sense_is_refused(refused: Refused, arguments: tuple[str, 
 def test_attention_tells_every_point_and_ends_with_one_document(
     run: Run, attention: dict[str, Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
     outcome = run("bench", "attention", "--contexts", "4K,32K", "--out", "result.json", "--chart", "chart.svg")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("floors at 4.50 TB/s (given); a large read here reached 4.40 TB/s\n")
@@ -163,7 +162,6 @@ def test_prefill_runs_anywhere_and_keeps_what_it_measured(run: Run, tmp_path: Pa
 
 
 def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
     (tmp_path / "result.json").write_text(json.dumps(attention_result()))
     assert run("bench", "chart", "result.json", "--out", "chart.svg").code == 0
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
