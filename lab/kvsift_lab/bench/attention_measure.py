@@ -78,7 +78,8 @@ class AttentionBench(Bench):
         return point_text(point, result["bandwidth"]["used"])
 
     def closing(self, result: dict[str, Any]) -> str:
-        return f"{break_even_table(result)}\n\n{json.dumps(summary(result))}"
+        found = summary(result)
+        return (f"{break_even_table(result)}\n\n" if found["break_even"] else "") + json.dumps(found)
 
     def chart(self, result: dict[str, Any]) -> bytes:
         return attention_chart(result)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from kvsift.errors import InputError, unknown
@@ -144,9 +145,8 @@ def point_text(point: Point) -> str:
     """Render all variants of a context: the median, and the interquartile range as a share of it."""
 
     def cells(variant: Variant) -> dict[str, str]:
-        key = "ttft_s" if "ttft_s" in variant else "samples_s"
-        row = {"ms": ms(report.medians({"variants": [variant]}, key)[variant["name"]])}
-        row["spread"] = report.spread_text(variant[key])
+        samples = variant.get("ttft_s") or variant["samples_s"]
+        row = {"ms": ms(median(samples)), "spread": report.spread_text(samples)}
         return row | ({"density": f"{variant['density']:.1%}"} if "density" in variant else {})
 
     return report.point_text(f"{tokens(point['context'])} tokens", point, cells)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
-from kvsift_lab.bench.report import Point, Variant, cell, ms
+from kvsift_lab.bench.report import Point, Variant, ms
 
 KINDS = ("flat", "flat_int8", "graph", "ivf", "quest", "offload", "sketch", "sketch_device", "dense")
 CAPTURED = {"sketch": "offload", "sketch_device": "device"}  # kinds whose steps are captured: placement
@@ -72,7 +73,7 @@ def point_text(point: Point) -> str:
 
     def cells(variant: Variant) -> dict[str, str]:
         row = {
-            "ms per token": cell(1e3 * report.medians({"variants": [variant]})[variant["name"]], ".1f"),
+            "ms per token": ms(median(variant["samples_s"]), ".1f"),
             "KV on the device": _gib(variant["kv_bytes_on_device"]),
         }
         if "both_s" in variant:
