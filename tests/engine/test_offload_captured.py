@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine.apart import GPU, llm
 from engine.tiny_directory import text_of
-from kvsift_lab.bench.split_captured import measure_captured
+from kvsift_lab.bench.split_measure import measure_captured
 
 from kvsift import LLM, InputError
 from kvsift.engine.result import Answer

@@ -1,4 +1,5 @@
-"""Times of attention at one point: sparse and dense variants on the same buffers, each checked against float32."""
+"""Times of attention at one point: sparse and dense variants on the same buffers, each checked before it is timed:
+outputs against float32, selections against the reference."""
 
 from __future__ import annotations
 
@@ -10,30 +11,40 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvsift.engine.memory import available_bytes
+from kvsift.kernels.page_attention import listed_tokens, page_attention_reference
+from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.score_pages import score_pages_reference
 from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.sketch_attention import sketch_attention_reference
+from kvsift.kernels.top_pages import visible_pages_reference
 from kvsift_lab.bench import machine
-from kvsift_lab.bench.attention import AttentionRecipe
-from kvsift_lab.bench.attention_check import check_dense, check_sketch, check_sparse, exact_dense
-from kvsift_lab.bench.attention_point import AttentionPoint, Buffers
-from kvsift_lab.bench.attention_report import break_even_lines, point_text, sparse_name, summary
-from kvsift_lab.bench.attention_variants import BASELINES, Attend, SketchLaunch, SparseLaunch, separate_kernels
+from kvsift_lab.bench.attention import (
+    NOT_EARLY,
+    AttentionRecipe,
+    break_even_table,
+    point_text,
+    sparse_name,
+    summary,
+)
+from kvsift_lab.bench.attention_variants import (
+    BASELINES,
+    Attend,
+    AttentionPoint,
+    Buffers,
+    SparseLaunch,
+    separate_kernels,
+)
 from kvsift_lab.bench.bench import Bench, first_line
-from kvsift_lab.bench.chart import attention_chart, require_matplotlib
+from kvsift_lab.bench.chart import attention_chart
 from kvsift_lab.bench.timing import Clock, Timer, digits, graph_clock, interleaved
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
 KEPT_FREE = 1 / 5  # of free memory: for graphs, references and libraries
-NOT_EARLY = "single launch, not early"
 
 Variants = Iterator[dict[str, Any]]
-
-
-def points(recipe: AttentionRecipe) -> list[AttentionPoint]:
-    """Return all points, shape by shape, short contexts first."""
-    sizes = recipe.batch, recipe.head_dim, recipe.page_size, recipe.budget, recipe.sketch_budget
-    return [AttentionPoint(*shape, context, *sizes) for shape in recipe.shapes for context in sorted(recipe.contexts)]
 
 
 @dataclass(frozen=True)
@@ -50,18 +61,15 @@ class AttentionBench(Bench):
         """Return the bench on the first GPU.
 
         Raises:
-            InputError: without a GPU, or without matplotlib for a chart.
+            InputError: without a GPU.
         """
-        device = machine.require_gpu("attention")
-        if recipe.chart_path is not None:
-            require_matplotlib()
-        return cls(recipe, graph_clock, device)
+        return cls(recipe, graph_clock, machine.require_gpu("attention"))
 
     def environment(self) -> dict[str, Any]:
         return machine.gpu_environment(self.recipe.bandwidth)
 
     def points(self) -> list[AttentionPoint]:
-        return points(self.recipe)
+        return self.recipe.points()
 
     def facts(self, point: AttentionPoint) -> dict[str, Any]:
         return {key: getattr(point, key) for key in ("num_query_heads", "num_kv_heads", "context", "batch")}
@@ -70,7 +78,8 @@ class AttentionBench(Bench):
         return point_text(point, result["bandwidth"]["used"])
 
     def closing(self, result: dict[str, Any]) -> str:
-        return f"{break_even_lines(result)}\n{json.dumps(summary(result))}"
+        found = summary(result)
+        return (f"{break_even_table(result)}\n\n" if found["break_even"] else "") + json.dumps(found)
 
     def chart(self, result: dict[str, Any]) -> bytes:
         return attention_chart(result)
@@ -100,13 +109,13 @@ class AttentionBench(Bench):
     def _sparse(self, point: AttentionPoint, sets: Sequence[Buffers]) -> Variants:
         for kind in self.recipe.score_by:
             facts = {"name": sparse_name(kind), "role": "sparse", "bytes": point.sparse_bytes(kind)}
-            launch, check = (SketchLaunch, check_sketch) if kind in SKETCHES else (SparseLaunch, check_sparse)
-            yield self._variant(facts, partial(launch, point, sets, kind), partial(check, point, sets), len(sets))
+            check = check_sketch if kind in SKETCHES else check_sparse
+            yield self._variant(facts, partial(SparseLaunch, point, sets, kind), partial(check, point, sets), len(sets))
 
     def _dense(self, point: AttentionPoint, sets: Sequence[Buffers]) -> Variants:
         if not self.recipe.baselines:
             return
-        exact = exact_dense(point, sets[0])
+        exact = exact_attention(point, sets[0])
         for name, build in [variant for key in self.recipe.baselines for variant in BASELINES[key].items()]:
             facts = {"name": name, "role": "dense", "bytes": point.dense_bytes}
             yield self._variant(facts, partial(build, point, sets), partial(check_dense, exact), len(sets))
@@ -146,3 +155,91 @@ def _sample(variants: Sequence[dict[str, Any]], repeats: int) -> None:
     }
     for number, samples in interleaved(timers, repeats).items():
         variants[int(number)]["samples_s"] = digits(samples, 5)
+
+
+def distance(output: Tensor, exact: Tensor) -> float:
+    """Return the norm of the error, relative to the norm of ``exact``."""
+    return float((output.float() - exact).norm() / exact.norm())
+
+
+def heads_of(buffers: Buffers) -> Iterator[tuple[slice, Tensor, PagedKV]]:
+    """Yield each KV head as a slice, with its queries in float32 [batch, group_size, head_dim] and its pools: what
+    references compute for all heads at once would not fit."""
+    for head, queries in enumerate(buffers.queries.float().unflatten(1, (buffers.kv.num_kv_heads, -1)).unbind(1)):
+        own = slice(head, head + 1)
+        yield own, queries, buffers.kv._replace(keys=buffers.kv.keys[own], values=buffers.kv.values[own])
+
+
+def exact_attention(
+    point: AttentionPoint, buffers: Buffers, pages: Tensor | None = None, counts: Tensor | None = None
+) -> Tensor:
+    """Return attention in float32 over lists of pages [batch, num_kv_heads, capacity], or over all pages ->
+    [batch, num_query_heads, head_dim]."""
+    outputs = []
+    for own, queries, kv in heads_of(buffers):
+        lists = (None, None) if pages is None or counts is None else (pages[:, own], counts[:, own])
+        outputs.append(page_attention_reference(queries, kv, *lists, scale=point.scale))
+    return torch.stack(outputs, 1).flatten(1, 2)
+
+
+def listed(units: Tensor, counts: Tensor, num_units: int) -> Tensor:
+    """Return which units lists hold, bool [batch, num_kv_heads, num_units]."""
+    return torch.stack([listed_tokens(row, count, num_units, 1) for row, count in zip(units, counts)])
+
+
+def check_dense(exact: Tensor, attend: Attend) -> dict[str, Any]:
+    """Return the distance of an output from dense attention in float32."""
+    return {"error": distance(attend(0), exact)}
+
+
+def check_sparse(point: AttentionPoint, sets: Sequence[Buffers], attend: SparseLaunch) -> dict[str, Any]:
+    """Return the distance of an output from float32 over its own pages, the share of the reference's pages among them,
+    and how far below the reference's last score the others are, relative to it."""
+    attend.units.fill_(-1)
+    output, buffers = attend(0), sets[0]
+    scores = score_pages_reference(
+        buffers.queries, buffers.summaries[attend.kind], buffers.kv.table, attend.spans, kind=attend.kind,
+        scale=point.scale, shared=True,
+    )  # fmt: skip
+    expected = listed(*visible_pages_reference(scores, attend.spans, point.capacity(attend.kind)), point.max_pages)
+    visible = listed(attend.units, attend.counts, point.max_pages)
+    return {
+        "launches": attend.num_launches,
+        "error": distance(output, exact_attention(point, buffers, attend.units, attend.counts)),
+        "same_pages": float((visible & expected).sum() / expected.sum()),
+        "score_gap": _score_gap(scores, attend.spans, visible, expected),
+    }
+
+
+def _score_gap(scores: Tensor, spans: Tensor, visible: Tensor, expected: Tensor) -> float:
+    """Return the largest gap of all lists; all sequences have the same spans."""
+    first, stop = spans[0, :2].tolist()
+    if first == stop:
+        return 0.0
+    scores, visible, expected = scores[..., : stop - first], visible[..., first:stop], expected[..., first:stop]
+    last = scores.masked_fill(~expected, torch.inf).amin(-1)  # [batch, num_kv_heads]
+    lowest = scores.masked_fill(~visible, torch.inf).amin(-1)
+    gaps = ((last - lowest) / last.abs()).nan_to_num(nan=0.0)  # inf - inf in lists without candidates
+    return float(gaps.clamp_min(0.0).max())
+
+
+def check_sketch(point: AttentionPoint, sets: Sequence[Buffers], attend: SparseLaunch) -> dict[str, Any]:
+    """Return the distance of an output from the reference's, and the share of the reference's tokens it attends."""
+    attend.units.fill_(-1)
+    output, buffers = attend(0), sets[0]
+    tokens, counts = torch.full_like(attend.units, -1), torch.zeros_like(attend.counts)
+    outputs = []
+    for own, queries, kv in heads_of(buffers):
+        outputs.append(
+            sketch_attention_reference(
+                queries, kv, buffers.summaries[attend.kind][own], attend.spans, tokens[:, own], counts[:, own],
+                bits=SKETCHES[attend.kind], rest=True, scale=point.scale,
+            )
+        )  # fmt: skip
+    expected = listed(tokens, counts, point.context)
+    same = listed(attend.units, attend.counts, point.context) & expected
+    return {
+        "launches": attend.num_launches,
+        "error": distance(output, torch.stack(outputs, 1).flatten(1, 2)),
+        "same_tokens": int(same.sum()) / int(expected.sum()),
+    }

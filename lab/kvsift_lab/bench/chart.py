@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from importlib.util import find_spec
 from io import StringIO
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift_lab.bench.attention_report import OURS_DENSE, best_dense, floors, labels, medians, shapes, sparse_names
+from kvsift_lab.bench.attention import OURS_DENSE, best_dense, floors, labels, medians, shapes, sparse_names
 from kvsift_lab.bench.numbers import tokens
 
 COLOURS = {"quest-minmax": "#0b6e4f", "quest-minmax_fp8": "#d1495b", "sketch-bits1": "#3d5a98", OURS_DENSE: "#333333"}
@@ -27,23 +26,12 @@ def digest(result: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def require_matplotlib() -> None:
-    """Refuse to draw without matplotlib.
-
-    Raises:
-        InputError: if it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise InputError("a chart needs matplotlib, which is not installed: pip install matplotlib.")
-
-
 def attention_chart(result: dict[str, Any], file_format: str = "svg") -> bytes:
     """Draw a column per shape: times above, speed-up below.
 
     Raises:
-        InputError: without matplotlib, or without a measured point.
+        InputError: without a measured point.
     """
-    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -1,13 +1,21 @@
-"""kvsift bench decode: the engine's decode loop end to end, dense and sparse on one model and one set of pools."""
+"""kvsift bench decode: the engine's decode loop end to end, dense and sparse on one model and one set of pools; recipe
+and report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
+from kvsift_lab.bench import report
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.bench.report import Point, Variant, ms, ratio
 
 MODEL = "Hugging Face model directory, or a model's name on huggingface.co, such as Qwen/Qwen3-4B; replaces --shape."
+LABELS = {"dense": "dense", "sifted": "sparse", "auto": "auto"}  # of variants, by their names in results
+LEAST_SHARE = 0.01  # of a step: kernels below it are summed up
 
 
 def _directory(model: str, flag: str) -> tuple[str, bool]:
@@ -52,3 +60,95 @@ class DecodeRecipe(r.BenchRecipe):
             raise InputError(f"plan {self.plan!r} cannot be measured against dense captured steps: {reason}.")
         if self.anchors and not (plan.decode and isinstance(plan.decode.method, AnchoredMethod)):
             raise InputError(f"--anchors {self.anchors}: no layer reuses selections under {self.plan!r}; sketch can.")
+
+
+def tpot_s(point: Point, name: str) -> float | None:
+    """Return the median seconds per token of a variant; None if it was not measured."""
+    return report.medians(point, "tpot_s").get(name)
+
+
+def decode_table(result: dict[str, Any]) -> str:
+    """Return a Markdown table: a row per point; milliseconds per token, over the floor, and how many times faster."""
+    rows = []
+    for point in _measured(result):
+        variants = {variant["name"]: variant for variant in point["variants"]}
+        cells = [tokens(point["context"]), str(point["batch"])]
+        for name in ("dense", "sifted"):
+            floor = variants[name]["bytes"] / result["bandwidth"]["used"]
+            cells += [ms(tpot_s(point, name)), ms(floor), ratio(tpot_s(point, name), floor)]
+        cells.append(ratio(tpot_s(point, "dense"), tpot_s(point, "sifted"), unit="x"))
+        rows.append([*cells, f"{variants['sifted']['density']:.3f}"])
+    columns = ["context", "batch", "dense", "floor", "times it", "sparse", "floor", "times it", "speed-up", "density"]
+    return table(columns, rows)
+
+
+def engine_table(result: dict[str, Any]) -> str:
+    """Return a Markdown table: the context from which the engine decodes by the plan, and the cost of its choice."""
+    rows = []
+    for point in _measured(result):
+        seconds = report.medians(point, "tpot_s")
+        chosen = "auto" if "auto" in seconds else "sifted"
+        cost = f"{100 * (seconds[chosen] / seconds['dense'] - 1):+.1f} %"
+        decodes = "dense" if chosen == "auto" else LABELS[chosen]
+        rows.append([tokens(point["context"]), str(point["batch"]), f"{point['dense_below']:,}", decodes, cost])
+    return table(["context", "batch", "sparse from", "decodes", "against the dense plan"], rows)
+
+
+def _measured(result: dict[str, Any]) -> list[Point]:
+    return [point for point in result["points"] if "variants" in point]
+
+
+def kernel_tables(result: dict[str, Any]) -> str:
+    """Return Markdown tables of the slowest kernels of a step; "" without a profile."""
+    parts = []
+    for point in _measured(result):
+        for variant in point["variants"]:
+            if variant.get("kernels") and variant["name"] != "auto":  # the same kernels as dense
+                title = f"{tokens(point['context'])}, batch {point['batch']}, {LABELS[variant['name']]}:"
+                parts.append(f"{title}\n\n{_kernel_table(variant['kernels'])}")
+    return "\n\n".join(parts)
+
+
+def _kernel_table(kernels: list[dict[str, Any]]) -> str:
+    total = sum(kernel["seconds"] for kernel in kernels)
+    shown = [kernel | {"name": f"`{kernel['name']}`"} for kernel in kernels if kernel["seconds"] >= LEAST_SHARE * total]
+    if rest := [kernel for kernel in kernels if kernel["seconds"] < LEAST_SHARE * total]:
+        sums = {key: sum(kernel[key] for kernel in rest) for key in ("launches", "seconds")}
+        shown.append({"name": f"{len(rest)} below {LEAST_SHARE:.0%} each", **sums})
+    rows = [
+        [k["name"], f"{k['launches']:.3g}", f"{k['seconds'] * 1e6:.0f}", f"{k['seconds'] / total:.0%}"] for k in shown
+    ]
+    return table(["kernel", "launches", "us per step", "share"], rows)
+
+
+def point_text(point: Point, bandwidth: float) -> str:
+    """Render all variants of a point, in milliseconds per token."""
+
+    def cells(variant: Variant) -> dict[str, str]:
+        seconds, floor = float(median(variant["tpot_s"])), variant["bytes"] / bandwidth
+        return {
+            "ms/token": ms(seconds),
+            "spread": report.spread_text(variant["tpot_s"]),
+            "replayed": ms(median(variant["replay_s"]) if variant["replay_s"] else None),
+            "floor": ms(floor),
+            "times it": ratio(seconds, floor),
+            "speed-up": ratio(tpot_s(point, "dense"), seconds, unit="x"),
+        }
+
+    title = f"{tokens(point['context'])} tokens, batch {point['batch']}"
+    if "variants" in point:
+        title += f", the engine sifts from {point['dense_below']:,} tokens on, {point['seconds']} s"
+    return report.point_text(title, point, cells)
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result without samples, for the last line of the output."""
+    points = []
+    for point in result["points"]:
+        row = {key: value for key, value in point.items() if key in ("context", "batch", "dense_below", "reason")}
+        for variant in point.get("variants", []):
+            seconds = float(median(variant["tpot_s"]))
+            floors = round(seconds * result["bandwidth"]["used"] / variant["bytes"], 3)
+            row[variant["name"]] = {"tpot_ms": round(seconds * 1e3, 4), "of_floor": floors}
+        points.append(row)
+    return {"kind": result["kind"], "bandwidth": result["bandwidth"], "points": points}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from kvsift.models.step import Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_origin import origin_of
 from kvsift.plan.plan import Plan, Rule
-from kvsift_lab.bench.attention_point import fill_summary
+from kvsift_lab.bench.attention_variants import fill_summary
 
 
 class FixedSlots:
@@ -100,22 +101,16 @@ def new_slots(step: Step, cache: SparseCache, plan: Plan, batch: int, capture: b
 
 
 class Decoded(NamedTuple):
-    """What a decode loop took, and what came of it.
+    """What a decode loop took, and what came of it."""
 
-    Attributes:
-        itl_s: seconds between the tokens of the first sequence.
-        tallies: of each sequence.
-        tokens: of each sequence.
-    """
-
-    itl_s: list[float]
-    tallies: list[Tally]
-    tokens: list[list[int]]
+    itl_s: list[float]  # between the tokens of the first sequence
+    tallies: list[Tally]  # of each sequence
+    tokens: list[list[int]]  # of each sequence
 
     @property
     def mean_s(self) -> float:
         """Seconds per token."""
-        return sum(self.itl_s) / len(self.itl_s)
+        return fmean(self.itl_s)
 
 
 def decode(slots: FixedSlots, context: int, steps: int) -> Decoded:

@@ -6,7 +6,6 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -31,7 +30,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench
-from kvsift_lab.bench.decode import DecodeRecipe
+from kvsift_lab.bench.decode import DecodeRecipe, point_text, summary
 from kvsift_lab.bench.decode_case import (
     FixedSlots,
     decode,
@@ -42,7 +41,6 @@ from kvsift_lab.bench.decode_case import (
     weight_bytes,
     with_anchors,
 )
-from kvsift_lab.bench.decode_report import point_text, summary
 from kvsift_lab.bench.timing import digits, gpu_seconds, rotated
 
 ROOM_SHARE = 1 / 16  # of the pools: graphs, workspaces and tables of angles
@@ -151,63 +149,51 @@ class DecodeBench(Bench):
             for name in rotated(list(variants), number):
                 samples[name]["tpot_s"] += digits([decode(variants[name], context, steps).mean_s], 6)
                 if self.capture:
-                    samples[name]["replay_s"] += digits([_replay_seconds(variants[name], context, steps)], 6)
+                    samples[name]["replay_s"] += digits(
+                        [gpu_seconds(_replay(variants[name], context, steps)) / steps], 6
+                    )
         if self.recipe.profile and self.capture:
             for name, slots in variants.items():
-                samples[name]["kernels"] = kernel_times(partial(_replay, slots, context, steps), steps)
+                samples[name]["kernels"] = kernel_times(slots, context, steps)
         return list(samples.values())
 
 
 def _dense_below(slots: Slots, rule: Rule) -> int:
-    """The context from which the engine decodes by the plan; as ``FastPath`` decides it."""
+    """Return the context from which the engine decodes by the plan; as ``FastPath`` decides it."""
     reserved = slots.batch.table.shape[1] * slots.batch.page_size
     measured = measure_crossover(slots, rule, reserved)
     return reserved + 1 if measured is None else min(measured, reserved + 1)
 
 
-def _replay_seconds(slots: FixedSlots, context: int, steps: int) -> float:
-    """Seconds of the device for a step, when the host reads no tokens."""
-    _assign(slots, context, steps)
-    return gpu_seconds(lambda: _launch(slots, context, steps)) / steps
-
-
-def _replay(slots: FixedSlots, context: int, steps: int) -> None:
-    _assign(slots, context, steps)
-    _launch(slots, context, steps)
-
-
-def _assign(slots: FixedSlots, context: int, steps: int) -> None:
+def _replay(slots: FixedSlots, context: int, steps: int) -> Callable[[], None]:
+    """Assign the rows of a sample; returns what launches its steps, of which the host reads no tokens."""
     rule, pages = rule_of(slots.plan), slots.cache.table.planned
     rows = range(slots.steps.num_slots)
     slots.steps.assign([Assignment(pages(row), context, row, Sampling(), 1, rule) for row in rows], steps)
-
-
-def _launch(slots: FixedSlots, context: int, steps: int) -> None:
-    rule = rule_of(slots.plan)
     dense = rule is None or context + 1 < slots.dense_below(slots.steps, rule)
-    for number in range(steps):
-        slots.steps.run(StepKind("dense" if dense else "sparse"), number)
+
+    def launch() -> None:
+        for number in range(steps):
+            slots.steps.run(StepKind("dense" if dense else "sparse"), number)
+
+    return launch
 
 
-def kernel_times(run: Callable[[], None], steps: int) -> list[dict[str, Any]]:
-    """Return the kernels of ``run``, which makes ``steps`` steps: launches and seconds per step, slowest first.
+def kernel_times(slots: FixedSlots, context: int, steps: int) -> list[dict[str, Any]]:
+    """Return the kernels of a sample: launches and seconds per step, slowest first.
 
     Kernels may overlap with the previous one, so their sum may exceed the step.
     """
-    run()
+    _replay(slots, context, steps)()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        run()
+        _replay(slots, context, steps)()
         torch.cuda.synchronize()
-    launches: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
+    times: dict[str, list[float]] = defaultdict(list)
     for event in recorded.events() or []:
         if event.device_type == DeviceType.CUDA:
-            name = event.name[:NAME_CHARACTERS]
-            launches[name] += 1
-            seconds[name] += event.time_range.elapsed_us() / 1e6
-    slowest = sorted(seconds, key=lambda name: -seconds[name])
+            times[event.name[:NAME_CHARACTERS]].append(event.time_range.elapsed_us() / 1e6)
     return [
-        {"name": name, "launches": launches[name] / steps, "seconds": float(f"{seconds[name] / steps:.4g}")}
-        for name in slowest
+        {"name": name, "launches": len(seconds) / steps, "seconds": float(f"{sum(seconds) / steps:.4g}")}
+        for name, seconds in sorted(times.items(), key=lambda item: -sum(item[1]))
     ]

@@ -2,16 +2,15 @@
 
 A decode step walks all layers, so the keys of a layer are in memory and not in the cache: before every sample, more
 is read than the cache holds. The bandwidth of a shared machine varies by a factor of 1.6 within an hour, so every
-round measures it. The load of other processes is recorded too; medians leave out rounds in which it is above
-``QUIET``.
+round measures it. The load of other processes is recorded too; medians leave out rounds in which it is high
+(``report.quiet_rounds``). torch.utils.benchmark times one variant after the other, in a warm cache.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ import torch
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import digits, rotated
 
-QUIET = 0.05  # share of the processors that other processes take, at most
-FEWEST_QUIET = 3  # rounds; with fewer, all rounds count, and the result says so
 SPAN_S = 0.5  # of a measurement of that share: the system counts in hundredths of a second
 READ_BYTES = 256 << 20  # of a measurement of bandwidth; eight times a large cache
 WARM_UP_ROUNDS = 2
@@ -45,8 +42,7 @@ class Rounds(NamedTuple):
     def document(self) -> dict[str, Any]:
         """Return the rounds for a result file, rounded."""
         samples = {name: digits(seconds) for name, seconds in self.seconds.items()}
-        others = [None if share is None else round(share, 3) for share in self.others]
-        return {"samples_s": samples, "bandwidth": digits(self.bandwidth, 4), "others": others}
+        return {"samples_s": samples, "bandwidth": digits(self.bandwidth, 4), "others": self.others}
 
 
 def cold_rounds(
@@ -67,7 +63,7 @@ def cold_rounds(
     others: list[float | None] = []
     for name in names * WARM_UP_ROUNDS:
         runs[name]()
-    span = _LoadMeter()
+    load = OtherProcesses()
     for number in range(repeats):
         for name in rotated(names, number):
             cold.sum()
@@ -75,33 +71,10 @@ def cold_rounds(
             runs[name]()
             seconds[name].append(perf_counter() - started)
         speeds.append(measure())
-        if span.seconds >= SPAN_S or number == repeats - 1:
-            others += [span.others()] * (number + 1 - len(others))
-            span = _LoadMeter()
+        if load.elapsed_s >= SPAN_S or number == repeats - 1:
+            others += [load.share()] * (number + 1 - len(others))
+            load = OtherProcesses()
     return Rounds(seconds, speeds, others)
-
-
-def quiet_rounds(others: Sequence[float | None]) -> list[int]:
-    """Return the rounds that count: those without load from other processes, or all if these are too few."""
-    quiet = [number for number, share in enumerate(others) if share is None or share <= QUIET]
-    return quiet if len(quiet) >= FEWEST_QUIET else list(range(len(others)))
-
-
-def conditions(bandwidth: Sequence[float], others: Sequence[float | None]) -> str:
-    """Render the state of the machine during the rounds in a line."""
-    speed = f"{middle(bandwidth, others) / 1e9:.0f} GB/s"
-    known = [share for share in others if share is not None]
-    quiet = sum(share <= QUIET for share in known)
-    if not known:
-        return f"{speed}, {len(others)} rounds"
-    if quiet < FEWEST_QUIET:
-        return f"{speed}, {len(others)} rounds; THE MACHINE WAS BUSY: others took {median(known):.0%} of it"
-    return f"{speed}, {quiet} of {len(others)} rounds were quiet and count"
-
-
-def middle(samples: Sequence[float], others: Sequence[float | None]) -> float:
-    """Return the median over quiet rounds."""
-    return median(samples[number] for number in quiet_rounds(others))
 
 
 def read_bandwidth() -> float:
@@ -116,35 +89,42 @@ def read_bandwidth() -> float:
     return READ_BYTES / (perf_counter() - started)
 
 
-class _LoadMeter:
-    """Load of the processors since its creation."""
+class OtherProcesses:
+    """Time of all processors, from now on, of processes other than this one and its descendants, and stolen time."""
 
     def __init__(self) -> None:
-        self._started, self._busy, self._own = perf_counter(), _busy_s(), _own_s()
+        self._started, self._before = perf_counter(), _seconds()
 
     @property
-    def seconds(self) -> float:
+    def elapsed_s(self) -> float:
         return perf_counter() - self._started
 
-    def others(self) -> float | None:
-        """Return the share of all processors that other processes took."""
-        busy = _busy_s()
-        if busy is None or self._busy is None:
+    def share(self) -> float | None:
+        """Return it as a share of all time of the processors so far; None if the system does not count it."""
+        now = _seconds()
+        if now is None or self._before is None:
             return None
-        foreign = busy - self._busy - (_own_s() - self._own)
-        return max(0.0, foreign / (self.seconds * (os.cpu_count() or 1)))
+        busy, own = (after - before for after, before in zip(now, self._before))
+        return round(max(0.0, busy - own) / (os.cpu_count() or 1) / self.elapsed_s, 3)
 
 
-def _busy_s() -> float | None:
-    """Seconds of load on all processors since boot, stolen time included; None if the system does not count."""
+def _seconds() -> tuple[float, float] | None:
+    """Return busy seconds of all processors since boot, and those of this process and its living descendants."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
         return None
     user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-
-
-def _own_s() -> float:
-    times = os.times()
-    return times.user + times.system
+    busy = user + nice + system + irq + softirq + steal
+    parents, ticks = {}, {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            words = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        pid = int(path.parent.name)
+        parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
+    own = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in own} - own:
+        own |= more
+    return busy / os.sysconf("SC_CLK_TCK"), sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")

@@ -1,17 +1,25 @@
-"""kvsift bench index: search of all heads of one layer, index by index, at the same recall."""
+"""kvsift bench index: search of all heads of one layer, index by index, at the same recall; recipe and report."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.bench.report import Point, conditions, middle
 
 DUMPED = "P"
-SINKS, WINDOW = 128, 512  # of a document's tokens, always visible and in no index (arXiv 2409.10516)
 DUMP = "File of kvsift bench dump; may be given more than once."
 INDEXES = "flat,flat_int8,graph,graph_paper,auto,faiss_flat,ivf,hnsw"
+BASELINE = "faiss_flat"
+CHOICES = ("flat", "flat_int8", "graph")  # of auto
+FIGURES = {"scanned": ".2%", "recall": ".3f", "mass_recall": ".3f", "worst_mass_recall": ".3f"}  # of medians
 
 
 @dataclass(frozen=True)
@@ -37,13 +45,13 @@ class IndexRecipe(r.BenchRecipe):
     seed: int = r.option(0, "Of the synthetic sets.")
     threads: int | None = r.threads()
     repeats: int = r.repeats(20)
-    sinks: int = SINKS
-    window: int = WINDOW
+    sinks: int = 128  # of a document's tokens: always visible and in no index, as the window is (arXiv 2409.10516)
+    window: int = 512
     cold_bytes: int = r.COLD_BYTES
 
     def __post_init__(self) -> None:
-        from kvsift_lab.bench.index_cases import SYNTHETIC
-        from kvsift_lab.bench.index_contenders import CONTENDERS
+        from kvsift_lab.bench.index_cases import CONTENDERS
+        from kvsift_lab.bench.index_data import SYNTHETIC
 
         for name in self.data:
             if name not in (*SYNTHETIC, DUMPED):
@@ -59,7 +67,83 @@ class IndexRecipe(r.BenchRecipe):
                 "reads it."
             )
         r.check_groups(self.num_query_heads, self.num_kv_heads)
-        if self.tokens < 2 or self.samples < 1:
-            raise InputError("give at least 2 --tokens, to tune and to measure apart, and 1 --samples.")
         if not 0 < self.target <= 1:
             raise InputError(f"--target {self.target:g} must be a recall above 0, and 1 at most.")
+
+
+def point_text(point: Point, known: Collection[str] = ()) -> str:
+    """Render a heading, a table with a row per index, and reasons of missing indexes that are not ``known``."""
+    heads = "/".join(map(str, point["heads"]))
+    lines = [
+        f"{point['case']}, {tokens(point['keys'])} keys, heads {heads}, top {point['k']} hold "
+        f"{point['top_mass']:.2f} of the mass; {conditions(point['bandwidth'], point['others'])}",
+        point_table(point),
+    ]
+    if (ratio := auto_ratio(point)) is not None:
+        lines.append(f"auto takes {ratio:.2f} of the time of the better of graph and scan")
+    lines += [f"{', '.join(names)}: {reason}" for reason, names in reasons(point).items() if reason not in known]
+    return "\n".join(lines) + "\n"
+
+
+def reasons(point: Point) -> dict[str, list[str]]:
+    """Return the names of indexes that were not measured, by reason."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for row in point["indexes"]:
+        if "reason" in row:
+            names[row["reason"]].append(row["name"])
+    return names
+
+
+def point_table(point: Point) -> str:
+    """Return a Markdown table of the measured indexes."""
+    times, rows = search_times(point), []
+    for row in (row for row in point["indexes"] if row["name"] in times):
+        seconds, statistics, knn_s = times[row["name"]], row["statistics"], row["statistics"].get("knn_seconds")
+        floor = None if row["num_bytes"] is None else row["num_bytes"] / middle(point["bandwidth"], point["others"])
+        cells = {
+            "index": row["name"],
+            "ms": f"{seconds * 1e3:.2f}",
+            f"over {BASELINE}": f"{times[BASELINE] / seconds:.1f}x" if BASELINE in times else "",
+            "of floor": "" if floor is None else f"{floor / seconds:.0%}",
+            "scanned": f"{row['scanned']:.2%}",
+            "recall": f"{row['recall']:.3f}",
+            "mass": f"{row['mass_recall']:.3f}",
+            "set to": _setting(row),
+            "build s": f"{statistics['build_seconds']:.1f}",
+            "KNN s": "" if knn_s is None else f"{knn_s:.1f}",
+            "B/key": f"{row['bytes_per_key']:.0f}",
+        }
+        rows.append(cells)
+    return table(list(rows[0]), [list(cells.values()) for cells in rows])
+
+
+def search_times(point: Point) -> dict[str, float]:
+    """Return the seconds of one search of all heads by index, medians over quiet rounds."""
+    return {e["name"]: middle(e["samples_s"], point["others"]) for e in point["indexes"] if "samples_s" in e}
+
+
+def auto_ratio(point: Point) -> float | None:
+    """Return the time of ``auto`` over that of its fastest choice; None if either was not measured."""
+    times = search_times(point)
+    alone = [times[name] for name in CHOICES if name in times]
+    return times["auto"] / min(alone) if "auto" in times and alone else None
+
+
+def medians(points: Sequence[Point]) -> str:
+    """Return a Markdown table over several cases: medians of the figures of each index, by k."""
+    rows = []
+    for k in sorted({point["k"] for point in points}):
+        measured = [row for point in points if point["k"] == k for row in point["indexes"] if "recall" in row]
+        for name in dict.fromkeys(row["name"] for row in measured):
+            cases = [row for row in measured if row["name"] == name]
+            missed = sum(not row.get("reached", True) for row in cases)
+            cells = [f"{median(row[key] for row in cases):{spec}}" for key, spec in FIGURES.items()]
+            rows.append([str(k), name, str(len(cases)), *cells, str(missed or "")])
+    return table(("k", "index", "cases", "scanned", "recall", "mass", "worst head's mass", "missed"), rows)
+
+
+def _setting(row: dict[str, Any]) -> str:
+    if "knob" not in row:
+        kinds = row["statistics"].get("heads", [])
+        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    return f"{row['knob']} {row['value']}{'' if row['reached'] else ', missed'}"

@@ -18,6 +18,7 @@ from kvsift.errors import InputError, unknown
 from kvsift.kernels.rerotate import rerotate
 from kvsift.types import Rope
 
+SYNTHETIC = ("R", "S", "T")
 ROPE_BASE = 5e5
 VOCABULARY = 20_000
 COPIES, COPY_REACH = 0.3, 2000  # share of tokens that repeat one of the last tokens
@@ -80,8 +81,8 @@ def index_data(
     Raises:
         InputError: for an unknown set, no keys, or an odd or too small head_dim.
     """
-    if kind not in ("R", *HEAD_MAPS):
-        raise unknown("data set", kind, ("R", *HEAD_MAPS))
+    if kind not in SYNTHETIC:
+        raise unknown("data set", kind, SYNTHETIC)
     if n < 1 or head_dim < 16 or head_dim % 2:
         raise InputError(f"n = {n}, head_dim = {head_dim}: a data set needs n >= 1 and an even head_dim >= 16.")
     generator = torch.Generator().manual_seed(seed)

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,24 +20,23 @@ from kvsift.errors import InputError
 from kvsift.indexes.base import Index
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host_timing import cold_rounds
-from kvsift_lab.bench.index import DUMPED, IndexRecipe
-from kvsift_lab.bench.index_cases import Case, Truth, exact, mass_of, of_dump, recall, synthetic
-from kvsift_lab.bench.index_contenders import CONTENDERS, Contender
-from kvsift_lab.bench.index_report import medians, point_text, reasons
+from kvsift_lab.bench.index import DUMPED, IndexRecipe, medians, point_text, reasons
+from kvsift_lab.bench.index_cases import (
+    CONTENDERS,
+    Case,
+    Contender,
+    Truth,
+    exact,
+    keys_scored,
+    mass_of,
+    of_dump,
+    recall,
+    synthetic,
+)
 from kvsift_lab.bench.machine import host_environment
 from kvsift_lab.bench.qk_dump import Dump
 
-
-class IndexPoint(NamedTuple):
-    """A case to search for k keys.
-
-    Attributes:
-        indexes: of this case, built for any k, by name.
-    """
-
-    case: Case
-    k: int
-    indexes: dict[str, Index]
+IndexPoint = tuple[Case, int, dict[str, Any]]  # to search for k keys; indexes of this case that serve any k, by name
 
 
 class IndexBench(Bench):
@@ -56,33 +55,27 @@ class IndexBench(Bench):
         return host_environment()
 
     def points(self) -> Iterator[IndexPoint]:
-        for case in self._cases():
-            indexes: dict[str, Index] = {}
-            for k in self.recipe.ks:
-                yield IndexPoint(case, min(k, case.keys.shape[1]), indexes)
+        for layer in self._layers():
+            for case in layer.heads() if self.recipe.each_head else [layer]:
+                indexes: dict[str, Any] = {}
+                for k in self.recipe.ks:
+                    yield case, min(k, case.keys.shape[1]), indexes
 
-    def _cases(self) -> Iterator[Case]:
-        """Layers, or KV heads of them."""
-        for name in self.recipe.data:
-            for case in self._dumped() if name == DUMPED else self._synthetic(name):
-                yield from case.heads() if self.recipe.each_head else [case]
-
-    def _dumped(self) -> Iterator[Case]:
-        recipe = self.recipe
-        for dump in map(Dump, map(Path, recipe.dumps)):
-            for layer in dump.layers:
-                yield of_dump(dump, layer, recipe.samples, recipe.tokens, recipe.sinks, recipe.window)
-
-    def _synthetic(self, name: str) -> Iterator[Case]:
+    def _layers(self) -> Iterator[Case]:
         recipe = self.recipe
         sizes = recipe.num_query_heads, recipe.num_kv_heads, recipe.head_dim, recipe.samples, recipe.tokens
-        for context in sorted(recipe.contexts):
-            yield synthetic(name, context, *sizes, recipe.seed)
+        limits = recipe.samples, recipe.tokens, recipe.sinks, recipe.window
+        for name in recipe.data:
+            if name == DUMPED:
+                dumps = [Dump(Path(path)) for path in recipe.dumps]
+                yield from (of_dump(dump, layer, *limits) for dump in dumps for layer in dump.layers)
+            else:
+                yield from (synthetic(name, context, *sizes, recipe.seed) for context in sorted(recipe.contexts))
 
     def facts(self, point: IndexPoint) -> dict[str, Any]:
-        case, (num_kv_heads, n, head_dim) = point.case, point.case.keys.shape
-        heads = [len(case.queries), num_kv_heads]
-        return {"case": case.name, "keys": n, "k": point.k, "heads": heads, "head_dim": head_dim}
+        case, k, _ = point
+        num_kv_heads, n, head_dim = case.keys.shape
+        return {"case": case.name, "keys": n, "k": k, "heads": [len(case.queries), num_kv_heads], "head_dim": head_dim}
 
     def measure(self, point: IndexPoint) -> dict[str, Any]:
         case, k, indexes = point
@@ -93,16 +86,19 @@ class IndexBench(Bench):
         for name in self.recipe.indexes:
             contender = CONTENDERS[name]
             try:
-                index = _built(name, contender, case, k, indexes)
+                index = indexes[name] if name in indexes else contender.built(case, k)
             except InputError as error:
                 rows.append({"name": name, "reason": str(error)})
                 continue
+            if not contender.by_k:
+                indexes[name] = index
             knob = tune(index, contender, case, tuning, tuning_truth, self.recipe.target)
             rows.append({"name": name, **knob, **searched(index, case, queries, truth, contender)})
             searches[name] = _search(index, case.keys, queries, k)
         rounds = cold_rounds(searches, self.recipe.repeats, self.recipe.cold_bytes).document()
         samples = rounds.pop("samples_s")
-        rows = [row | ({"samples_s": samples[row["name"]]} if row["name"] in samples else {}) for row in rows]
+        for row in rows:
+            row |= {"samples_s": samples[row["name"]]} if row["name"] in samples else {}
         return {"top_mass": float(truth.mass.mean()), "indexes": rows, **rounds}
 
     def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
@@ -111,19 +107,6 @@ class IndexBench(Bench):
     def closing(self, result: dict[str, Any]) -> str:
         points = result["points"]
         return f"medians\n{medians(points)}" if len(points) > len(self.recipe.ks) else ""
-
-
-def _built(name: str, contender: Contender, case: Case, k: int, indexes: dict[str, Index]) -> Index:
-    """Return an index of the point, or build it; one for any k is added to ``indexes``."""
-    if name in indexes:
-        return indexes[name]
-    n = case.keys.shape[1]
-    if contender.most_rows is not None and n > contender.most_rows:
-        raise InputError(f"its build takes too long for {n} keys of a head; it is measured up to {contender.most_rows}")
-    index = contender.build(case, k)
-    if not contender.by_k:
-        indexes[name] = index
-    return index
 
 
 def tune(
@@ -155,8 +138,7 @@ def searched(index: Index, case: Case, queries: Tensor, truth: Truth, contender:
     before = index.statistics()
     ids = _found(index, case, queries, k)
     after = index.statistics()
-    keys_scored = after["scanned"] * after["searches"] - before["scanned"] * before["searches"]
-    scanned = keys_scored / (after["searches"] - before["searches"])
+    scanned = keys_scored(before, after) / (after["searches"] - before["searches"])
     mass = torch.stack([mass_of(case, *token) for token in zip(queries, ids, truth.lse, strict=True)])
     mass_recall = (mass / truth.mass).clamp_max(1)
     heads, num_bytes = num_kv_heads if contender.shared else queries.shape[1], None

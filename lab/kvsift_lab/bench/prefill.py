@@ -1,16 +1,22 @@
-"""kvsift bench prefill: time to first token of a model, or prefill attention of one layer, dense and by plans."""
+"""kvsift bench prefill: time to first token of a model, or prefill attention of one layer, dense and by plans;
+recipes and report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
+from kvsift_lab.bench import report
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.bench.report import Point, Variant, ms, ratio
 
 PLANS = "prefill=quoka:budget=1024:chunk=512:dense_layers=none;prefill=critiprefill:budget=1024:page_size=32"
 PART = "ttft: the whole model. layer: attention of one layer. chunk: of one chunk in it."
+CEILING = "no attention"  # a variant without
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class PrefillRecipe(r.BenchRecipe):
 class PrefillLayerRecipe(r.BenchRecipe):
     """Attention of prefill in one layer: all chunks of a prompt, or with ``whole`` False one chunk behind a context."""
 
-    measured_by = "kvsift_lab.bench.prefill_layer:PrefillLayerBench"
+    measured_by = "kvsift_lab.bench.prefill_measure:PrefillLayerBench"
 
     contexts: tuple[int, ...]
     plans: tuple[str, ...]
@@ -101,3 +107,46 @@ def refuse_dense(plans: tuple[str, ...]) -> None:
         rule = parse_plan(plan).prefill
         if rule is None or rule.method.traits.unbounded:
             raise InputError(f"plan {plan!r} prefills densely; write, for instance, prefill=quoka:budget=1024.")
+
+
+def ttft_table(result: dict[str, Any]) -> str:
+    """Return a Markdown table: a row per context; time to first token, and speed-up over the best dense variant."""
+    plans, rows = result["recipe"]["plans"], []
+    for point in (point for point in result["points"] if "variants" in point):
+        times = report.medians(point, "ttft_s")
+        best = min((name for name in times if name.startswith("dense")), key=times.__getitem__)
+        cells = [tokens(point["context"]), f"{times[best]:.3f}", best.removeprefix("dense, ")]
+        for plan in plans:
+            cells += [f"{times[plan]:.3f}", ratio(times[best], times[plan], unit="x")]
+        rows.append([*cells, ratio(times[best], times[CEILING], unit="x")])
+    titles = [title for plan in plans for title in (_label(plan), "faster")]
+    return table(["context", "dense", "in", *titles, "ceiling"], rows)
+
+
+def layer_table(result: dict[str, Any]) -> str:
+    """Return a Markdown table: a row per context and variant; milliseconds in one layer, and speed-up over the best
+    dense variant."""
+    plans, rows = result["recipe"]["plans"], []
+    for point in result["points"]:
+        times = report.medians(point)
+        best = min(seconds for name, seconds in times.items() if name not in plans)
+        for name, seconds in times.items():
+            rate = "" if name in plans else f"{point['flops'] / seconds / 1e12:.1f}"
+            label = _label(name) if name in plans else name
+            rows.append([tokens(point["context"]), label, ms(seconds), rate, ratio(best, seconds, unit="x")])
+    return table(["context", "", "ms", "TFLOP/s", "over the best dense"], rows)
+
+
+def _label(plan: str) -> str:
+    return f"`{plan.removeprefix('prefill=')}`"
+
+
+def point_text(point: Point) -> str:
+    """Render all variants of a context: the median, and the interquartile range as a share of it."""
+
+    def cells(variant: Variant) -> dict[str, str]:
+        samples = variant.get("ttft_s") or variant["samples_s"]
+        row = {"ms": ms(median(samples)), "spread": report.spread_text(samples)}
+        return row | ({"density": f"{variant['density']:.1%}"} if "density" in variant else {})
+
+    return report.point_text(f"{tokens(point['context'])} tokens", point, cells)

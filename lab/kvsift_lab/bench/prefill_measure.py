@@ -1,4 +1,7 @@
-"""Time to first token in the engine, dense and by plans, on one model."""
+"""Time to first token in the engine on one model, and attention of prefill in one layer, dense and by plans.
+
+Keys, values and queries of a layer are random: reads and operations do not depend on them, and quality is not measured.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvsift.engine.fast_path import SPARE_TOKENS
 from kvsift.engine.session import row_lengths
+from kvsift.errors import InputError
+from kvsift.kernels.attention import attention
+from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers import SparseCache, make_cache
 from kvsift.models.transformers_load import choose_device
 from kvsift.models.transformers_random import random_model
+from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
+from kvsift.types import Chunk, LayerShape
 from kvsift_lab.bench import machine
-from kvsift_lab.bench.bench import Bench
-from kvsift_lab.bench.prefill import PrefillRecipe
-from kvsift_lab.bench.prefill_report import CEILING, point_text
-from kvsift_lab.bench.timing import digits, rotated, synchronize
+from kvsift_lab.bench.bench import Bench, first_line
+from kvsift_lab.bench.decode_case import pool_bytes
+from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe, point_text
+from kvsift_lab.bench.recipe import COLD_BYTES
+from kvsift_lab.bench.timing import digits, gpu_seconds, interleaved, rotated, synchronize
 
 ROOM_SHARE = 1.25  # of the pools, with their summaries and the workspace of a chunk
 COUNTERS = ("density", "visible_tokens", "sparse_queries", "kv_bytes_read")
+Attend = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -52,7 +65,8 @@ class PrefillBench(Bench):
         return point_text(point)
 
     def measure(self, point: int) -> dict[str, Any]:
-        self._require_room(point)
+        pools = pool_bytes(self.model.config, Plan(), point, 1, 0, self.model.dtype.itemsize)
+        machine.require_room(self.model.device, pools * ROOM_SHARE)
         recipe, last_chunk = self.recipe, self.recipe.chunks[-1]
         variants = [(f"dense, chunks of {chunk}", "dense", chunk) for chunk in recipe.chunks]
         variants += [(plan, plan, last_chunk) for plan in recipe.plans] + [(CEILING, "", last_chunk)]
@@ -79,12 +93,6 @@ class PrefillBench(Bench):
         parsed = parse_plan(plan)
         rows = row_lengths([context + SPARE_TOKENS], parsed.page_size or DEFAULT_PAGE_SIZE)
         return partial(make_cache, self.model, parsed, probe_every=0, rows=rows)
-
-    def _require_room(self, context: int) -> None:
-        config = self.model.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.model.dtype.itemsize
-        machine.require_room(self.model.device, context * per_token * ROOM_SHARE)
 
 
 def _timed(
@@ -123,3 +131,162 @@ class _NoAttention:
 
     def get_seq_length(self) -> int:
         return 0
+
+
+@dataclass(frozen=True)
+class PrefillLayerBench(Bench):
+    """Prefill attention of a recipe on a device."""
+
+    recipe: PrefillLayerRecipe
+    device: torch.device
+    dtype: torch.dtype = torch.bfloat16
+    kind = "prefill layer"
+
+    @classmethod
+    def of(cls, recipe: PrefillLayerRecipe) -> PrefillLayerBench:
+        return cls(recipe, choose_device(recipe.device))
+
+    def environment(self) -> dict[str, Any]:
+        return machine.environment(self.device)
+
+    def points(self) -> Sequence[int]:
+        return sorted(self.recipe.contexts)
+
+    def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
+        return point_text(point)
+
+    def measure(self, point: int) -> dict[str, Any]:
+        recipe, generator = self.recipe, torch.Generator().manual_seed(point)
+        length = point if recipe.whole else point + recipe.chunk
+        heads = (recipe.num_query_heads, recipe.num_kv_heads, recipe.num_kv_heads)
+        q, k, v = (self._normal(length, number, generator) for number in heads)
+        variants = self._dense(q, k, v, point) | {
+            plan: self._layer(parse_plan(plan), q, k, v, point) for plan in recipe.plans
+        }
+        timers, reasons = {}, {}
+        for name, attend in variants.items():
+            try:
+                attend()
+                timers[name] = _clock(attend, self.device)
+            except Exception as error:  # whatever a library raises for a shape that it does not support
+                reasons[name] = first_line(error)
+        samples = interleaved(timers, recipe.repeats)
+        timed = [{"name": name, "samples_s": digits(seconds)} for name, seconds in samples.items()]
+        failed = [{"name": name, "reason": reason} for name, reason in reasons.items()]
+        # operations of exact causal attention
+        pairs = point * point / 2 if recipe.whole else recipe.chunk * (point + recipe.chunk / 2)
+        return {"variants": timed + failed, "flops": 4 * recipe.num_query_heads * recipe.head_dim * pairs}
+
+    def _normal(self, length: int, heads: int, generator: torch.Generator) -> Tensor:
+        shape, on_cpu = (1, length, heads, self.recipe.head_dim), self.device.type == "cpu"
+        if on_cpu:
+            return torch.randn(shape, generator=generator).to(self.dtype).transpose(1, 2)
+        return torch.randn(shape, device=self.device, dtype=self.dtype).transpose(1, 2)
+
+    def _layer(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor, context: int) -> Attend:
+        """Store, select and attend, chunk by chunk, as a layer of the engine does."""
+        recipe = self.recipe  # the layer is above those that plans keep dense by default
+        shape = LayerShape(2, recipe.num_query_heads, recipe.num_kv_heads, recipe.head_dim, recipe.head_dim**-0.5)
+        layer = SparseAttention(shape, plan, 1, k, RunStats(0), reserve=q.shape[2])
+
+        def attend(start: int, stop: int) -> Tensor:
+            chunk = Chunk(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], [stop - start])
+            return layer.attend(chunk)
+
+        if recipe.whole:
+
+            def prompt() -> None:
+                layer.crop(0, 0)
+                for start in range(0, context, recipe.chunk):
+                    attend(start, min(start + recipe.chunk, context))
+
+            return prompt
+        layer.store.append(0, k[0, :, :context], v[0, :, :context])
+
+        def last() -> Tensor:
+            layer.crop(0, context)
+            return attend(context, context + recipe.chunk)
+
+        return last
+
+    def _dense(self, q: Tensor, k: Tensor, v: Tensor, context: int) -> dict[str, Attend]:
+        """Dense forms: on a GPU fused kernels over the whole prompt, on a CPU the forms that torch offers for a chunk
+        behind a context."""
+        scale = self.recipe.head_dim**-0.5
+        if not self.recipe.whole:
+            return dense_chunk(q[:, :, context:], k, v, scale, context)
+        fused = fused_kernels(q, k, v, scale) if q.is_cuda else {}
+        return fused | {"kvsift dense": self._layer(Plan(), q, k, v, context)}
+
+
+def fused_kernels(q: Tensor, k: Tensor, v: Tensor, scale: float) -> dict[str, Attend]:
+    """Return torch's and FlashInfer's causal attention over a whole prompt."""
+
+    def sdpa(backend: SDPBackend) -> Attend:
+        def attend() -> Tensor:
+            with sdpa_kernel(backend):
+                gqa = q.shape[1] > k.shape[1]
+                return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+
+        return attend
+
+    def flashinfer(backend: str) -> Attend:
+        def attend() -> Any:
+            try:
+                import flashinfer as library
+            except ImportError as error:
+                raise InputError(f"flashinfer cannot be imported ({error})") from None
+            tensors = (tensor[0].transpose(0, 1) for tensor in (q, k, v))
+            return library.single_prefill_with_kv_cache(*tensors, causal=True, sm_scale=scale, backend=backend)
+
+        return attend
+
+    return {
+        "sdpa-flash": sdpa(SDPBackend.FLASH_ATTENTION), "sdpa-cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+        "flashinfer-fa3": flashinfer("fa3"), "flashinfer-fa2": flashinfer("fa2"),
+    }  # fmt: skip
+
+
+def dense_chunk(q: Tensor, k: Tensor, v: Tensor, scale: float, context: int) -> dict[str, Attend]:
+    """Return torch's forms of causal attention of a chunk behind a context."""
+    num_queries, num_kv_heads, groups = q.shape[2], k.shape[1], q.shape[1] // k.shape[1]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()  # as in a cache of torch
+    rows = q.unflatten(1, (num_kv_heads, groups)).flatten(2, 3)[0]  # [num_kv_heads, groups * num_queries, head_dim]
+    causal = torch.ones(num_queries, k.shape[2], dtype=torch.bool, device=q.device).tril(context)
+    hidden = ~causal.repeat(groups, 1)[:, context:]  # inside the chunk: all queries attend to the context
+    scaled = rows * scale
+
+    def products() -> Tensor:
+        logits = torch.bmm(scaled, k[0].mT)
+        logits[:, :, context:].masked_fill_(hidden, -torch.inf)
+        return torch.bmm(logits.softmax(-1), v[0])
+
+    def fused() -> Tensor:
+        past = attention(q, k[:, :, :context], v[:, :, :context], scale)
+        own = attention(q, k[:, :, context:], v[:, :, context:], scale, causal=True)
+        lse = torch.logaddexp(past.lse, own.lse)
+        weights = [(part.lse - lse).exp().unsqueeze(-1) for part in (past, own)]
+        return past.output * weights[0] + own.output * weights[1]
+
+    def masked() -> Tensor:
+        mask = causal.repeat(groups, 1)[None, None]
+        return scaled_dot_product_attention(rows[None], k, v, attn_mask=mask, scale=scale)
+
+    def grouped() -> Tensor:
+        return scaled_dot_product_attention(q, k, v, attn_mask=causal[None, None], scale=scale, enable_gqa=True)
+
+    return {"bmm": products, "sdpa in two parts": fused, "sdpa, groups as rows": masked, "sdpa enable_gqa": grouped}
+
+
+def _clock(attend: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    if device.type == "cuda":
+        return lambda: gpu_seconds(attend)
+    cold = torch.zeros(COLD_BYTES // 8, dtype=torch.int64)
+
+    def seconds() -> float:
+        cold.sum()
+        started = perf_counter()
+        attend()
+        return perf_counter() - started
+
+    return seconds

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,24 +31,14 @@ from kvsift.engine.llm import LLM
 from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.errors import InputError
+from kvsift.methods.dense import Dense
 from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape, Rope
-from kvsift_lab.bench.qk_record import RecordingDense, file_copy, sample_positions
 
 KIND = "kvsift queries and keys"
-
-
-def check_layers(llm: LLM, layers: Collection[int]) -> None:
-    """Refuse layers that the model does not have, before its weights are loaded.
-
-    Raises:
-        InputError: naming the layers of the model.
-    """
-    num_layers = llm.directory.config.num_hidden_layers
-    if missing := [layer for layer in layers if layer >= num_layers]:
-        raise InputError(f"there is no layer {missing[0]}: {llm.directory.name} has layers 0 to {num_layers - 1}.")
+RECENT = 256  # queries at the end of the document, always recorded
 
 
 class DumpInput(NamedTuple):
@@ -85,9 +76,12 @@ def dump_attention(
         The description in the file, with the answers.
 
     Raises:
-        InputError: for a question that does not fit, before the weights are loaded; for layers without keys.
+        InputError: for a question that does not fit or a layer that does not exist, before the weights are loaded; for
+            layers without keys.
     """
-    check_layers(llm, layers or ())
+    num_layers = llm.directory.config.num_hidden_layers
+    if missing := [layer for layer in layers or () if layer >= num_layers]:
+        raise InputError(f"there is no layer {missing[0]}: {llm.directory.name} has layers 0 to {num_layers - 1}.")
     if samples < 2:
         raise InputError(f"{samples} sampled queries are too few; keep at least 2, or leave it out for 8192.")
     recorder = RecordingDense(sample_positions(len(source.ids), samples), len(source.ids))
@@ -128,6 +122,77 @@ def _recorded(
     if rope is not None:
         tensors["rope.inv_freq"] = rope.inv_freq
     return tensors, {"layers": about, "interleaved": None if rope is None else rope.interleaved}
+
+
+def sample_positions(length: int, capacity: int) -> Tensor:
+    """Return at most ``capacity`` positions of prompt queries: evenly spaced, then all recent ones; int64, sorted."""
+    recent = min(RECENT, capacity // 2)
+    if length <= capacity:
+        return torch.arange(length)
+    stride = -(-(length - recent) // (capacity - recent))
+    return torch.cat([torch.arange(0, length - recent, stride), torch.arange(length - recent, length)])
+
+
+class LayerRecord:
+    """Recorded queries of one layer.
+
+    Args:
+        shape: of the layer.
+        positions: int64, ascending; positions of the document to record.
+        length: tokens of the document; all queries from there on are recorded.
+    """
+
+    def __init__(self, shape: LayerShape, positions: Tensor, length: int) -> None:
+        self.shape, self._positions, self._length = shape, positions, length
+        self.queries: list[Tensor] = []
+        self.decode_queries: list[Tensor] = []
+        self.decode_positions: list[Tensor] = []
+
+    def take(self, queries: Tensor, start: int) -> None:
+        """Record queries [num_query_heads, num_new, head_dim] of consecutive positions."""
+        stop = start + queries.shape[1]
+        first, last = torch.searchsorted(self._positions, torch.tensor([start, stop])).tolist()
+        if first < last:
+            self.queries.append(file_copy(queries[:, (self._positions[first:last] - start).to(queries.device)]))
+        if stop > self._length:
+            behind = max(self._length - start, 0)
+            self.decode_queries.append(file_copy(queries[:, behind:]))
+            self.decode_positions.append(torch.arange(start + behind, stop))
+
+    def fork(self) -> LayerRecord:
+        """Return the same record: all questions add to it."""
+        return self
+
+    def crop(self, length: int) -> None:
+        """Keep all queries when the cache is rolled back."""
+
+
+@dataclass(frozen=True)
+class RecordingDense(Dense):
+    """Dense attention that records queries.
+
+    Attributes:
+        positions, length: as in ``LayerRecord``.
+        records: by layer.
+    """
+
+    positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64), compare=False)
+    length: int = 0
+    records: dict[int, LayerRecord] = field(default_factory=dict, compare=False)
+
+    def new_state(self, shape: LayerShape) -> LayerRecord:
+        return self.records.setdefault(shape.layer, LayerRecord(shape, self.positions, self.length))
+
+    def observe(
+        self, state: LayerRecord, shape: LayerShape, queries: Tensor | None, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        if queries is not None:  # None: the cache is only copied for the next question
+            state.take(queries, start)
+
+
+def file_copy(tensor: Tensor) -> Tensor:
+    """Return a copy in the format of the file."""
+    return tensor.to("cpu", torch.bfloat16, copy=True).contiguous()
 
 
 class LayerQK(NamedTuple):

@@ -1,17 +1,31 @@
-"""kvsift bench serve: an OpenAI server of kvsift under load, plans in turns with dense on the same server."""
+"""kvsift bench serve: an OpenAI server of kvsift under load, plans in turns with dense on the same server; recipe
+and report.
+
+``vllm bench serve`` and guidellm send one kind of request to one server: they do not take turns of plans on the same
+documents, ask further questions beside chats that go on, or run the engine alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.bench.report import Point, ms
 
 PLANS = "quest:budget=1024:dense_layers=none;sketch:budget=1024:dense_layers=none"
 MODEL = "Hugging Face model directory or name; without it, the embedded model. With --url, that of the server."
 URL = "Server to measure, such as http://127.0.0.1:8000, which must allow the plans; without it, one is started."
 LEAST_CONTEXT = 256
 MARGIN = 1024  # tokens of questions, and by which documents differ in length
+COLUMNS = ("context", "plan", "tokens/s in all", "over dense", "ITL p50", "p99", "first token, cold", "second question",
+           "ITL p99 beside a document")  # fmt: skip
+PARTS = "load", "other"  # of a turn, with gaps between tokens
+Turn = dict[str, Any]  # of a plan, in one round
 
 
 @dataclass(frozen=True)
@@ -91,3 +105,77 @@ class ServeRecipe(r.BenchRecipe):
                 f"a document of {max(self.contexts)} tokens, questions and answers take up to {longest} positions; the "
                 f"model has {positions}. Give shorter --contexts."
             )
+
+
+def plans_of(point: Point) -> list[str]:
+    """Return the plans of a point, dense first."""
+    return sorted(dict.fromkeys(turn["plan"] for turn in point["turns"]), key=lambda plan: plan != "dense")
+
+
+def turns_of(point: Point, plan: str) -> list[Turn]:
+    """Return the turns of a plan, by round."""
+    return [turn for turn in point["turns"] if turn["plan"] == plan]
+
+
+def rate(load: dict[str, Any]) -> float:
+    """Return tokens per second of all clients while all get tokens, or else from first to last."""
+    return float(load["together_tokens_per_s"] or load["tokens_per_s"])
+
+
+def over_dense(point: Point, plan: str) -> float:
+    """Return how many times the rate of dense a plan's is, in the same round; the median of rounds."""
+    pairs = zip(turns_of(point, plan), turns_of(point, "dense"))
+    return median(rate(one["load"]) / rate(dense["load"]) for one, dense in pairs)
+
+
+def overhead(point: Point, plan: str) -> float | None:
+    """Return the tokens per second of the engine alone over those of the server, the median of rounds; None if it was
+    not measured."""
+    ratios = [rate(turn["direct"]) / rate(turn["load"]) for turn in turns_of(point, plan) if "direct" in turn]
+    return median(ratios) if ratios else None
+
+
+def serve_table(points: Sequence[Point]) -> str:
+    """Return a Markdown table: a row per context and plan."""
+    return table(COLUMNS, [_row(point, plan) for point in points if "turns" in point for plan in plans_of(point)])
+
+
+def _row(point: Point, plan: str) -> list[str]:
+    turns = turns_of(point, plan)
+    load, beside = ([gap for turn in turns for gap in turn.get(part, {"itl_s": []})["itl_s"]] for part in PARTS)
+    seconds = [turn["second"]["ttft_s"] for turn in turns if "second" in turn]
+    return [
+        tokens(point["context"]),
+        f"`{plan}`",
+        f"{median(rate(turn['load']) for turn in turns):.0f}",
+        "" if plan == "dense" else f"{over_dense(point, plan):.2f}x",
+        f"{ms(percentile(load, 0.5), '.0f')} ms",
+        f"{ms(percentile(load, 0.99), '.0f')} ms",
+        f"{median(each['ttft_s'] for each in point['cold']):.1f} s",
+        f"{median(seconds):.2f} s" if seconds else "-",
+        f"{ms(percentile(beside, 0.99), '.0f')} ms" if beside else "-",
+    ]
+
+
+def percentile(samples: Sequence[float], share: float) -> float:
+    """Return the sample that so large a share of all does not exceed."""
+    ordered = sorted(samples)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def point_text(point: Point) -> str:
+    """Render a point: the busy share of others, a row per plan, and the cost of the server."""
+    title = f"{tokens(point['context'])} tokens"
+    if "turns" not in point:
+        return f"{title}: not measured, {point['reason']}"
+    alone = [(plan, ratio) for plan in plans_of(point) if (ratio := overhead(point, plan)) is not None]
+    lines = [f"{plan}: the engine alone is {ratio:.2f}x as fast" for plan, ratio in alone]
+    return "\n".join([f"{title}; {busy(point)}:", serve_table([point]), *lines])
+
+
+def busy(point: Point) -> str:
+    """Render the share of the processors that other processes used."""
+    shares = [turn["others"] for turn in point["turns"] if turn["others"] is not None]
+    if not shares:
+        return "use by other processes unknown"
+    return f"other processes used {100 * median(shares):.0f} % of the processors (at most {100 * max(shares):.0f} %)"

@@ -1,11 +1,14 @@
-"""kvsift bench split: decoding with KV in host memory, by index."""
+"""kvsift bench split: decoding with KV in host memory, by index; recipe and report."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
+from kvsift_lab.bench import report
+from kvsift_lab.bench.report import Point, Variant, ms
 
 KINDS = ("flat", "flat_int8", "graph", "ivf", "quest", "offload", "sketch", "sketch_device", "dense")
 CAPTURED = {"sketch": "offload", "sketch_device": "device"}  # kinds whose steps are captured: placement
@@ -41,8 +44,6 @@ class SplitRecipe(r.BenchRecipe):
         from kvsift.plan.placement import Placement
 
         Placement("split", host_values=self.host_values)
-        if self.layers is not None and not self.layers > 0:
-            raise InputError(f"layers={self.layers} must be 1 or more.")
         if self.shape not in SHAPES:
             raise unknown("shape", self.shape, SHAPES)
         r.require_some(self.contexts, names="context")
@@ -62,3 +63,45 @@ class SplitRecipe(r.BenchRecipe):
             return "quest:budget=1024:dense_layers=none"
         index = "flat" if kind in ("graph", "ivf") else kind  # the shared index replaces it
         return f"retrieval_attention:index={index}:audit=0:budget={640 + self.top}:dense_layers=none"
+
+
+def point_text(point: Point) -> str:
+    """Render all kinds of a context: times per token, and what of KV is on the device; then what captured steps take.
+
+    Busy times of host and device have no columns where they were not measured, nor has the device cache without hits.
+    """
+
+    def cells(variant: Variant) -> dict[str, str]:
+        row = {
+            "ms per token": ms(median(variant["samples_s"]), ".1f"),
+            "KV on the device": _gib(variant["kv_bytes_on_device"]),
+        }
+        if "both_s" in variant:
+            row |= {f"{who} ms": ms(variant[f"{who}_s"], ".1f") for who in ("host", "device")}
+            row["both at once ms"] = ms(variant["both_s"])
+        if variant["device_cache_hits"] is not None:
+            row["selected tokens on the device"] = f"{variant['device_cache_hits']:.0%}"
+        return row
+
+    captured = [variant for variant in point.get("variants", []) if "decode_bytes" in variant]
+    text = report.point_text(f"{point['context']:,} tokens", point, cells)
+    return "\n".join([text, *map(captured_text, captured)])
+
+
+def captured_text(variant: Variant) -> str:
+    """Render what the bus carried, and the device's memory."""
+    text = f"{variant['name']}: device memory besides weights {_gib(variant['decode_bytes'])} decoding, "
+    text += f"{_gib(variant['peak_bytes'])} with a chunk of {variant['chunk_tokens']:,} prompt tokens "
+    text += f"({variant['chunk_s']:.2f} s)"
+    if "gather_rate" in variant:
+        text += (
+            f"; bus {variant['bus_bytes'] / 2**20:.1f} MiB per token, at least {ms(variant['bus_floor_s'])} ms "
+            f"(gathers {variant['gather_rate'] / 1e9:.1f}, copies {variant['copy_rate'] / 1e9:.1f} GB/s)"
+        )
+    if "same_tokens" in variant:
+        text += f"; {'the same' if variant['same_tokens'] else 'OTHER'} tokens as on the device"
+    return text
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

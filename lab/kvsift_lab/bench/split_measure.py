@@ -1,8 +1,9 @@
-"""Decoding with KV in host memory: milliseconds per token by index, and overlap of host and device.
+"""Decoding with KV in host memory: milliseconds per token by index, overlap of host and device, and captured steps.
 
 Weights, keys and values are random, so quality is not measured, and a graph built from them would have no structure.
 The bench searches a random graph of the same size instead, as far as a real one is searched: the cost depends on
-that alone. One graph, and one IVF index, serve all layers; both are far larger than a cache.
+that alone. One graph, and one IVF index, serve all layers; both are far larger than a cache. Captured steps by sketches
+decode over the same random numbers in host memory and beside the model, so both must decode the same tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvsift import native
+from kvsift.engine.fast_path import SPARE_TOKENS
+from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
+from kvsift.engine.session import row_lengths
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
 from kvsift.indexes.graph import GraphIndex
@@ -26,44 +31,25 @@ from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers import SparseCache, make_cache
 from kvsift.models.transformers_load import choose_device
-from kvsift.models.transformers_random import random_model
+from kvsift.models.transformers_random import SHAPES, random_model
 from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
-from kvsift_lab.bench.split import CAPTURED, SplitRecipe
-from kvsift_lab.bench.split_captured import captured_text, measure_captured
-from kvsift_lab.bench.split_memory import require_host_memory
+from kvsift_lab.bench.decode_case import FixedSlots, decode, new_slots, weight_bytes
+from kvsift_lab.bench.split import CAPTURED, SplitRecipe, point_text
 from kvsift_lab.bench.timeline import timeline
-from kvsift_lab.bench.timing import digits
+from kvsift_lab.bench.timing import digits, gpu_seconds, synchronize
 
+DTYPE = torch.bfloat16
 FILLED_TOKENS = 32768  # at a time
 WARM_UP_TOKENS = 2  # the first ones allocate
 DEGREE = 32
-
-
-def point_text(point: dict[str, Any]) -> str:
-    """Render all kinds of a context, one per line."""
-    lines = [f"{point['context']:,} tokens"]
-    for variant in point["variants"]:
-        text = variant.get("reason")
-        if text is None:
-            milliseconds, gib = 1e3 * median(variant["samples_s"]), variant["kv_bytes_on_device"] / (1 << 30)
-            rest = captured_text(variant) if variant["name"] in CAPTURED else _overlap(variant)
-            text = f"{milliseconds:8.1f} ms per token, {gib:.2f} GiB of KV on the device{rest}"
-        lines.append(f"  {variant['name']:<13} {text}")
-    return "\n".join(lines)
-
-
-def _overlap(variant: dict[str, Any]) -> str:
-    """Busy times of host and device, and hits in the device cache, where these were measured."""
-    text = ""
-    if "both_s" in variant:
-        host, device, both = (1e3 * variant[key] for key in ("host_s", "device_s", "both_s"))
-        text += f"; host {host:.1f} ms, device {device:.1f} ms, both at once {both:.2f} ms"
-    if variant["device_cache_hits"] is not None:
-        text += f"; {100 * variant['device_cache_hits']:.0f} % of the selected tokens were on the device"
-    return text
+FAISS_COPIES = 2  # of one layer's keys in float32, while an IVF index is built
+CHUNK = 8192  # tokens of the prompt that are prefilled, as the engine does it on a GPU
+GATHERED = 1 << 16  # tokens of a key each, from all over the pool
+ROUNDS = 5
 
 
 def groups(recipe: SplitRecipe) -> Iterator[tuple[Placement, tuple[str, ...]]]:
@@ -91,14 +77,14 @@ class SplitBench(Bench):
     kind = "split"
 
     @classmethod
-    def of(cls, recipe: SplitRecipe, dtype: torch.dtype = torch.bfloat16) -> SplitBench:
+    def of(cls, recipe: SplitRecipe, dtype: torch.dtype = DTYPE) -> SplitBench:
         if not native.available():
             raise InputError(native.why_missing())
         device = choose_device(recipe.device)
         for context in recipe.contexts:
             for place, kinds in groups(recipe):
                 if device.type == "cpu" or place.in_host_memory:
-                    require_host_memory(recipe.shape, recipe.layers, context, place, kinds, DEGREE)
+                    require_host_memory(recipe.shape, recipe.layers, context, place, kinds)
         return cls(recipe, random_model(recipe.shape, device, dtype, layers=recipe.layers))
 
     def environment(self) -> dict[str, Any]:
@@ -133,7 +119,7 @@ class SplitBench(Bench):
             return [{"name": kinds[0], "plan": str(plan), **measured}]
         started, step = perf_counter(), DecoderPrefill(DecoderStep(self.model))
         cache = make_cache(self.model, plan, probe_every=0, reserve=context + 256, placement=place)
-        _fill(cache, self.model, step, context)
+        fill(cache, self.model, context)
         fill_s = perf_counter() - started
         return [self._variant(step, cache, kind, fill_s) for kind in kinds]
 
@@ -183,13 +169,121 @@ class SplitBench(Bench):
             state.spans = [IndexedSpan(index.fork(), candidates.first, candidates.stop, length, "shared by all layers")]
 
 
-def _fill(cache: SparseCache, model: Any, step: DecoderPrefill, context: int) -> None:
-    """Append random tokens up to a context."""
-    step(torch.tensor([5], device=model.device), cache, "prefill")
+def fill(cache: SparseCache, model: Any, context: int) -> None:
+    """Append random tokens up to a context, behind a real one: the same under every placement."""
+    DecoderPrefill(DecoderStep(model))(torch.tensor([5], device=model.device), cache, "prefill")
+    generator = torch.Generator(model.device).manual_seed(0)
+    firsts = 1, cache.page_size, *range(FILLED_TOKENS, context, FILLED_TOKENS)
+    starts = [start for start in firsts if start < context]
     for layer in cache.layers:
         store, shape = layer.attention.store, layer.attention.shape
-        for start in range(1, context, FILLED_TOKENS):
-            size = shape.num_kv_heads, min(FILLED_TOKENS, context - start), shape.head_dim
-            store.append(0, *(torch.randn(size, device=model.device).to(model.dtype) for _ in range(2)))
+        for start, stop in zip(starts, [*starts[1:], context]):
+            size = 2, shape.num_kv_heads, stop - start, shape.head_dim
+            store.append(0, *torch.randn(size, generator=generator, device=model.device, dtype=model.dtype))
+            store.reader(0)  # all of it has arrived
         store.crop(0, context)  # drops the copy of the newest tokens that a store may keep
         layer.columns = context
+    synchronize(model.device)
+
+
+def measure_captured(model: Any, plan: Plan, context: int, place: Placement, steps: int) -> dict[str, Any]:
+    """Return times, bytes and tokens of one placement: decoding from a full context, then the prompt's last chunk."""
+    device, step = model.device, DecoderStep(model)
+    on_gpu, started = device.type == "cuda", perf_counter()
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    rows = row_lengths([context + steps + SPARE_TOKENS], plan.page_size or 16)
+    cache = make_cache(model, plan, probe_every=0, rows=rows, placement=place)
+    fill(cache, model, context)
+    fill_s = perf_counter() - started
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    slots = FixedSlots(cache, new_slots(step, cache, plan, 1, on_gpu), plan)
+    decode(slots, context, 2)  # captures
+    decoded = decode(slots, context, steps)
+    peak = torch.cuda.max_memory_allocated(device) - before if on_gpu else 0
+    report = decoded.tallies[0].report()
+    bus_bytes, bus = report["kv_bytes_copied"] / steps, _bus(cache)
+    read_bytes = weight_bytes(model) + report["kv_bytes_to_select"] / steps
+    chunk_s = _prefill_chunk(cache, step, context)
+    return {
+        "samples_s": digits(decoded.itl_s), "fill_s": fill_s, "tokens": decoded.tokens[0], "host_s": 0.0,
+        "kv_bytes": cache.num_bytes, "kv_bytes_on_device": cache.num_device_bytes, "device_cache_hits": None,
+        "visible_tokens": report["visible_tokens"], "device_bytes": read_bytes, "bus_bytes": bus_bytes, **bus,
+        "bus_floor_s": bus_bytes / bus["gather_rate"] if bus else 0.0, "decode_bytes": peak,
+        "chunk_tokens": min(CHUNK, context // 2), "chunk_s": chunk_s,
+        "peak_bytes": max(peak, torch.cuda.max_memory_allocated(device) - before) if on_gpu else 0,
+    }  # fmt: skip
+
+
+def _prefill_chunk(cache: SparseCache, step: DecoderStep, context: int) -> float:
+    """Read the last chunk again; seconds."""
+    count = min(CHUNK, context // 2)
+    for layer in cache.layers:
+        layer.attention.crop(0, context - count)
+        layer.columns = context - count
+    tokens, started = torch.arange(count, device=step.embedding.device) % 100, perf_counter()
+    DecoderPrefill(step)(tokens, cache, "prefill").argmax().item()
+    return perf_counter() - started
+
+
+def _bus(cache: SparseCache) -> dict[str, float]:
+    """Bytes per second from host memory: of a plain copy, and of tokens that a kernel gathers; none without a bus."""
+    store = cache.attentions[0].store
+    if not store.is_remote:
+        return {}
+    on_host: Tensor = store.reader(0).keys()[0]  # [tokens, head_dim], contiguous
+    rows = store.pools().keys.flatten(0, 2)  # [heads * slots, head_dim], read over the bus
+    target = torch.empty_like(on_host, device=rows.device)
+    chosen = torch.randint(len(rows), (GATHERED,), device=rows.device)
+    seconds = [
+        median(gpu_seconds(run) for _ in range(ROUNDS))
+        for run in (lambda: target.copy_(on_host, non_blocking=True), lambda: rows.index_select(0, chosen))
+    ]
+    token_bytes = on_host.shape[1] * on_host.element_size()
+    return {"copy_rate": len(on_host) * token_bytes / seconds[0], "gather_rate": GATHERED * token_bytes / seconds[1]}
+
+
+def layer_bytes(sizes: dict[str, Any], context: int, place: Placement, kinds: tuple[str, ...]) -> float:
+    """Return the bytes of one layer in host memory: keys, values, and the largest index of a kind."""
+    head_dim, num_tokens = _head_dim(sizes), context * sizes["num_key_value_heads"]
+    keys = num_tokens * head_dim * DTYPE.itemsize
+    index = {"flat_int8": 0.5 * keys, "quest": 2 * SUMMARY_SHARE * keys}  # codes of a byte; summaries
+    kv: float = 2 * keys
+    if place.in_host_memory:
+        kv = num_tokens * place.store.bytes_per_token(head_dim, DTYPE, **dict(place.knobs))
+    return kv + max((index.get(kind, 0.0) for kind in kinds), default=0.0)
+
+
+def shared_bytes(sizes: dict[str, Any], context: int, kinds: tuple[str, ...]) -> float:
+    """Return the bytes of an index shared by all layers."""
+    keys = context * sizes["num_key_value_heads"]
+    graph, ivf = 4 * DEGREE * keys, 4 * FAISS_COPIES * keys * _head_dim(sizes)
+    return max(graph if "graph" in kinds else 0, ivf if "ivf" in kinds else 0)
+
+
+def require_host_memory(
+    shape: str, layers: int | None, context: int, place: Placement, kinds: tuple[str, ...], available: int | None = None
+) -> None:
+    """Refuse a context whose KV does not fit host memory.
+
+    Raises:
+        InputError: with the need, the available memory, and how many layers would fit.
+    """
+    sizes = SHAPES[shape]
+    room = available_bytes(torch.device("cpu")) if available is None else available
+    num_layers = sizes["num_hidden_layers"] if layers is None else layers
+    of_layer, shared = layer_bytes(sizes, context, place, kinds), shared_bytes(sizes, context, kinds)
+    need = RUNTIME_BYTES + shared + num_layers * of_layer
+    if room is None or need <= room:
+        return
+    fitting = int((room - RUNTIME_BYTES - shared) // of_layer)
+    packed = "" if place.knob("host_values") == "int8" else "--host-values int8, "
+    fewer = f"--layers {fitting}, " if fitting > 0 else ""
+    raise InputError(
+        f"{context:,} tokens of {shape} with {num_layers} layers take about {need / GIB:.1f} GiB of host memory, and "
+        f"{room / GIB:.1f} GiB are available. Take {fewer}{packed}or a shorter context."
+    )
+
+
+def _head_dim(sizes: dict[str, Any]) -> int:
+    return int(sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"])

@@ -49,10 +49,8 @@ def dump(
     o.require_writable(output, "--out", [context])
     tokens, numbers, text = _length(length), _layer_numbers(layers), _text(context, question)
     from kvsift.engine.llm import LLM
-    from kvsift_lab.bench.qk_dump import check_layers
 
     llm = LLM(model, "dense", device=device, dtype=dtype, chunk_size=chunk_size, path="composed", probe_every=0)
-    check_layers(llm, numbers or ())
     if text is None:
         document = _generated(llm, task, tokens or DEFAULT_LENGTH, seed, questions)
     else:

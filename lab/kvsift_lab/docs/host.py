@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-from kvsift_lab.bench import host_report, index_report
+from kvsift_lab.bench import host as host_report
+from kvsift_lab.bench import index as index_report
 from kvsift_lab.docs.papers import RESULTS, result_of
 from kvsift_lab.docs.speed import measured_on, place, shown
 from kvsift_lab.eval.packed import read_stored

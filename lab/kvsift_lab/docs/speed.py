@@ -10,7 +10,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift_lab.bench import attention_report, chart, decode_report, prefill_report, serve_report
+from kvsift_lab.bench import attention as attention_report
+from kvsift_lab.bench import chart
+from kvsift_lab.bench import decode as decode_report
+from kvsift_lab.bench import prefill as prefill_report
+from kvsift_lab.bench import serve as serve_report
 from kvsift_lab.bench.numbers import tokens
 from kvsift_lab.eval.packed import read_stored, stored
 

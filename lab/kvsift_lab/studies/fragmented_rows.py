@@ -27,8 +27,9 @@ from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import SPARE_PAGES, PageTable
 from kvsift.types import Chunk, LayerShape
-from kvsift_lab.bench.host_timing import cold_rounds, conditions, middle
-from kvsift_lab.bench.prefill_layer import COLD_BYTES
+from kvsift_lab.bench.host_timing import cold_rounds
+from kvsift_lab.bench.recipe import COLD_BYTES
+from kvsift_lab.bench.report import conditions, middle
 
 PAGE_SIZE = 16
 SHAPE = LayerShape(layer=2, num_query_heads=32, num_kv_heads=8, head_dim=128, scale=128**-0.5)

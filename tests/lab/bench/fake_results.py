@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsift_lab.bench.attention import AttentionRecipe
-from kvsift_lab.bench.attention_measure import points
-from kvsift_lab.bench.attention_point import AttentionPoint
-from kvsift_lab.bench.attention_report import sparse_name
-from kvsift_lab.bench.prefill import PrefillLayerRecipe, PrefillRecipe
-from kvsift_lab.bench.prefill_report import CEILING
+from kvsift_lab.bench.attention import NOT_EARLY, SEPARATE, AttentionRecipe, sparse_name
+from kvsift_lab.bench.attention_variants import AttentionPoint
+from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe
 from kvsift_lab.bench.recipe import BenchRecipe
 
 BANDWIDTH = {"used": 4.5e12, "measured": 4.4e12, "source": "given"}
@@ -25,7 +22,7 @@ MADE = {
 def attention_result(contexts: tuple[int, ...] = (4096, 32768), fixed_us: float = 8.0) -> dict[str, Any]:
     """Sparse launches take ``fixed_us`` more than their floor, dense ones 2."""
     recipe = AttentionRecipe(contexts=contexts, repeats=3, breakdown=True)
-    return _result("attention", recipe, [_attention_point(point, recipe, fixed_us) for point in points(recipe)])
+    return _result("attention", recipe, [_attention_point(point, recipe, fixed_us) for point in recipe.points()])
 
 
 def _result(kind: str, recipe: BenchRecipe, points: list[dict[str, Any]]) -> dict[str, Any]:
@@ -49,11 +46,10 @@ def _attention_point(point: AttentionPoint, recipe: AttentionRecipe, fixed_us: f
         dense | {"name": "flashinfer", "reason": "flashinfer cannot be imported"},
         dense | {"name": "ours-dense", "error": 1e-3, "samples_s": samples(point.dense_bytes, 3)},
     ]
-    kernels = ("score_pages", "visible_pages", "page_attention", "single launch, not early")
     breakdown = [
         {"name": name, "score_by": kind, "bytes": 1 << 20, "samples_s": [5e-6] * 3}
         for kind in recipe.score_by
-        for name in kernels
+        for name in (*SEPARATE, NOT_EARLY)
     ]
     return {
         "num_query_heads": point.num_query_heads, "num_kv_heads": point.num_kv_heads, "context": point.context,

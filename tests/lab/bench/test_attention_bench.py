@@ -8,14 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from kvsift_lab.bench import attention_measure, attention_point
-from kvsift_lab.bench.attention import AttentionRecipe
-from kvsift_lab.bench.attention_check import check_sketch, check_sparse, exact_dense, exact_listed
-from kvsift_lab.bench.attention_measure import AttentionBench
-from kvsift_lab.bench.attention_point import AttentionPoint, Buffers
-from kvsift_lab.bench.attention_variants import SketchLaunch, SparseLaunch, ours_dense, separate_kernels
+from kvsift_lab.bench import attention_measure, attention_variants
+from kvsift_lab.bench.attention import NOT_EARLY, AttentionRecipe
+from kvsift_lab.bench.attention_measure import AttentionBench, check_sketch, check_sparse, exact_attention
+from kvsift_lab.bench.attention_variants import (
+    AttentionPoint,
+    Buffers,
+    SparseLaunch,
+    ours_dense,
+    separate_kernels,
+)
 from kvsift_lab.bench.timing import host_clock
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kvsift import InputError
 
@@ -30,7 +35,7 @@ LLAMA = {"batch": 1, "head_dim": 128, "page_size": 16, "budget": 2048}
 @pytest.fixture(autouse=True)
 def few_buffers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_point, "COLD_BYTES", 1 << 17)
+        patch.setattr(attention_variants, "COLD_BYTES", 1 << 17)
         yield
 
 
@@ -58,7 +63,7 @@ def test_every_variant_of_every_point_is_timed_and_right_or_left_out_with_its_re
         assert variants["quest-minmax"]["same_pages"] == variants["sketch-bits1"]["same_tokens"] == 1
         assert "flashinfer" in variants["flashinfer"]["reason"]
         assert {piece["name"] for piece in point["breakdown"]} == {
-            "score_pages", "visible_pages", "page_attention", attention_measure.NOT_EARLY,
+            "score_pages", "visible_pages", "page_attention", NOT_EARLY,
         }  # fmt: skip
     assert points[1]["visible_tokens"] == 192
 
@@ -101,19 +106,23 @@ def test_dense_views_hold_the_pages_in_order() -> None:
     one = buffers(SMALL_POINT)[0]
     for row in range(2):
         keys, values = one.kv.row(row)
-        assert torch.equal(one.dense_keys[row], keys)
-        assert torch.equal(one.dense_values[row], values)
-    assert one.dense_keys.data_ptr() == one.kv.keys.data_ptr()
+        assert torch.equal(one.dense[0][row], keys)
+        assert torch.equal(one.dense[1][row], values)
+    assert one.dense[0].data_ptr() == one.kv.keys.data_ptr()
 
 
 def test_exact_attention_over_all_pages_listed_is_exact_dense_attention() -> None:
     everything = replace(SMALL_POINT, budget=256)
     one = buffers(everything)[0]
     pages = torch.arange(32, dtype=torch.int32).expand(2, 2, -1)
-    listed = exact_listed(everything, one, pages, torch.full((2, 2), 32))
-    torch.testing.assert_close(listed, exact_dense(everything, one))
-    fewer = exact_listed(everything, one, pages, torch.full((2, 2), 31))
+    listed = exact_attention(everything, one, pages, torch.full((2, 2), 32))
+    torch.testing.assert_close(listed, exact_attention(everything, one))
+    fewer = exact_attention(everything, one, pages, torch.full((2, 2), 31))
     assert not torch.allclose(listed, fewer)
+    for row in range(2):
+        grouped = one.queries[row].float().unflatten(0, (2, 3))
+        dense = scaled_dot_product_attention(grouped, *(tensor.float() for tensor in one.kv.row(row)))
+        torch.testing.assert_close(listed[row], dense.flatten(0, 1))
 
 
 def test_other_pages_than_the_reference_s_are_noticed() -> None:
@@ -124,7 +133,7 @@ def test_other_pages_than_the_reference_s_are_noticed() -> None:
 
         def __call__(self, number: int) -> Tensor:
             output = super().__call__(number)
-            chosen = self.pages[0, 0]
+            chosen = self.units[0, 0]
             free = sorted(set(range(1, 24)) - set(chosen.tolist()))
             chosen[1] = free[0]
             chosen.copy_(chosen.sort().values)
@@ -142,16 +151,16 @@ def test_other_tokens_than_the_reference_s_are_noticed() -> None:
     point = replace(SMALL_POINT, sketch_budget=100)
     sets = [Buffers.random(point, ["sketch2"], CPU, seed) for seed in (0, 1)]
 
-    class Shifted(SketchLaunch):
+    class Shifted(SparseLaunch):
         """Shows a token that it has not chosen."""
 
         def __call__(self, number: int) -> Tensor:
             output = super().__call__(number)
-            chosen = self.tokens[0, 0]
+            chosen = self.units[0, 0]
             chosen[50] = min(set(range(4, 190)) - set(chosen.tolist()))
             return output * 1.1
 
-    right = check_sketch(point, sets, SketchLaunch(point, sets, "sketch2"))
+    right = check_sketch(point, sets, SparseLaunch(point, sets, "sketch2"))
     assert (right["same_tokens"], right["launches"]) == (1.0, 7)
     assert right["error"] < 0.01
     wrong = check_sketch(point, sets, Shifted(point, sets, "sketch2"))
@@ -164,7 +173,7 @@ def test_separate_kernels_do_what_the_launch_does() -> None:
     kernels = separate_kernels(SMALL_POINT, sets, "minmax")
     whole = SparseLaunch(SMALL_POINT, sets, "minmax")
     assert torch.equal(kernels["page_attention"](1), whole(1))
-    assert torch.equal(kernels["visible_pages"](1), whole.pages)
+    assert torch.equal(kernels["visible_pages"](1), whole.units)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +192,7 @@ def test_floors_are_those_of_the_bytes_that_must_move(
 
 
 def test_sets_are_so_many_that_none_is_still_cached_and_never_fewer_than_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_point, "COLD_BYTES", 1 << 30)
+    monkeypatch.setattr(attention_variants, "COLD_BYTES", 1 << 30)
     point, kinds = AttentionPoint(32, 32, 32768, **LLAMA), ["minmax", "minmax_fp8"]
     sets = point.num_sets(kinds, 100 << 30)
     assert (sets - 1) * point.sparse_bytes("minmax_fp8") >= 1 << 30
@@ -191,19 +200,3 @@ def test_sets_are_so_many_that_none_is_still_cached_and_never_fewer_than_two(mon
     assert point.num_sets(kinds, 2 * point.dense_bytes * 9 // 8) == 2
     with pytest.raises(InputError, match="two sets of buffers need"):
         point.num_sets(kinds, point.dense_bytes)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"shapes": ((5, 2),)}, "must be a multiple of the KV heads"),
-        ({"contexts": (130,)}, "must be a multiple of the page size"),
-        ({"budget": 64}, "leaves nothing to select"),
-        ({"score_by": ("minmx",)}, "did you mean 'minmax'"),
-        ({"baselines": ("sdpa",)}, "Known: flashinfer, ours-dense, sdpa-cudnn, sdpa-flash"),
-        ({"score_by": ()}, "nothing to measure"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        replace(SMALL, **change)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvsift_lab.bench import attention_point, machine
+from kvsift_lab.bench import attention_variants, machine
 from kvsift_lab.bench.attention import AttentionRecipe
 from kvsift_lab.bench.attention_measure import AttentionBench
 from kvsift_lab.bench.decode import DecodeRecipe
@@ -20,7 +20,7 @@ DEVICE = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_attention_is_timed_and_right(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_point, "COLD_BYTES", 1 << 26)
+    monkeypatch.setattr(attention_variants, "COLD_BYTES", 1 << 26)
     dense = ("sdpa-flash", "sdpa-cudnn", "ours-dense")
     recipe = AttentionRecipe(((8, 8), (8, 2)), (4096, 8192), batch, repeats=3, baselines=dense, breakdown=True)
     for point in AttentionBench(recipe, graph_clock, DEVICE).run():

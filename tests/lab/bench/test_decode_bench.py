@@ -14,7 +14,6 @@ from kvsift_lab.bench.decode_case import FixedSlots, filled_cache, new_slots, po
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 
-from kvsift import InputError
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_random import random_model
 from kvsift.plan.plan import Plan
@@ -92,17 +91,3 @@ def test_time_that_has_run_out_and_pools_that_do_not_fit_are_said(model: Any, mo
     monkeypatch.setattr(machine, "available_bytes", lambda device: 1 << 20)
     reasons = [point.get("reason", "") for point in run(SMALL, model)]
     assert reasons[-1].startswith("its pools need 0.0 GiB")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"model": "tinny"}, "did you mean 'tiny'"),
-        ({"plan": "dense"}, "it skips nothing"),
-        ({"plan": "oracle_tokens:budget=128"}, "does not rank pages by a summary"),
-        ({"contexts": ()}, "nothing to measure"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(change: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError, match=says):
-        replace(SMALL, **change)

@@ -1,9 +1,10 @@
-"""The length from which sparse is faster for good."""
+"""Statistics of samples, and the order in which they are taken."""
 
 from __future__ import annotations
 
 import pytest
-from kvsift_lab.bench.numbers import break_even
+from kvsift_lab.bench.numbers import break_even, spread, tokens
+from kvsift_lab.bench.timing import WARM_UP_ROUNDS, Timer, host_clock, interleaved
 
 CONTEXTS = [1000, 2000, 4000]
 
@@ -28,3 +29,35 @@ def test_lines_between_neighbouring_contexts_say_where(
 
 def test_nothing_measured_breaks_even_nowhere() -> None:
     assert break_even([], [], []) is None
+
+
+@pytest.mark.parametrize(("number", "text"), [(1 << 20, "1M"), (131072, "128K"), (1536, "1,536"), (96, "96")])
+def test_lengths_are_written_short(number: int, text: str) -> None:
+    assert tokens(number) == text
+
+
+def test_spread_is_the_interquartile_range_over_the_median() -> None:
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(2 / 3)
+    assert spread([1.0]) == 0
+
+
+def test_every_round_meets_every_variant_and_begins_with_another() -> None:
+    called: list[str] = []
+
+    def timer(name: str) -> Timer:
+        return lambda: called.append(name) or float(len(called))  # type: ignore[func-returns-value]
+
+    samples = interleaved({name: timer(name) for name in "abc"}, repeats=3)
+    rounds = ["".join(called[start : start + 3]) for start in range(0, len(called), 3)]
+    assert rounds == ["abc"] * WARM_UP_ROUNDS + ["abc", "bca", "cab"]
+    assert samples == {"a": [7.0, 12.0, 14.0], "b": [8.0, 10.0, 15.0], "c": [9.0, 11.0, 13.0]}
+
+
+def test_nothing_to_time_gives_no_samples() -> None:
+    assert interleaved({}, repeats=3) == {}
+
+
+def test_a_run_visits_every_set_of_buffers() -> None:
+    visited: list[int] = []
+    assert host_clock(visited.append, 4)() >= 0
+    assert visited == [0, 1, 2, 3]

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model
-from kvsift_lab.bench.qk_dump import Dump, DumpInput, dump_attention
-from kvsift_lab.bench.qk_record import LayerRecord, sample_positions
+from kvsift_lab.bench.qk_dump import Dump, DumpInput, LayerRecord, dump_attention, sample_positions
 from safetensors.torch import save_file
 
 from kvsift import LLM, InputError

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 from engine.tiny_directory import write_model
-from kvsift_lab.bench.other_processes import OtherProcesses
-from kvsift_lab.bench.serve import ServeRecipe
-from kvsift_lab.bench.serve_client import ServerClient, StreamedReply, take_line
-from kvsift_lab.bench.serve_documents import DocumentMaker
-from kvsift_lab.bench.serve_measure import ServeBench, in_threads
-from kvsift_lab.bench.serve_numbers import TimedAnswer, gaps, load_numbers, percentile
-from kvsift_lab.bench.serve_report import over_dense, overhead, serve_table
+from kvsift_lab.bench.host_timing import OtherProcesses
+from kvsift_lab.bench.serve import ServeRecipe, over_dense, overhead, percentile, serve_table
+from kvsift_lab.bench.serve_client import TimedAnswer, ask
+from kvsift_lab.bench.serve_measure import DocumentMaker, ServeBench, gaps, load_numbers
 
 from kvsift import InputError
 from kvsift.models.transformers_load import ModelDirectory
@@ -170,31 +167,19 @@ def test_rates_and_gaps_are_those_while_all_get_tokens() -> None:
     assert (percentile([3.0, 1.0, 2.0], 0.5), percentile(list(range(100)), 0.99)) == (2.0, 99)
 
 
-def test_lines_between_events_are_skipped_and_errors_kept() -> None:
-    reply = StreamedReply()
+def test_lines_between_events_are_skipped_and_errors_raised() -> None:
+    answer = TimedAnswer()
     for line in (b": read 5 of 9 tokens\n", b"\n", b"data: [DONE]\n", b'data: {"choices": [{"text": ""}]}\n'):
-        take_line(line, reply)
-    assert reply == StreamedReply()
-    take_line(b'data: {"error": {"message": "it died"}}\n', reply)
-    assert reply.error == "it died"
+        answer.take(line)
+    assert answer == TimedAnswer()
+    with pytest.raises(InputError, match="it died"):
+        answer.take(b'data: {"error": {"message": "it died"}}\n')
 
 
 def test_a_client_stops_in_the_middle_of_an_answer(canned: CannedServer) -> None:
     stop = Event()
     stop.set()
-    assert ServerClient(canned.url).ask("a", "dense", 300, stop).wait().usage == {}
-
-
-def test_an_error_of_one_client_is_raised_once_all_have_ended() -> None:
-    ended = Event()
-
-    def fail() -> None:
-        raise InputError("no")
-
-    with pytest.raises(InputError, match="no"):
-        in_threads([fail, ended.set])
-    assert ended.is_set()
-    assert in_threads([lambda: 1, lambda: 2]) == [1, 2]
+    assert ask(canned.url, "a", "dense", 300, stop).usage == {}
 
 
 def test_documents_have_their_lengths_and_begin_as_they_should(model: Path) -> None:

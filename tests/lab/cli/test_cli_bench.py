@@ -57,6 +57,9 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("attention", "--shapes", "32/5"), "must be a multiple of the KV heads"),
         (("attention", "--score-by", "minmx"), "did you mean 'minmax'?"),
         (("attention", "--baselines", "flash"), "unknown baseline 'flash'"),
+        (("attention", "--contexts", "130"), "must be a multiple of the page size"),
+        (("attention", "--budget", "64"), "leaves nothing to select"),
+        (("attention", "--score-by", ""), "there is nothing to measure"),
         (("attention", "--bandwidth", "0"), "--bandwidth 0 must be bytes per second"),
         (("attention", "--chart", "no/chart.svg"), "--chart no/chart.svg: the directory no does not exist."),
         (("attention", "--contexts", ""), "there is nothing to measure"),
@@ -64,11 +67,15 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("decode", "--batch", "1,0"), "--batch 1,0: give whole numbers, 1 or more"),
         (("decode", "--plan", "dense"), "it skips nothing"),
         (("decode", "--plan", "quest:budget=16"), "leaves nothing to select"),
+        (("decode", "--plan", "oracle_tokens:budget=128"), "does not rank pages by a summary"),
+        (("decode", "--contexts", ""), "there is nothing to measure"),
         (("decode", "--out", "no/result.json"), "the directory no does not exist."),
         (("prefill", "--part", "head"), "--part head must be ttft, layer or chunk."),
         (("prefill", "--plans", "quest:budget=1024"), "prefills densely"),
         (("prefill", "--part", "chunk", "--plans", "prefill=quka"), "did you mean 'quoka'?"),
         (("prefill", "--chunk", "0"), "--chunk 0: give whole numbers, 1 or more"),
+        (("prefill", "--shape", "huge"), "unknown shape 'huge'"),
+        (("prefill", "--plans", ";"), "there is nothing to measure"),
         (("prefill", "--part", "layer", "--max-seconds", "9"), "--max-seconds works with --part ttft only"),
         (("prefill", "--part", "layer", "--contexts", ""), "there is nothing to measure"),
         (("prefill", "--part", "layer", "--heads", "4/3"), "must be a multiple of the KV heads"),
@@ -86,6 +93,11 @@ def test_a_machine_without_a_gpu_is_refused(refused: Refused, what: str) -> None
         (("serve", "--url", "http://localhost:1", "--direct"), "Leave out --url or --direct"),
         (("serve", "--url", "http://localhost:1", "--threads", "1"), "Leave out --url or --threads"),
         (("serve", "--model", "no/model/here"), "no/model/here"),
+        (("split", "--kinds", "offlaod"), "did you mean 'offload'?"),
+        (("split", "--host-values", "int4"), "int8"),
+        (("split", "--shape", "llama"), "llama-3-8b"),
+        (("split", "--contexts", ""), "at least one context"),
+        (("split", "--scanned", "1"), "must be a share of the keys"),
         (("chart", "no.json", "--out", "chart.svg"), "the result file no.json does not exist."),
     ],
 )
@@ -96,12 +108,11 @@ def test_what_makes_no_sense_is_refused(refused: Refused, arguments: tuple[str, 
 def test_attention_tells_every_point_and_ends_with_one_document(
     run: Run, attention: dict[str, Any], tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
     outcome = run("bench", "attention", "--contexts", "4K,32K", "--out", "result.json", "--chart", "chart.svg")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("floors at 4.50 TB/s (given); a large read here reached 4.40 TB/s\n")
-    assert outcome.out.count("best dense: sdpa-cudnn\n") == 4
-    assert "is faster than best dense" in outcome.out
+    assert outcome.out.count("best dense sdpa-cudnn:\n") == 4
+    assert "faster than the best dense kernel from" in outcome.out
     assert json.loads(outcome.out.splitlines()[-1])["kind"] == "attention"
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["points"] == json.loads(json.dumps(attention["points"]))
@@ -151,7 +162,6 @@ def test_prefill_runs_anywhere_and_keeps_what_it_measured(run: Run, tmp_path: Pa
 
 
 def test_a_result_is_drawn_later(run: Run, refused: Refused, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="charts are drawn with matplotlib, of the extra bench")
     (tmp_path / "result.json").write_text(json.dumps(attention_result()))
     assert run("bench", "chart", "result.json", "--out", "chart.svg").code == 0
     assert (tmp_path / "chart.svg").read_text().startswith("<?xml")
