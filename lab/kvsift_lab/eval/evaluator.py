@@ -15,6 +15,7 @@ from kvsift.engine.prompt import answer_text
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
+from kvsift.threads import use as use_threads
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.plan_rows import PlanRow
 from kvsift_lab.eval.recipe import EvalRecipe, Job
@@ -24,10 +25,15 @@ from kvsift_lab.eval.tasks import Question, Sample
 
 
 class Evaluator:
-    """Evaluator of every plan of a recipe, with one model."""
+    """Evaluator of every plan of a recipe, with one model.
 
-    def __init__(self, recipe: EvalRecipe, threads: int) -> None:
-        torch.set_num_threads(threads)
+    Args:
+        recipe: the recipe.
+        threads: of torch and the compiled core; None: as many as other processes leave free, as in ``kvsift ask``.
+    """
+
+    def __init__(self, recipe: EvalRecipe, threads: int | None) -> None:
+        use_threads(threads)
         self.recipe = recipe
         how: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype, "placement": recipe.placement}
         self.llm = LLM(recipe.model, "dense", dense_below=0, **how)  # the plan is evaluated at every length
