@@ -127,17 +127,17 @@ def explain_tokens(
         "question": question,
         "answer": transcript.text.strip(),
     }
-    findings = {token: _findings(observer, rules, pieces[: len(ids) + token], settings) for token in tokens}
+    findings = {token: _findings(observer, rules, pieces[: len(ids) + token], context, settings) for token in tokens}
     return [Explanation(**run, tokens=answer, token=token, **fields) for token, fields in findings.items()]
 
 
 def _findings(
-    observer: MethodObserver, rules: dict[str, Rule], pieces: Sequence[str], options: ExplainOptions
+    observer: MethodObserver, rules: dict[str, Rule], pieces: Sequence[str], context: str, options: ExplainOptions
 ) -> dict[str, Any]:
     """Return the fields of an explanation that depend on the tokens before the explained one."""
     position = len(pieces) - 1
     layers = observer.layers(position)
-    passages = passages_of(pieces, rules[ORACLE].budget.always(position, 1), options.passage_tokens)
+    passages = passages_of(pieces, rules[ORACLE].budget.always(position, 1), options.passage_tokens, context)
     return {
         "position": position,
         "passages": passages,

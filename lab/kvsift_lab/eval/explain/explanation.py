@@ -10,12 +10,26 @@ import torch
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of the prompt: "sinks" or "window", which are always visible, or "text", which is selected."""
+    """Consecutive tokens of the prompt.
+
+    Attributes:
+        start, stop: positions of its tokens.
+        kind: "sinks" or "window", which are always visible; "text" for a part of the document, or "prompt" for what is
+            around it (chat format, system prompt, question), which are selected.
+        text: of its tokens.
+        line: of the document, from 1, in which it begins; 0 outside of the document.
+    """
 
     start: int
     stop: int
     kind: str
     text: str
+    line: int = 0
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether methods choose if it is visible."""
+        return self.kind in ("text", "prompt")
 
 
 @dataclass(frozen=True)
@@ -96,7 +110,7 @@ class Explanation:
         return means
 
     def most_read(self, count: int) -> list[int]:
-        """Return the indices of the passages of text with the most attention."""
+        """Return the indices of the passages of the document with the most attention."""
         attention = self.attention()
         text = [index for index, passage in enumerate(self.passages) if passage.kind == "text"]
         return sorted(text, key=lambda index: -attention[index])[:count]

@@ -41,8 +41,8 @@ def method_readings(
 def _method_reading(
     name: str, rule: Rule, layers: Sequence[LayerObservation], passages: Sequence[Passage]
 ) -> MethodReading:
-    text = [passage for passage in passages if passage.kind == "text"]
-    candidates = slice(text[0].start, text[-1].stop)
+    selected = [passage for passage in passages if passage.is_candidate]
+    candidates = slice(selected[0].start, selected[-1].stop)
     rows = []
     for layer in layers:
         visible, oracle = layer.visible[name], layer.visible[ORACLE]

@@ -43,7 +43,7 @@ def _overview(explanations: Sequence[Explanation]) -> str:
         [f"{e.token} {e.tokens[e.token].strip()!r}", Cell(_links(e, e.attention(), e.most_read(TOP)), "text")]
         for e in explanations
     ]
-    return table(["token", "passages with the most attention, without sinks and window"], rows, "Explained tokens")
+    return table(["token", "passages of the document with the most attention"], rows, "Explained tokens")
 
 
 def _token(e: Explanation) -> str:
@@ -52,8 +52,9 @@ def _token(e: Explanation) -> str:
         f'<section id="{name}"><h2>Token {e.token}, {escape(repr(e.tokens[e.token].strip()))}</h2>',
         f"<p class=soft>{e.position + 1:,} tokens precede it.</p>",
         "<h3>Most read passages</h3>",
-        "<p class=soft>By their share of attention, a mean over all layers and heads, without sinks and window, which "
-        "are always visible. Words are marked by their attention.</p>",
+        "<p class=soft>Parts of the document by their share of attention, a mean over all layers and heads. Sinks and "
+        "window, which are always visible, and the prompt around the document are left out. Words are marked by their "
+        "attention.</p>",
         *(_passage(e, index, attention[index]) for index in e.most_read(TOP)),
         f'<h3 id="{name}map">What each layer and head reads</h3>',
         _run_map(e),
@@ -82,7 +83,8 @@ def _name(e: Explanation, index: int) -> str:
 def _passage(e: Explanation, index: int, share: float, anchor: str = "") -> str:
     passage = e.passages[index]
     kind = "" if passage.kind == "text" else f", {passage.kind}"
-    where = f"tokens {passage.start:,} to {passage.stop - 1:,}{kind}: {share:.1%}"
+    line = f"line {passage.line:,}, " if passage.line else ""
+    where = f"{line}tokens {passage.start:,} to {passage.stop - 1:,}{kind}: {share:.1%}"
     back = f' <a href="#t{e.token}map">map</a>' if anchor else ""
     head = f'<b>{index}</b> <span class="soft">{where}</span>{back}'
     return f'<div class="passage"{anchor}>{head}\n{_marked(e, index)}</div>'
@@ -91,7 +93,7 @@ def _passage(e: Explanation, index: int, share: float, anchor: str = "") -> str:
 def _marked(e: Explanation, index: int) -> str:
     """Return the text of a passage. The colour of a word is the root of its attention relative to the most read word of
     text."""
-    most = max(share for words, passage in zip(e.words, e.passages) if passage.kind == "text" for _, share in words)
+    most = max(share for words, passage in zip(e.words, e.passages) if passage.is_candidate for _, share in words)
     parts = []
     for text, share in e.words[index]:
         word = text.strip()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 from kvsift_lab.eval.explain.explanation import Passage
 
@@ -35,19 +37,38 @@ def word_starts(pieces: Sequence[str]) -> list[bool]:
     return starts
 
 
-def passages_of(pieces: Sequence[str], spans: tuple[int, int], size: int) -> list[Passage]:
-    """Return the sinks, passages of at most ``size`` tokens, and the window. A passage ends before a word, unless it
-    would lose more than half of its tokens. ``spans`` are (stop of the sinks, start of the window)."""
+def passages_of(pieces: Sequence[str], spans: tuple[int, int], size: int, document: str = "") -> list[Passage]:
+    """Return the sinks, passages of at most ``size`` tokens, and the window.
+
+    A passage ends before a word, unless it would lose more than half of its tokens, and at the ends of the document.
+
+    Args:
+        pieces: texts of the tokens of the prompt.
+        spans: (stop of the sinks, start of the window).
+        size: the most tokens of a passage.
+        document: a part of the prompt; if it is not found, all passages count as parts of it.
+    """
     starts, (sinks, window) = word_starts(pieces), spans
+    offsets = list(accumulate(map(len, pieces), initial=0))  # of tokens in the text of the prompt
+    prompt = "".join(pieces)
+    begin = max(prompt.find(document.strip()), 0)
+    end = begin + len(document.strip()) if document and document.strip() in prompt else len(prompt)
+    first, last = bisect_right(offsets, begin) - 1, bisect_left(offsets, end)  # tokens of the document
     edges, start = [(0, sinks, "sinks")], sinks
     while start < window:
-        stop = min(start + size, window)
-        if stop < window:
+        inside = first <= start < last
+        limit = min(window, last if inside else first if start < first else window)
+        stop = min(start + size, limit)
+        if stop < limit:
             stop = next((at for at in range(stop, start + size // 2, -1) if starts[at]), stop)
-        edges.append((start, stop, "text"))
+        edges.append((start, stop, "text" if inside else "prompt"))
         start = stop
     edges.append((window, len(pieces), "window"))
-    return [Passage(start, stop, kind, "".join(pieces[start:stop])) for start, stop, kind in edges if start < stop]
+    passages = []
+    for start, stop, kind in edges:
+        line = prompt.count("\n", begin, max(offsets[start], begin)) + 1 if first <= start < last else 0
+        passages.append(Passage(start, stop, kind, "".join(pieces[start:stop]), line))
+    return [passage for passage in passages if passage.start < passage.stop]
 
 
 def words_of(
