@@ -12,10 +12,17 @@ from kvsift_lab.eval.append_only_file import whole_lines
 from kvsift_lab.eval.packed import read_stored, stored
 from kvsift_lab.eval.plan_rows import plan_rows
 from kvsift_lab.eval.recipe import Job
-from kvsift_lab.eval.results import SAMPLES, parse_samples, read_summary
+from kvsift_lab.eval.results import SAMPLES, SUMMARY, parse_samples, read_summary
 from kvsift_lab.eval.summary import tables_of
 
 KINDS = "quality", "recall"
+
+
+def result_paths(path: Path) -> list[Path]:
+    """Return a result, or the results directories inside of a directory that is none, by name: what ``--out`` names."""
+    if not path.is_dir() or stored(path / SUMMARY).exists():
+        return [path]
+    return sorted(inner for inner in path.iterdir() if stored(inner / SUMMARY).exists()) or [path]
 
 
 def load_result(path: Path) -> dict[str, Any]:
