@@ -72,8 +72,12 @@ class Evaluator:
         return Document(self.llm, ids, lambda tail: ids + self.contexts.encode(tail), self.llm.plan)
 
     def _answer(self, document: Document, sample: Sample, row: PlanRow, question: Question, turns: list[int]) -> Result:
-        """Answer one question; ``turns`` holds the tokens of the conversation so far and is extended in place."""
+        """Answer one question; ``turns`` holds the tokens of the conversation so far and is extended in place.
+
+        A chat model answers in sentences, so a short answer must be in its text and not the whole first line.
+        """
         chat = bool(self.llm.tokenizer.chat_template)
+        scorer = "contains" if chat and question.scorer == "exact" else question.scorer
         ids = turns + self.contexts.encode(question.tail) if turns else self._prompt(document, sample, question, row)
         self.llm.check([ids], question.max_new_tokens, row.plan)
         document = self._document_for(document, ids, row)
@@ -91,9 +95,9 @@ class Evaluator:
             "asked": question.text,
             "expected": question.answer,
             "references": list(question.references),
-            "scorer": question.scorer,
+            "scorer": scorer,
             "answer": answer.text.strip(),
-            "score": score(question.scorer, answer.text, question.references),
+            "score": score(scorer, answer.text, question.references),
             **_counters(answer.stats, document),
             **{key: _short(getattr(answer, key)) for key in ("ttft_s", "tpot_s", "kv_bytes", "peak_memory_bytes")},
             "path": answer.path,

@@ -27,7 +27,8 @@ def document_of(recipe: EvalRecipe) -> dict[str, Any]:
     """Return a recipe for JSON, with its rows and the digests of its files."""
     digests = {path: digest(Path(path)) for path in [file.path for file in recipe.files] + _files_of_plans(recipe)}
     rows = [asdict(row) for row in recipe.rows]
-    document: dict[str, Any] = json.loads(json.dumps({**asdict(recipe), "rows": rows, "digests": digests}))
+    keys = {**asdict(recipe), "budgets": recipe.columns, "rows": rows, "digests": digests}
+    document: dict[str, Any] = json.loads(json.dumps(keys))
     return document
 
 

@@ -13,7 +13,7 @@ from kvsift.errors import InputError, unknown
 from kvsift.methods.base import Phase
 from kvsift.plan.refusals import check_placement
 from kvsift.plan.syntax import parse_plan
-from kvsift_lab.eval.plan_rows import PlanRow, plan_rows
+from kvsift_lab.eval.plan_rows import PlanRow, budgets_of, plan_rows
 from kvsift_lab.eval.task_files import TaskFile, task_file, whole_number
 from kvsift_lab.eval.tasks import find_task, task_names
 
@@ -41,7 +41,7 @@ class EvalRecipe:
         lengths: tokens of each context; ``length`` in a file for a single one.
         questions_per_task, questions_per_context: numbers of questions; they give the number of contexts.
         plans: rows of the tables; ``{budget}`` is replaced.
-        budgets: columns of the tables.
+        budgets: columns of the tables; without them, those that the plans have.
         settings: appended to every plan with a budget, such as ":sinks=4:window=16", unless the plan has the key.
         setup: "question_decoded": the question's tokens are decoded under the plan, after the context; "whole_prompt":
             context and question are prefilled densely, the answer is decoded under the plan; "sparse_prefill": context
@@ -56,7 +56,7 @@ class EvalRecipe:
     questions_per_task: int
     questions_per_context: int
     plans: tuple[str, ...]
-    budgets: tuple[int, ...]
+    budgets: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     settings: str = ""
@@ -95,6 +95,8 @@ class EvalRecipe:
                 raise InputError(f"the recipe {name} has length and lengths; give one of them.")
             values["lengths"] = (values.pop("length"),)
         values["files"] = tuple(task_file(file, name) for file in values.get("files", ()))
+        if values["files"] and not values.get("tasks"):  # files have questions of their own
+            values = {"questions_per_task": 1, "questions_per_context": 1, **values}
         required = [f.name for f in fields(cls) if f.default is MISSING]
         required += [] if values["files"] else ["tasks", "lengths"]
         if missing := [key for key in required if key not in values]:
@@ -103,7 +105,8 @@ class EvalRecipe:
 
     def __post_init__(self) -> None:
         for key, kind in LISTS.items():
-            if key not in ("tasks", "lengths") or not self.files or getattr(self, key):
+            optional = key == "budgets" or (key in ("tasks", "lengths") and self.files)
+            if getattr(self, key) or not optional:
                 _list_of(key, getattr(self, key), kind)
         for key, least in LEAST.items():
             whole_number(key, getattr(self, key), least)
@@ -132,6 +135,11 @@ class EvalRecipe:
         """Rows of the tables: every plan at every budget, references included."""
         about: Phase = "prefill" if self.setup == "sparse_prefill" else "decode"
         return plan_rows(self.plans, self.budgets, self.settings, self.references, about)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Budgets of the columns of the tables."""
+        return self.budgets or budgets_of(self.plans)
 
     @property
     def question_phase(self) -> Phase:

@@ -26,6 +26,18 @@ def exact(prediction: str, references: Sequence[str]) -> float:
     return float(any(exact_match(prediction, reference) for reference in references))
 
 
+def contains(prediction: str, references: Sequence[str]) -> float:
+    """Return 1 if one of the references is in the text as whole words, ignoring case and spacing: ``exact`` for chat
+    models, which write sentences. Values joined by commas may have other words between them, in their order."""
+    text = " ".join(prediction.casefold().split())
+    return float(any(re.search(_pattern(reference), text) for reference in references))
+
+
+def _pattern(reference: str) -> str:
+    values = [" ".join(value.split()) for value in reference.casefold().strip().removesuffix(".").split(", ")]
+    return r"(?<!\w)" + r"(?!\w).*?(?<!\w)".join(map(re.escape, values)) + r"(?!\w)"
+
+
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
     """RULER without question answering: return the share of references in the prediction, ignoring case."""
     hits = _hits(prediction, references)
@@ -52,6 +64,7 @@ def _hits(prediction: str, references: Sequence[str]) -> list[bool]:
 
 SCORERS: dict[str, Scorer] = {
     "exact": exact,
+    "contains": contains,
     "string_match_all": string_match_all,
     "string_match_part": string_match_part,
     **longbench.SCORERS,

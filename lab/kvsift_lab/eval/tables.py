@@ -49,6 +49,8 @@ def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
             lines.append(f"| {name} | " + " | ".join(_interval_cell(cell) for cell in row) + " |")
         if (task, length) in levels:
             lines.append(f"| chance |{f' {levels[task, length]:.2f} |' * len(budgets)}")
+        if [task, length] in tables["unsolved"]:
+            lines.append("\nDense is not measurably better than chance here: this table does not compare plans.")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 

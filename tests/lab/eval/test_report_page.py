@@ -40,6 +40,7 @@ def result_of(document: dict[str, Any], lengths: tuple[int, ...] = (700, 1400), 
             length=length,
             question=number,
             depth=(number + 0.5) / questions,
+            references=[f"answer {number}"],
             sparse_layer_visible_tokens=row["budget"] and row["budget"] - 8.0,
             visible_tokens=float(length),
         )
@@ -157,8 +158,18 @@ def test_several_results_have_a_line_each_that_links_to_them(result: dict[str, A
 
 def test_without_dense_the_line_says_so(result: dict[str, Any]) -> None:
     means = [each for each in means_of(result) if not each.is_dense]
-    assert headline(means).endswith("; dense is not in the recipe.")
-    assert headline([]) == "No plan has answered every task yet."
+    assert headline(result, means).endswith("; dense is not in the recipe.")
+    assert headline(result, []) == "No plan has answered every task yet."
+
+
+def test_where_dense_answers_nothing_right_no_plan_is_praised(result: dict[str, Any]) -> None:
+    for each in result["samples"]:
+        each["score"] = 0.0
+    tables = tables_of(result["recipe"], result["samples"], [])
+    text = page([("x", {**result, **tables})])
+    assert "<p class=lead>Dense is not measurably better than chance in any task" in text
+    assert "<li>passkey at 700, passkey at 1,400" in text
+    assert "Pareto front" not in text
 
 
 def timed(result: dict[str, Any], scores: dict[str, tuple[float, float]]) -> dict[str, Any]:
@@ -285,7 +296,7 @@ def test_warnings_and_what_is_missing_stand_first(result: dict[str, Any]) -> Non
 
 
 def test_a_run_that_has_nothing_yet_has_a_page(result: dict[str, Any]) -> None:
-    empty = {**result, "samples": [], "cells": [], "chance": [], "warnings": []}
+    empty = {**result, "samples": [], "cells": [], "chance": [], "unsolved": [], "warnings": []}
     assert "There is no sample yet." in page([("x", empty)])
 
 

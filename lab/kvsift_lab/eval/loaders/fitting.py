@@ -30,16 +30,16 @@ class ContextFitter:
         """Tokens of a sample if the file leaves the length open."""
         return self.max_tokens or DEFAULT_TOKENS
 
-    def sample(self, task: str, context: str, question: Question) -> Sample:
-        """Return a sample; the middle of the context is cut if context and question are too long.
+    def sample(self, task: str, context: str, *questions: Question) -> Sample:
+        """Return a sample; the middle of the context is cut if context and the longest question are too long.
 
         Raises:
             InputError: if the question alone takes more than its half of ``max_tokens``.
         """
-        ids, num_tail = self.encode(context), len(self.encode(question.tail))
+        ids, num_tail = self.encode(context), max(len(self.encode(question.tail)) for question in questions)
         whole = len(self.prefix) + len(ids) + num_tail
         if self.max_tokens is None or whole <= self.max_tokens:
-            return Sample(task, context, (*self.prefix, *ids), (question,))
+            return Sample(task, context, (*self.prefix, *ids), questions)
         half = self.max_tokens // 2
         first, last = half - len(self.prefix), half - num_tail
         if first < 1 or last < 1:
@@ -47,7 +47,7 @@ class ContextFitter:
         head, tail = leading(context, first, self.encode), trailing(context, last, self.encode)
         cut = (*self.prefix, *self.encode(head), *self.encode(tail))
         note = f"the middle of the context was left out: {len(cut) + num_tail} of {whole} prompt tokens remain"
-        return Sample(task, head + tail, cut, (question,), notes=(note,))
+        return Sample(task, head + tail, cut, questions, notes=(note,))
 
 
 def leading(text: str, count: int, encode: Encode) -> str:

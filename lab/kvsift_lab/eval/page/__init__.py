@@ -41,7 +41,7 @@ def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
         bodies = {title: render(result, means) for title, render in SECTIONS}
         sections = [(f"r{number}-{index}", *item) for index, item in enumerate(bodies.items()) if item[1]]
         link = f'<a href="#r{number}">{escaped(name)}</a>: ' if len(results) > 1 else ""
-        leads.append(f"<p class=lead>{link}{plan_name(headline(means))}</p>")
+        leads.append(f"<p class=lead>{link}{plan_name(headline(result, means))}</p>")
         head = f'<h2 class=result id="r{number}">{escaped(name)}</h2>' if len(results) > 1 else ""
         links = "".join(f'<a href="#{anchor}">{escaped(title)}</a>' for anchor, title, _ in sections)
         nav = f'<nav aria-label="Sections of {escaped(name)}">{links}</nav>'

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvsift_lab.eval.page.html import escaped, figure, percent
 from kvsift_lab.eval.page.line_chart import Series
-from kvsift_lab.eval.page.means import PlanMean, dense_of
+from kvsift_lab.eval.page.means import PlanMean, dense_of, is_unsolved
 from kvsift_lab.eval.page.quality import lines_of
 from kvsift_lab.eval.page.speed import at_a_time
 
@@ -32,8 +32,9 @@ class ParetoPoint(NamedTuple):
 
 
 def render(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
-    """Return a chart per length, over all tasks."""
+    """Return a chart per length, over all tasks; none where dense is not measurably better than chance."""
     timed = [mean for mean in means if mean.tpot_s and mean.tpot_s[1] and mean.score is not None]
+    timed = [mean for mean in timed if not is_unsolved(result, mean.length)]
     lengths = list(dict.fromkeys(mean.length for mean in timed))
     lines = lines_of(result)
     charts = [_figure([mean for mean in timed if mean.length == length], length, lines) for length in lengths]
