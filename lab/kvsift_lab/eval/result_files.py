@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift_lab.eval.append_only_file import whole_lines
-from kvsift_lab.eval.packed import read_stored, stored
 from kvsift_lab.eval.plan_rows import plan_rows
 from kvsift_lab.eval.recipe import Job
-from kvsift_lab.eval.results import SAMPLES, SUMMARY, parse_samples, read_summary
+from kvsift_lab.eval.results import (
+    SAMPLES,
+    SUMMARY,
+    parse_samples,
+    read_json,
+    read_summary,
+    stored,
+    whole_lines,
+)
 from kvsift_lab.eval.summary import tables_of
 
 KINDS = "quality", "recall"
@@ -34,7 +39,7 @@ def load_result(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return {**_directory(path), "path": str(path)}
     try:
-        result: dict[str, Any] = json.loads(read_stored(path))
+        result: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.") from None
     except (OSError, ValueError, RecursionError) as error:

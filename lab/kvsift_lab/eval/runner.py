@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from kvsift.threads import per_process
 from kvsift_lab.eval.contexts import Contexts
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.results import Done, Result, ResultsDirectory, job_of
+from kvsift_lab.eval.results import Done, Result, ResultsDirectory, document_of, job_of
 from kvsift_lab.eval.summary import left_out, tables_of
 from kvsift_lab.eval.workers import run_jobs
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 from kvsift_lab.eval.evaluator import Evaluator
-from kvsift_lab.eval.fingerprint import difference, document_of, is_extended
 from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.results import difference, document_of, is_extended
 from kvsift_lab.eval.tasks import Question, Sample
 from lab.eval.samples import recipe_of, recipe_text
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from kvsift_lab.eval.contexts import Contexts
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.results import document_of
 from lab.eval.samples import RECIPE, recipe_of
 
 from kvsift import InputError

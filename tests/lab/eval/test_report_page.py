@@ -10,11 +10,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.page import page
-from kvsift_lab.eval.page.line_chart import ChartPoint, Level, Series, line_chart
+from kvsift_lab.eval.page.charts import ChartPoint, Level, Series, line_chart
 from kvsift_lab.eval.page.means import headline, means_of
 from kvsift_lab.eval.page.pareto import front_of
+from kvsift_lab.eval.results import document_of
 from kvsift_lab.eval.summary import tables_of
 from lab.eval.samples import recipe_of, sample
 
@@ -143,7 +143,7 @@ def test_the_page_opens_with_one_line_of_result(result: dict[str, Any]) -> None:
         each["score"] = {"dense": 1.0}.get(each["plan"], 0.75 if "budget=256" in each["plan"] else 0.5)
     tables = tables_of(result["recipe"], result["samples"], [])
     text = page([("x", {**result, **tables})])
-    line = "quest at 256 tokens: mean 0.750, 75 % of dense&#x27;s 1.000."
+    line = "quest at 256 tokens: mean 0.750, 75 % of dense&#39;s 1.000."
     assert f"</h1><p class=lead>{line}</p>" in text
     assert text.count("75 %") >= 3, "and percent of dense stands in the tables"
 
@@ -187,7 +187,7 @@ def test_the_pareto_front_is_what_no_plan_beats_in_score_and_time(result: dict[s
     assert [each.label for each in front_of(means)] == ["quest, 64", "dense"]
     text = section_of(page([("x", result)]), "Quality against time per token")
     assert "Pareto front: quest, 64 (4.00 ms, 0.900), dense (8.00 ms, 1.000)" in text
-    assert "quest, 64 takes 50 % of dense&#x27;s time." in text
+    assert "quest, 64 takes 50 % of dense&#39;s time." in text
     assert text.count('class="front"') == 2, "one chart per length"
     assert "quest, 256: 0.900 at 4.00 ms" in text
 

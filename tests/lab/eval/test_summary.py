@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.recipe import Job
+from kvsift_lab.eval.results import document_of
 from kvsift_lab.eval.summary import chance, mixed_scorers, tables_of, unequal, unsolved_by_dense
 from kvsift_lab.eval.tables import score_table
 from lab.eval.samples import recipe_of, sample

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from kvsift_lab.eval.page.html import percent
+from kvsift_lab.eval.page.parts import percent
 
 ORDER = "ceiling", "plan", "floor"
 
@@ -98,6 +98,16 @@ def _mean(
 def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     low, middle, high = quantiles(values, method="inclusive") if len(values) > 1 else [values[0]] * 3
     return low, middle, high
+
+
+def lengths_of(means: Sequence[PlanMean]) -> list[int | None]:
+    """Return the lengths of means in their order."""
+    return list(dict.fromkeys(mean.length for mean in means))
+
+
+def at_length(means: Sequence[PlanMean], length: int | None) -> list[PlanMean]:
+    """Return the means of a length."""
+    return [mean for mean in means if mean.length == length]
 
 
 def dense_of(means: Sequence[PlanMean], length: int | None) -> PlanMean | None:
