@@ -22,9 +22,8 @@ from typing import Any
 from kvsift.engine.atomic_files import reason, settle, write_atomically
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
-from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.recipe import EvalRecipe, Job, digest
 from kvsift_lab.eval.tables import score_table
-from kvsift_lab.eval.task_files import digest
 
 SAMPLES, SUMMARY, TABLES, RECIPE = "samples.jsonl", "summary.json", "tables.md", "recipe.toml"
 NOT_PART_OF_A_RESULT = {"device"}

@@ -13,9 +13,8 @@ import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
-from kvsift_lab.eval.explain.explanation import Explanation
+from kvsift_lab.eval.explain.explanation import Explanation, passages_of, pieces_of, word_starts
 from kvsift_lab.eval.explain.page import page
-from kvsift_lab.eval.explain.passages import passages_of, pieces_of, word_starts
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from kvsift_lab.eval.loaders import load_file
-from kvsift_lab.eval.loaders.fitting import ContextFitter, depth_of, leading, trailing
-from kvsift_lab.eval.loaders.longbench_formats import FORMATS
+from kvsift_lab.eval.loaders.longbench import FORMATS
+from kvsift_lab.eval.loaders.reading import ContextFitter, depth_of, leading, trailing
 from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.scorers import SCORERS, score
 from kvsift_lab.eval.tasks import Question, Sample

@@ -3,8 +3,8 @@
 import sys
 
 import pytest
-from kvsift_lab.eval.rouge import common_words
 from kvsift_lab.eval.scorers import SCORERS, cleaned, dataset_score, score
+from kvsift_lab.eval.scorers_longbench import common_words
 from kvsift_lab.eval.tasks import TASKS
 
 from kvsift.errors import InputError

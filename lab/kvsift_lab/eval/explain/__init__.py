@@ -22,10 +22,16 @@ from kvsift.models.transformers import PlanSpec
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import BUDGET_KEYS, parse_plan
-from kvsift_lab.eval.explain.explanation import Explanation
-from kvsift_lab.eval.explain.measure import layer_reading, mean_attention, method_readings
+from kvsift_lab.eval.explain.explanation import (
+    Explanation,
+    layer_reading,
+    mean_attention,
+    method_readings,
+    passages_of,
+    pieces_of,
+    words_of,
+)
 from kvsift_lab.eval.explain.observer import ORACLE, MethodObserver
-from kvsift_lab.eval.explain.passages import passages_of, pieces_of, words_of
 
 DENSE_BUDGET = 256  # of the compared methods if the run has no budget
 

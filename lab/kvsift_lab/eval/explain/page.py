@@ -26,11 +26,12 @@ def page(*explanations: Explanation) -> str:
         [f"{e.token} {e.tokens[e.token].strip()!r}", _links(e, e.attention(), e.most_read(TOP))] for e in explanations
     ]
     overview = Table(["token", "passages of the document with the most attention"], lines, "Explained tokens")
-    return rendered(
+    text = rendered(
         "explain.html", title=f"kvsift explain: {first.question}", question=first.question, model=first.model,
         plan=first.plan, answer=[(ids.get(index), piece) for index, piece in enumerate(first.tokens)],
         overview=[overview] if len(explanations) > 1 else [], tokens=[_token(e) for e in explanations],
     )  # fmt: skip
+    return str(text)
 
 
 def _token(e: Explanation) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from kvsift.errors import InputError, unknown
 from kvsift.texts.sample import Encode, Question, Sample
-from kvsift_lab.eval.loaders import documents, infinitebench, longbench, pg19, ruler
-from kvsift_lab.eval.loaders.fitting import ContextFitter, depth_of
-from kvsift_lab.eval.loaders.lines import JsonLine, read_lines
+from kvsift_lab.eval.loaders import documents, infinitebench, longbench, ruler
+from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
 
 OWN_TOKENS = 64
 """The most tokens of an answer to an own question."""
@@ -41,7 +40,7 @@ LOADERS: dict[str, Loader] = {
     "ruler": ruler.load,
     "longbench": longbench.load,
     "infinitebench": infinitebench.load,
-    "pg19": pg19.load,
+    "pg19": documents.load_pg19,
     "squad": documents.load_squad,
     "hotpotqa": documents.load_hotpotqa,
     "jsonl": load_own,

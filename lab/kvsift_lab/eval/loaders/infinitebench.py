@@ -16,8 +16,7 @@ from typing import Any
 
 from kvsift.errors import unknown
 from kvsift.texts.sample import Question, Sample
-from kvsift_lab.eval.loaders.fitting import ContextFitter, depth_of
-from kvsift_lab.eval.loaders.lines import JsonLine, read_lines
+from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
 
 LETTERS = "ABCD"
 

@@ -45,7 +45,8 @@ def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
             ],
             "sections": [(title, parts) for title, parts in sections if parts],
         })  # fmt: skip
-    return rendered("report.html", title=f"kvsift: {', '.join(name for name, _ in results)}", reports=reports)
+    title = f"kvsift: {', '.join(name for name, _ in results)}"
+    return str(rendered("report.html", title=title, reports=reports))
 
 
 def _about(result: dict[str, Any], shared: Sequence[str]) -> str:
