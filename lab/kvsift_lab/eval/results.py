@@ -47,13 +47,14 @@ def stored(path: Path) -> Path:
 
 
 def read_stored(path: Path) -> bytes:
-    """Return the content of a file, plain or compressed; of both, the plain one.
+    """Return the content of a file, plain or compressed; of ``name`` and ``name.xz``, the plain one.
 
     Raises:
         OSError: if it cannot be read.
         InputError: if it is damaged.
     """
-    return _decompressed(path) if stored(path) != path else path.read_bytes()
+    source = stored(path)
+    return _decompressed(source) if source.suffix == ".xz" else source.read_bytes()
 
 
 def read_json(path: Path) -> Any:
@@ -75,14 +76,13 @@ def whole_lines(path: Path) -> bytes:
         OSError: if it is missing or cannot be read.
         InputError: if it is damaged.
     """
-    lines = _decompressed(path) if compressed(path).exists() else b""
+    lines = _decompressed(compressed(path)) if compressed(path).exists() else b""
     if path.exists() or not lines:
         lines = max(path.read_bytes(), lines, key=len)
     return lines[: lines.rfind(b"\n") + 1]
 
 
-def _decompressed(path: Path) -> bytes:
-    source = compressed(path)
+def _decompressed(source: Path) -> bytes:
     try:
         import lzma
 

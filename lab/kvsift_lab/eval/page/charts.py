@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
@@ -81,7 +81,7 @@ def line_chart(
     curves = []
     for index, curve in enumerate(series):
         shift = SHIFT * (index - (len(series) - 1) / 2)
-        points = []
+        points: list[dict[str, Any]] = []
         for p in curve.points:
             x, y = round(at_x(p.x) + shift, 1), at_y(p.y)
             text = f"{p.y:.2f} ({p.low:.2f} to {p.high:.2f}) at {p.x:,.0f}"

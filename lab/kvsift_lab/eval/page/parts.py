@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -24,7 +25,8 @@ class Cell(NamedTuple):
     mark: str = ""
 
 
-class Table(NamedTuple):
+@dataclass(frozen=True)
+class Table:
     """A table with row names in the first column; ``soft`` are the indices of reference rows, ``ids`` names of rows."""
 
     head: Sequence[str]
@@ -32,44 +34,48 @@ class Table(NamedTuple):
     caption: str = ""
     soft: Collection[int] = ()
     ids: Sequence[str] = ()
-    part = "table"
+    part: ClassVar = "table"
 
     def is_text(self, column: int) -> bool:
         """Return whether a column holds text that may wrap."""
         return bool(self.rows) and getattr(self.rows[0][column], "kind", "") == "text"
 
 
-class Heading(NamedTuple):
+@dataclass(frozen=True)
+class Heading:
     """A heading inside of a section."""
 
     text: str
-    part = "heading"
+    part: ClassVar = "heading"
 
 
-class Fold(NamedTuple):
+@dataclass(frozen=True)
+class Fold:
     """Parts that can be folded, closed by default."""
 
     title: str
     parts: Sequence[Any]
     is_open: bool = False
-    part = "fold"
+    part: ClassVar = "fold"
 
 
-class Figure(NamedTuple):
+@dataclass(frozen=True)
+class Figure:
     """Drawings with a caption."""
 
     title: str
     parts: Sequence[Any]
-    part = "figure"
+    part: ClassVar = "figure"
 
 
-class Row(NamedTuple):
+@dataclass(frozen=True)
+class Row:
     """Parts side by side: in a "grid" of equal columns, or by the "side" of each other."""
 
     parts: Sequence[Any]
     kind: str = "side"
     style: str = ""
-    part = "row"
+    part: ClassVar = "row"
 
 
 Parts = list[Any]

@@ -138,7 +138,7 @@ def _by_task(result: dict[str, Any], means: Sequence[PlanMean], length: int | No
     for mean in own:
         scores = [cells.get((task, mean.name, mean.budget)) for task in tasks]
         rows.append(
-            [mean.name, shown(mean.tokens, 0), *(shown(cell and cell["score"], 2) for cell in scores),
+            [mean.name, shown(mean.tokens, 0), *(shown(cell["score"] if cell else None, 2) for cell in scores),
              shown(mean.score, 3), percent_of_dense(mean, dense_of(means, length))]
         )  # fmt: skip
     soft = [index for index, mean in enumerate(own) if mean.is_reference]
