@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from kvsift_lab.eval.explain.explanation import Explanation
-from kvsift_lab.eval.page.parts import Cell, Heading, Parts, Row, Table, heat, rendered
+from kvsift_lab.eval.page.parts import Cell, Heading, Parts, SideBySide, Table, heat, rendered
 
 TOP, SHOWN = 5, 0.02  # passages per list; the least share of a head's attention in it
 FAINTEST = 0.002  # the least attention of a marked word, and the least share that a map shows
@@ -101,7 +101,7 @@ def _comparison(e: Explanation) -> Parts:
         Table(head, lines),
         heat_map(e, rows, caption, "{share:.1%} of the tokens"),
         Heading("Layer by layer"),
-        Row([_layers(e, measure) for measure in MEASURES]),
+        SideBySide([_layers(e, measure) for measure in MEASURES]),
     ]
 
 

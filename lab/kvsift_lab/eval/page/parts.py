@@ -69,7 +69,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Row:
+class SideBySide:
     """Parts side by side: in a "grid" of equal columns, or by the "side" of each other."""
 
     parts: Sequence[Any]

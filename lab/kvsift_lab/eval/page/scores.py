@@ -11,7 +11,7 @@ from typing import Any
 
 from kvsift_lab.eval.page.charts import ChartPoint, Level, Series, legend, line_chart
 from kvsift_lab.eval.page.means import PlanMean, at_length, dense_of, lengths_of, percent_of_dense, place
-from kvsift_lab.eval.page.parts import Cell, Figure, Fold, Parts, Row, Table, shown
+from kvsift_lab.eval.page.parts import Cell, Figure, Fold, Parts, SideBySide, Table, shown
 
 MOST_LINES = 9  # of one chart, to stay distinguishable
 TASKS = 5  # columns of marks that fit a screen
@@ -80,7 +80,7 @@ def _charts(result: dict[str, Any], groups: Groups, lines: dict[str, Series]) ->
     charts = [_chart(where, cells, lines, chance.get(where)) for where, cells in groups.items()]
     column = 480 if len(charts) in (2, 4) else 350  # pixels, so that no row has a single chart
     note = "Marks at one budget are shifted so that every interval is visible."
-    return [legend(list(lines.values())), Row(charts, "grid", f"--column:{column}px"), note]
+    return [legend(list(lines.values())), SideBySide(charts, "grid", f"--column:{column}px"), note]
 
 
 def _chart(
