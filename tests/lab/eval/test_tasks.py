@@ -5,28 +5,14 @@ import time
 from itertools import islice
 
 import pytest
-from kvsift_lab.eval.tasks import FAMILIES, Sample, make_sample, variables
+from kvsift_lab.eval.tasks import FAMILIES, make_sample, variables
+from lab.eval.task_tools import BOS, encode, encode_words, sample
 
 from kvsift.engine.prompt import answer_text, exact_match, parse_answer, prompt, question_text
 from kvsift.texts.facts import facts
 from kvsift.texts.prose import document, paragraphs
 
 OWN = FAMILIES["own"]
-BOS = 256  # beside the 256 bytes
-
-
-def encode(text: str) -> list[int]:
-    """One token per byte, so that depths can be checked against the text."""
-    return list(text.encode())
-
-
-def encode_words(text: str) -> list[int]:
-    """One token per word and one per separator: pieces of several characters, as in a real tokenizer."""
-    return [hash(word) & 0xFFFF for part in text.split("\n") for word in part.split(" ")]
-
-
-def sample(task: str, length: int, seed: int = 0, num_questions: int = 8) -> Sample:
-    return make_sample(task, length, seed, encode, num_questions, prefix=(BOS,))
 
 
 @pytest.mark.parametrize("task", OWN)

@@ -6,7 +6,8 @@ Contexts that are too long lose their middle, as in LongBench's ``pred.py``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,22 @@ DEFAULT_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
+class QuestionFormat:
+    """Format of the questions of a data set.
+
+    Attributes:
+        prompt: text with {context}, and with fields of a line such as {input}.
+        scorer, max_new_tokens, stop, answer_prefix: those of ``Question``; the prefix may have fields, too.
+    """
+
+    prompt: str
+    scorer: str
+    max_new_tokens: int
+    stop: str | None = None
+    answer_prefix: str = ""
+
+
+@dataclass(frozen=True)
 class ContextFitter:
     """Tokenizer and length limit of the texts of a file.
 
@@ -93,6 +110,23 @@ class ContextFitter:
     def length(self) -> int:
         """Tokens of a sample if the file leaves the length open."""
         return self.max_tokens or DEFAULT_TOKENS
+
+    def asked(
+        self, task: str, line: JsonLine, form: QuestionFormat, slots: Mapping[str, str], answers: Sequence[str],
+        references: tuple[str, ...],
+    ) -> Sample:  # fmt: skip
+        """Return the sample of a line with one question; ``slots`` are filled into the format, other braces stay."""
+        pattern = re.compile("|".join(map(re.escape, slots)))
+        before, _, after = form.prompt.partition("{context}")
+        before, after, prefix = (
+            pattern.sub(lambda match: slots[match.group()], text) for text in (before, after, form.answer_prefix)
+        )
+        context = before + line.text("context")
+        question = Question(
+            after, " | ".join(answers), depth_of(context, answers[:1]), references, form.scorer, form.max_new_tokens,
+            prefix, is_framed=False, stop=form.stop,
+        )  # fmt: skip
+        return self.sample(task, context, question)
 
     def sample(self, task: str, context: str, *questions: Question) -> Sample:
         """Return a sample; the middle of the context is cut if context and the longest question are too long.
