@@ -85,7 +85,8 @@ def _print(made: dict[str, Any], recipe: EvalRecipe) -> None:
     for warning in made["warnings"]:
         print(f"kvsift: WARNING: {plain(warning)}", file=sys.stderr)
     left = len(made["left_out"])
-    more = f"; {left} of {len(made['contexts'])} contexts are not finished, the same command resumes" if left else ""
+    verb = "is" if left == 1 else "are"
+    more = f"; {left} of {len(made['contexts'])} contexts {verb} not finished, the same command resumes" if left else ""
     where = plain(made["results"])
     print(f"{where}{more}. Show it with kvsift report {where}")
 
@@ -145,8 +146,9 @@ def _progress(label: str, num_plans: int) -> Iterator[Callable[[RunProgress], No
             note = progress_text(progress, seconds)
             bar.update(task, completed=progress.share, note=note)
             if not num_lines and progress.contexts < progress.total:
-                work = f"{progress.total - progress.contexts} contexts under {num_plans} plans each"
-                line = f"{work}. The time that they need is estimated after the first context."
+                number = progress.total - progress.contexts
+                line = f"{number} context{'s' if number > 1 else ''} to read, each under {num_plans} plans"
+                line += ". The time that this takes is estimated after the first context." if number > 1 else ""
             elif (num_lines == 1 and seconds) or (not is_terminal and now - last_line >= LINE_EVERY_S):
                 line = note
             else:

@@ -19,11 +19,10 @@ from kvsift.errors import InputError
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
-    from kvsift_lab.eval.explain.explanation import Explanation, LayerReading
+    from kvsift_lab.eval.explain.explanation import Explanation
 
 PLAN = "quest:budget=256:dense_layers=none"
 METHODS = "sketch,quest,streaming_llm,random"
-TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
 
 
 @expand
@@ -128,6 +127,8 @@ def _print(explanation: Explanation, with_heads: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from kvsift_lab.eval.explain.explanation import TOP
+
     console = Console()
     console.print(cell(f"{explanation.question}  ({explanation.model}, {explanation.plan})"))
     styles = ["bold reverse" if index == explanation.token else "" for index in range(len(explanation.tokens))]
@@ -140,9 +141,12 @@ def _print(explanation: Explanation, with_heads: bool) -> None:
     heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
     named: set[int] = set()
     for reading in explanation.readings:
-        for head in range(len(reading.mass)):
-            heads.add_row(str(reading.layer), str(head), _read_by(explanation, reading, head))
-            named.update(_most_read_by(reading.mass[head]))
+        for head, mass in enumerate(reading.mass):
+            most = explanation.most_read_by(reading, head)
+            read = ", ".join(f"{explanation.name(index)} {mass[index]:.0%}" for index in most)
+            visible = explanation.visible_to(reading, head)
+            heads.add_row(str(reading.layer), str(head), f"{read}  ({visible} visible)")
+            named.update(most)
     console.print(heads)
     text = [index for index in sorted(named) if explanation.passages[index].kind == "text"]
     console.print(_passages(explanation, text, "the passages that layers and heads read", False))
@@ -162,22 +166,6 @@ def _passages(explanation: Explanation, indices: Sequence[int], title: str, whol
         tokens = f"{passage.start}-{passage.stop - 1}"
         table.add_row(str(index), str(passage.line), tokens, f"{shares[index]:.1%}", words)
     return table
-
-
-def _read_by(explanation: Explanation, reading: LayerReading, head: int) -> str:
-    """Return the passages that a head attended most, by number; sinks, window and prompt by name."""
-    mass = reading.mass[head]
-    passages = list(enumerate(explanation.passages))
-    names = [str(index) if passage.kind == "text" else passage.kind for index, passage in passages]
-    most = [f"{names[index]} {mass[index]:.0%}" for index in _most_read_by(mass)]
-    text = [index for index, passage in passages if passage.kind == "text"]
-    num_visible = sum(reading.seen[head][index] > 0 for index in text)
-    return f"{', '.join(most)}  ({num_visible} of {len(text)} visible)"
-
-
-def _most_read_by(mass: Sequence[float]) -> list[int]:
-    order = sorted(range(len(mass)), key=lambda index: -mass[index])
-    return [index for index in order[:TOP] if mass[index] >= SHOWN]
 
 
 def _choices(explanation: Explanation) -> object:

@@ -97,7 +97,7 @@ def unsolved_tasks(unsolved: Iterable[tuple[str, int | None]]) -> list[str]:
     places = ", ".join(f"{task} at {length:,}" if length else task for task, length in unsolved)
     return [] if not places else [
         f"{places}: dense is not measurably better than chance, so the scores there do not compare plans. Take a model "
-        "that solves the task, a shorter context or more questions, and read some answers in samples.jsonl."
+        "that solves the task, a shorter context or more questions, and read some of its answers."
     ]  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, ta
     assert outcome.code == 0
     assert outcome.out == (
         "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
-        "out/mine; 1 of 3 contexts are not finished, the same command resumes. Show it with kvsift report out/mine\n"
+        "out/mine; 1 of 3 contexts is not finished, the same command resumes. Show it with kvsift report out/mine\n"
     )
     assert outcome.err.splitlines()[-1] == "kvsift: WARNING: unequal."
     ((asked, text, *others),) = tables
@@ -325,7 +325,7 @@ def test_a_long_run_says_at_once_how_much_it_is_and_after_a_context_how_long(
 ) -> None:
     monkeypatch.setattr("kvsift_lab.cli.eval.monotonic", iter(range(0, 1000, 20)).__next__)
     first, second, *_ = run("eval", recipe).err.splitlines()
-    assert first.startswith("mine: 3 contexts under 5 plans each. The time that they need is estimated after the first")
+    assert first.startswith("mine: 3 contexts to read, each under 5 plans. The time that this takes is estimated after")
     assert second == "mine: 2 of 3 contexts (67%), about 10 seconds left"
 
 

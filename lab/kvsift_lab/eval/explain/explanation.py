@@ -17,6 +17,8 @@ from kvsift.layer.probe import recall_and_recovery
 from kvsift.plan.plan import Rule
 from kvsift_lab.eval.explain.observer import ORACLE, RUN, LayerObservation
 
+TOP, SHOWN = 5, 0.02  # passages per list; the least share of a head's attention in it
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -124,6 +126,22 @@ class Explanation:
         attention = self.attention()
         text = [index for index, passage in enumerate(self.passages) if passage.kind == "text"]
         return sorted(text, key=lambda index: -attention[index])[:count]
+
+    def most_read_by(self, reading: LayerReading, head: int) -> list[int]:
+        """Return the indices of the passages that a head attends most, if they have a share worth a line."""
+        mass = reading.mass[head]
+        order = sorted(range(len(mass)), key=lambda index: -mass[index])
+        return [index for index in order[:TOP] if mass[index] >= SHOWN]
+
+    def visible_to(self, reading: LayerReading, head: int) -> str:
+        """Return how many passages of the document a head sees a part of."""
+        text = [seen for seen, passage in zip(reading.seen[head], self.passages) if passage.kind == "text"]
+        return f"{sum(seen > 0 for seen in text)} of {len(text)}"
+
+    def name(self, index: int) -> str:
+        """Return the number of a passage of the document, or the kind of another."""
+        kind = self.passages[index].kind
+        return str(index) if kind == "text" else kind
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record for JSON."""

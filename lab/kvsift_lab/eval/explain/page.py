@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from kvsift_lab.eval.explain.explanation import Explanation
+from kvsift_lab.eval.explain.explanation import TOP, Explanation
 from kvsift_lab.eval.page.parts import Cell, Heading, Parts, SideBySide, Table, heat, rendered
 
-TOP, SHOWN = 5, 0.02  # passages per list; the least share of a head's attention in it
 FAINTEST = 0.002  # the least attention of a marked word, and the least share that a map shows
 DARKEST = 60  # percent of the colour behind a word, so that it stays readable
 WIDTH, ROW, LABEL = 960, 12, 150  # pixels of a map: all passages, a row, the name of a row
@@ -79,9 +78,7 @@ def _marked(text: str, share: float, most: float) -> Markup:
 def _links(e: Explanation, shares: Sequence[float], passages: Sequence[int]) -> Cell:
     """Return links to passages with their shares: numbers, or the names of sinks, window and prompt."""
     link = Markup('<a href="#t{}p{}">{}</a>&nbsp;{:.1%}')
-    kinds = [e.passages[index].kind for index in passages]
-    names = [index if kind == "text" else kind for index, kind in zip(passages, kinds)]
-    links = (link.format(e.token, index, name, shares[index]) for index, name in zip(passages, names))
+    links = (link.format(e.token, index, e.name(index), shares[index]) for index in passages)
     return Cell(Markup(", ").join(links), "text")
 
 
@@ -118,14 +115,11 @@ def _layers(e: Explanation, measure: str) -> Table:
 
 def _heads(e: Explanation) -> Table:
     """Return the passages with the most attention of each head, as links."""
-    text = [index for index, passage in enumerate(e.passages) if passage.kind == "text"]
     rows, ids = [], []
     for reading in e.readings:
-        for head, (mass, visible) in enumerate(zip(reading.mass, reading.seen, strict=True)):
-            order = sorted(range(len(mass)), key=lambda index: -mass[index])
-            most = [index for index in order[:TOP] if mass[index] >= SHOWN]
-            count = sum(visible[index] > 0 for index in text)
-            rows.append([f"layer {reading.layer}, head {head}", _links(e, mass, most), f"{count} of {len(text)}"])
+        for head, mass in enumerate(reading.mass):
+            links = _links(e, mass, e.most_read_by(reading, head))
+            rows.append([f"layer {reading.layer}, head {head}", links, e.visible_to(reading, head)])
             ids.append(f"t{e.token}l{reading.layer}h{head}")
     return Table(["head", "passages with their share of its attention", "visible"], rows, "", ids=ids)
 
