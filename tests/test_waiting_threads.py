@@ -60,6 +60,15 @@ def test_processes_that_kvsift_starts_wait_as_it_does() -> None:
     assert output_of(story).strip() == str(threads.SPINS)
 
 
+@linux_only
+def test_a_token_of_eval_is_as_fast_beside_other_processes_as_one_of_ask() -> None:
+    """Its worker inherits the spin count that kvsift set, which is no setting of the user: it adapts to other load."""
+    worker = "from kvsift import threads; print(threads.USER_WAITING, threads._most_threads(), threads._waiting())"
+    story = f"import sys, subprocess, kvsift; subprocess.run([sys.executable, '-c', {worker!r}])"
+    assert output_of(worker) == output_of(story)
+    assert output_of(story).startswith("{} ")
+
+
 @pytest.mark.parametrize(("given", "number"), [(None, 4), ("3", 3), ("2,1", 2), ("all", 4)])
 def test_workers_share_the_processors_unless_the_user_says_how_many_threads(
     monkeypatch: pytest.MonkeyPatch, given: str | None, number: int

@@ -33,8 +33,11 @@ FEW_TOKENS = 16
 
 log = logging.getLogger("kvsift")
 TORCH_WAS_FIRST = "torch" in sys.modules
-USER_WAITING = {name: os.environ[name] for name in WAITING if name in os.environ}
-SPINS_SET = sys.platform == "linux" and not TORCH_WAS_FIRST and not USER_WAITING
+INHERITED = os.environ.get("GOMP_SPINCOUNT") == str(SPINS)  # from a process of kvsift that started this one
+USER_WAITING = {
+    name: os.environ[name] for name in WAITING if name in os.environ and not (INHERITED and name == "GOMP_SPINCOUNT")
+}
+SPINS_SET = sys.platform == "linux" and not USER_WAITING and (INHERITED or not TORCH_WAS_FIRST)
 if SPINS_SET:
     os.environ["GOMP_SPINCOUNT"] = str(SPINS)  # of this process and those that it starts
 

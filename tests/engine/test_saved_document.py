@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
-from lab.eval.test_results_directory import file_size_limit
+from lab.eval.test_results import file_size_limit
 from models.ropes import rope
 from safetensors import safe_open
 

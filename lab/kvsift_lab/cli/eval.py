@@ -51,7 +51,7 @@ def evaluate(
     stop_at = None if max_seconds is None else monotonic() + max_seconds
     made = []
     for path, recipe, text in zip(recipes, loaded, texts, strict=True):
-        with _progress(path.stem) as on_progress:
+        with _progress(path.stem, len(recipe.rows)) as on_progress:
             tables = run(recipe, text, out / path.stem, workers, stop_at, on_progress, threads)
         made.append({"recipe": path.stem, "results": str(out / path.stem), **tables})
         if not as_json:
@@ -81,11 +81,12 @@ def _require_directory(out: Path) -> None:
 def _print(made: dict[str, Any], recipe: EvalRecipe) -> None:
     from kvsift_lab.eval.tables import score_table
 
-    print(plain(score_table(made, recipe.budgets)), end="\n\n")
+    print(plain(score_table(made, recipe.columns)), end="\n\n")
     for warning in made["warnings"]:
         print(f"kvsift: WARNING: {plain(warning)}", file=sys.stderr)
     left = len(made["left_out"])
-    more = f"; {left} of {len(made['contexts'])} contexts are not finished, the same command resumes" if left else ""
+    verb = "is" if left == 1 else "are"
+    more = f"; {left} of {len(made['contexts'])} contexts {verb} not finished, the same command resumes" if left else ""
     where = plain(made["results"])
     print(f"{where}{more}. Show it with kvsift report {where}")
 
@@ -123,25 +124,36 @@ def progress_text(progress: RunProgress, left: float | None) -> str:
 
 
 @contextmanager
-def _progress(label: str) -> Iterator[Callable[[RunProgress], None]]:
-    """Yield a function that shows progress: a bar, or a line per minute in a log."""
+def _progress(label: str, num_plans: int) -> Iterator[Callable[[RunProgress], None]]:
+    """Yield a function that shows progress: a bar, or a line per minute in a log.
+
+    Both begin with a line about the work, and have a line with the time that is left after the first context.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as Bar
 
     is_terminal, label = sys.stderr.isatty(), plain(label)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[note]}")
-    left, last_line = TimeLeft(), monotonic()
+    left, last_line, num_lines = TimeLeft(), monotonic(), 0
     with Bar(*columns, console=Console(stderr=True), disable=not is_terminal, transient=True) as bar:
         task = bar.add_task(label, total=1.0, note="")
 
         def show(progress: RunProgress) -> None:
-            nonlocal last_line
+            nonlocal last_line, num_lines
             now = monotonic()
-            note = progress_text(progress, left.at(now, progress))
+            seconds = left.at(now, progress)
+            note = progress_text(progress, seconds)
             bar.update(task, completed=progress.share, note=note)
-            if not is_terminal and now - last_line >= LINE_EVERY_S:
-                last_line = now
-                print(f"{label}: {note}", file=sys.stderr, flush=True)
+            if not num_lines and progress.contexts < progress.total:
+                number = progress.total - progress.contexts
+                line = f"{number} context{'s' if number > 1 else ''} to read, each under {num_plans} plans"
+                line += ". The time that this takes is estimated after the first context." if number > 1 else ""
+            elif (num_lines == 1 and seconds) or (not is_terminal and now - last_line >= LINE_EVERY_S):
+                line = note
+            else:
+                return
+            last_line, num_lines = now, num_lines + 1
+            bar.console.print(f"{label}: {line}", markup=False, highlight=False, soft_wrap=True)
 
         yield show

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +19,10 @@ from kvsift.errors import InputError
 
 if TYPE_CHECKING:
     from kvsift.engine.llm import LLM
-    from kvsift_lab.eval.explain.explanation import Explanation, LayerReading
+    from kvsift_lab.eval.explain.explanation import Explanation
 
 PLAN = "quest:budget=256:dense_layers=none"
 METHODS = "sketch,quest,streaming_llm,random"
-TOP, SHOWN = 5, 0.02  # passages; of a head's attention, what is worth a line
 
 
 @expand
@@ -92,7 +92,7 @@ def explain(
         print(json.dumps(documents[0] if token.strip().isdecimal() else documents, indent=1))
     else:
         for explanation in explanations:
-            _print(explanation)
+            _print(explanation, with_heads=html is None)
     if html is None:
         return
     o.write_whole(html, page(*explanations))  # last: a page that cannot be written loses no output
@@ -121,41 +121,51 @@ def _shortened(llm: LLM, text: str, num_tokens: int | None) -> str:
     return shortened
 
 
-def _print(explanation: Explanation) -> None:
+def _print(explanation: Explanation, with_heads: bool) -> None:
+    """Print an explanation; a page has the table of heads, which may have hundreds of rows."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from kvsift_lab.eval.explain.explanation import TOP
 
     console = Console()
     console.print(cell(f"{explanation.question}  ({explanation.model}, {explanation.plan})"))
     styles = ["bold reverse" if index == explanation.token else "" for index in range(len(explanation.tokens))]
     console.print(Text.assemble(*map(cell, explanation.tokens, styles)))
-    shares = explanation.attention()
-    table = Table("passage", "tokens", "attention", "text", show_lines=True, title="most read but sinks and window")
-    for index in explanation.most_read(TOP):
-        passage = explanation.passages[index]
-        words = cell(" ".join(passage.text.split()))
-        table.add_row(str(index), f"{passage.start}-{passage.stop - 1}", f"{shares[index]:.1%}", words)
-    console.print(table)
-    heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
-    for reading in explanation.readings:
-        for head in range(len(reading.mass)):
-            heads.add_row(str(reading.layer), str(head), _read_by(explanation, reading, head))
-    console.print(heads)
+    console.print(_passages(explanation, explanation.most_read(TOP), "parts of the document most read", True))
     if explanation.choices:
         console.print(_choices(explanation))
+    if not with_heads:
+        return
+    heads = Table("layer", "head", "passages it read, with their share of its attention", title="by layer and head")
+    named: set[int] = set()
+    for reading in explanation.readings:
+        for head, mass in enumerate(reading.mass):
+            most = explanation.most_read_by(reading, head)
+            read = ", ".join(f"{explanation.name(index)} {mass[index]:.0%}" for index in most)
+            visible = explanation.visible_to(reading, head)
+            heads.add_row(str(reading.layer), str(head), f"{read}  ({visible} visible)")
+            named.update(most)
+    console.print(heads)
+    text = [index for index in sorted(named) if explanation.passages[index].kind == "text"]
+    console.print(_passages(explanation, text, "the passages that layers and heads read", False))
 
 
-def _read_by(explanation: Explanation, reading: LayerReading, head: int) -> str:
-    """Return the passages that a head attended most, by number; sinks and window by name."""
-    mass = reading.mass[head]
-    order = sorted(range(len(mass)), key=lambda index: -mass[index])
-    passages = list(enumerate(explanation.passages))
-    names = [str(index) if passage.kind == "text" else passage.kind for index, passage in passages]
-    most = [f"{names[index]} {mass[index]:.0%}" for index in order[:TOP] if mass[index] >= SHOWN]
-    text = [index for index, passage in passages if passage.kind == "text"]
-    num_visible = sum(reading.seen[head][index] > 0 for index in text)
-    return f"{', '.join(most)}  ({num_visible} of {len(text)} visible)"
+def _passages(explanation: Explanation, indices: Sequence[int], title: str, whole: bool) -> object:
+    """Return a table of passages with their text, ``whole`` or its beginning."""
+    from rich.table import Table
+
+    shares, table = explanation.attention(), Table(title=title, show_lines=whole)
+    for name in ("passage", "line", "tokens", "attention"):
+        table.add_column(name)
+    table.add_column("text", no_wrap=not whole, overflow="fold" if whole else "ellipsis")
+    for index in indices:
+        passage = explanation.passages[index]
+        words = cell(" ".join(passage.text.split()))
+        tokens = f"{passage.start}-{passage.stop - 1}"
+        table.add_row(str(index), str(passage.line), tokens, f"{shares[index]:.1%}", words)
+    return table
 
 
 def _choices(explanation: Explanation) -> object:

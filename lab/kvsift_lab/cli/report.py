@@ -9,9 +9,11 @@ import typer
 
 from kvsift.cli import options as o
 from kvsift.cli.escaping import plain
+from kvsift.errors import InputError
 
 
 def report(
+    context: typer.Context,
     results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval, or older result files.")],
     out: Annotated[Path, typer.Option("--out", "--output", help="The page, one self-contained HTML file.")] = Path(
         "report.html"
@@ -21,15 +23,18 @@ def report(
     ] = None,
 ) -> None:
     """Render results: scores against visible tokens, depths, layers, times, recipe and machine."""
-    from kvsift_lab.eval.result_files import load_result
+    from kvsift_lab.eval.result_files import load_result, result_paths
 
-    loaded = [(path.stem, load_result(path)) for path in results]
+    loaded = [(path.stem, load_result(path)) for given in results for path in result_paths(given)]
     if kvpress is not None:
         from kvsift_lab.eval.kvpress import write_folders
 
         for folder in write_folders(loaded, kvpress):
             print(plain(str(folder)))
         return
+    source = context.get_parameter_source("out")
+    if out.exists() and source is not None and source.name == "DEFAULT":
+        raise InputError(f"{out} exists. Give --out {out} to replace it, or another name.")
     o.require_writable(out, "--out")
     from kvsift_lab.eval.page import page
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.eval.loaders import load_file
-from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.task_files import TaskFile
+from kvsift_lab.eval.recipe import EvalRecipe, Job, TaskFile
 from kvsift_lab.eval.tasks import Sample, framed, make_sample
 
 

@@ -15,6 +15,7 @@ from kvsift.engine.prompt import answer_text
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
+from kvsift.threads import use as use_threads
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.plan_rows import PlanRow
 from kvsift_lab.eval.recipe import EvalRecipe, Job
@@ -24,10 +25,15 @@ from kvsift_lab.eval.tasks import Question, Sample
 
 
 class Evaluator:
-    """Evaluator of every plan of a recipe, with one model."""
+    """Evaluator of every plan of a recipe, with one model.
 
-    def __init__(self, recipe: EvalRecipe, threads: int) -> None:
-        torch.set_num_threads(threads)
+    Args:
+        recipe: the recipe.
+        threads: of torch and the compiled core; None: as many as other processes leave free, as in ``kvsift ask``.
+    """
+
+    def __init__(self, recipe: EvalRecipe, threads: int | None) -> None:
+        use_threads(threads)
         self.recipe = recipe
         how: dict[str, Any] = {"device": recipe.device, "dtype": recipe.dtype, "placement": recipe.placement}
         self.llm = LLM(recipe.model, "dense", dense_below=0, **how)  # the plan is evaluated at every length
@@ -66,8 +72,12 @@ class Evaluator:
         return Document(self.llm, ids, lambda tail: ids + self.contexts.encode(tail), self.llm.plan)
 
     def _answer(self, document: Document, sample: Sample, row: PlanRow, question: Question, turns: list[int]) -> Result:
-        """Answer one question; ``turns`` holds the tokens of the conversation so far and is extended in place."""
+        """Answer one question; ``turns`` holds the tokens of the conversation so far and is extended in place.
+
+        A chat model answers in sentences, so a short answer must be in its text and not the whole first line.
+        """
         chat = bool(self.llm.tokenizer.chat_template)
+        scorer = "contains" if chat and question.scorer == "exact" else question.scorer
         ids = turns + self.contexts.encode(question.tail) if turns else self._prompt(document, sample, question, row)
         self.llm.check([ids], question.max_new_tokens, row.plan)
         document = self._document_for(document, ids, row)
@@ -85,9 +95,9 @@ class Evaluator:
             "asked": question.text,
             "expected": question.answer,
             "references": list(question.references),
-            "scorer": question.scorer,
+            "scorer": scorer,
             "answer": answer.text.strip(),
-            "score": score(question.scorer, answer.text, question.references),
+            "score": score(scorer, answer.text, question.references),
             **_counters(answer.stats, document),
             **{key: _short(getattr(answer, key)) for key in ("ttft_s", "tpot_s", "kv_bytes", "peak_memory_bytes")},
             "path": answer.path,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from kvsift.errors import InputError
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Plan, Rule
@@ -39,14 +41,37 @@ def plan_rows(
     plans: Sequence[str], budgets: Sequence[int], settings: str, references: bool, about: Phase = "decode"
 ) -> tuple[PlanRow, ...]:
     """Return the rows of a recipe: its plans, then the missing references, at every budget. ``about`` is the phase of
-    plans with one rule for both phases.
+    plans with one rule for both phases. Without ``budgets`` each plan is at its own.
 
     Raises:
-        InputError: if a plan is invalid.
+        InputError: if a plan is invalid, or without ``budgets`` has none.
     """
-    named = zip(plans, row_names(plans))
-    rows = [row for plan, name in named for row in _at_budgets(plan, name, budgets, settings, about)]
-    return (*rows, *(_missing(rows, budgets) if references else ()))
+    templates = {plan: tuple(budgets) for plan in plans} if budgets else _own_budgets(plans)
+    named = zip(templates.items(), row_names(list(templates)))
+    rows = [row for (plan, own), name in named for row in _at_budgets(plan, name, own, settings, about)]
+    return (*rows, *(_missing(rows, budgets or budgets_of(plans)) if references else ()))
+
+
+def budgets_of(plans: Iterable[str]) -> tuple[int, ...]:
+    """Return the budgets of plans that have one each, ascending."""
+    return tuple(sorted({budget for budgets in _own_budgets(plans).values() for budget in budgets}))
+
+
+def _own_budgets(plans: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Return plans with their budgets replaced by ``BUDGET``, and these budgets; dense plans have none."""
+    templates: dict[str, tuple[int, ...]] = {}
+    for plan in plans:
+        own = {int(budget) for budget in re.findall(r":budget=(\d+)", plan)}
+        if len(own) != 1 and _methods(parse_plan(plan.replace(BUDGET, "256"))):
+            raise InputError(
+                f"the recipe has no budgets, and the plan {plan} has not one of its own. Write budgets = [256], or "
+                "budget=256 into every plan."
+            )
+        template = re.sub(r":budget=\d+", f":budget={BUDGET}", plan)
+        templates[template] = tuple(sorted({*templates.get(template, ()), *own}))
+    if not any(templates.values()):
+        raise InputError("the recipe has no budgets, and none of its plans has one. Write budgets = [256].")
+    return templates
 
 
 def row_names(plans: Sequence[str]) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -13,8 +15,8 @@ from kvsift.errors import InputError, unknown
 from kvsift.methods.base import Phase
 from kvsift.plan.refusals import check_placement
 from kvsift.plan.syntax import parse_plan
-from kvsift_lab.eval.plan_rows import PlanRow, plan_rows
-from kvsift_lab.eval.task_files import TaskFile, task_file, whole_number
+from kvsift_lab.eval.loaders import LOADERS
+from kvsift_lab.eval.plan_rows import PlanRow, budgets_of, plan_rows
 from kvsift_lab.eval.tasks import find_task, task_names
 
 SETUPS: dict[str, Phase] = {"question_decoded": "decode", "whole_prompt": "prefill", "sparse_prefill": "prefill"}
@@ -41,7 +43,7 @@ class EvalRecipe:
         lengths: tokens of each context; ``length`` in a file for a single one.
         questions_per_task, questions_per_context: numbers of questions; they give the number of contexts.
         plans: rows of the tables; ``{budget}`` is replaced.
-        budgets: columns of the tables.
+        budgets: columns of the tables; without them, those that the plans have.
         settings: appended to every plan with a budget, such as ":sinks=4:window=16", unless the plan has the key.
         setup: "question_decoded": the question's tokens are decoded under the plan, after the context; "whole_prompt":
             context and question are prefilled densely, the answer is decoded under the plan; "sparse_prefill": context
@@ -56,7 +58,7 @@ class EvalRecipe:
     questions_per_task: int
     questions_per_context: int
     plans: tuple[str, ...]
-    budgets: tuple[int, ...]
+    budgets: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
     settings: str = ""
@@ -95,6 +97,8 @@ class EvalRecipe:
                 raise InputError(f"the recipe {name} has length and lengths; give one of them.")
             values["lengths"] = (values.pop("length"),)
         values["files"] = tuple(task_file(file, name) for file in values.get("files", ()))
+        if values["files"] and not values.get("tasks"):  # files have questions of their own
+            values = {"questions_per_task": 1, "questions_per_context": 1, **values}
         required = [f.name for f in fields(cls) if f.default is MISSING]
         required += [] if values["files"] else ["tasks", "lengths"]
         if missing := [key for key in required if key not in values]:
@@ -103,7 +107,8 @@ class EvalRecipe:
 
     def __post_init__(self) -> None:
         for key, kind in LISTS.items():
-            if key not in ("tasks", "lengths") or not self.files or getattr(self, key):
+            optional = key == "budgets" or (key in ("tasks", "lengths") and self.files)
+            if getattr(self, key) or not optional:
                 _list_of(key, getattr(self, key), kind)
         for key, least in LEAST.items():
             whole_number(key, getattr(self, key), least)
@@ -132,6 +137,11 @@ class EvalRecipe:
         """Rows of the tables: every plan at every budget, references included."""
         about: Phase = "prefill" if self.setup == "sparse_prefill" else "decode"
         return plan_rows(self.plans, self.budgets, self.settings, self.references, about)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Budgets of the columns of the tables."""
+        return self.budgets or budgets_of(self.plans)
 
     @property
     def question_phase(self) -> Phase:
@@ -175,3 +185,60 @@ def _list_of(key: str, value: object, kind: type) -> None:
     if isinstance(value, tuple) and value and all(type(item) is kind for item in value):
         return
     raise InputError(f"{key}={value!r} of a recipe must be a list of {'names' if kind is str else 'whole numbers'}.")
+
+
+FILE_KEYS = "kind", "path", "limit", "max_tokens", "name"
+
+
+@dataclass(frozen=True)
+class TaskFile:
+    """A task from a local file in its published format.
+
+    Attributes:
+        kind: the format, a name in ``eval.loaders.LOADERS``.
+        path: of a file or a directory of files.
+        limit: the most samples to use.
+        name: of the task in results; by default that of the file.
+        max_tokens: longer contexts lose their middle; None: no limit.
+    """
+
+    kind: str
+    path: str
+    limit: int
+    name: str
+    max_tokens: int | None = None
+
+
+def task_file(table: object, recipe: str) -> TaskFile:
+    """Return a task from its table in a recipe.
+
+    Raises:
+        InputError: if the file is missing, or a key or value is wrong.
+    """
+    if not isinstance(table, dict) or not {"kind", "path"} <= table.keys():
+        raise InputError(f"files of the recipe {recipe} are tables with kind and path; got {table!r}.")
+    for key in table:
+        if key not in FILE_KEYS:
+            raise unknown(f"key of a file of the recipe {recipe}", key, FILE_KEYS)
+    kind, path, limit, most = table["kind"], Path(table["path"]), table.get("limit", 100), table.get("max_tokens")
+    if kind not in LOADERS:
+        raise unknown("kind of file", str(kind), LOADERS)
+    whole_number("limit", limit, 1)
+    if most is not None:
+        whole_number("max_tokens", most, 1)
+    if not path.exists():
+        raise InputError(f"the recipe {recipe} names the file {path}, which does not exist.")
+    return TaskFile(kind, str(path), limit, table.get("name", path.stem), most)
+
+
+def digest(path: Path) -> str:
+    """Return the digest of a file, or of all files of a directory with their names."""
+    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    digests = [(str(file.relative_to(path.parent)), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+
+
+def whole_number(key: str, value: object, least: int) -> None:
+    """Refuse a value of a recipe that is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{key}={value!r} of a recipe must be a whole number, {least} or more.")

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift_lab.eval.append_only_file import whole_lines
-from kvsift_lab.eval.packed import read_stored, stored
 from kvsift_lab.eval.plan_rows import plan_rows
 from kvsift_lab.eval.recipe import Job
-from kvsift_lab.eval.results import SAMPLES, parse_samples, read_summary
+from kvsift_lab.eval.results import (
+    SAMPLES,
+    SUMMARY,
+    parse_samples,
+    read_json,
+    read_summary,
+    stored,
+    whole_lines,
+)
 from kvsift_lab.eval.summary import tables_of
 
 KINDS = "quality", "recall"
+
+
+def result_paths(path: Path) -> list[Path]:
+    """Return a result, or the results directories inside of a directory that is none, by name: what ``--out`` names."""
+    if not path.is_dir() or stored(path / SUMMARY).exists():
+        return [path]
+    return sorted(inner for inner in path.iterdir() if stored(inner / SUMMARY).exists()) or [path]
 
 
 def load_result(path: Path) -> dict[str, Any]:
@@ -27,7 +39,7 @@ def load_result(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return {**_directory(path), "path": str(path)}
     try:
-        result: dict[str, Any] = json.loads(read_stored(path))
+        result: dict[str, Any] = read_json(path)
     except FileNotFoundError:
         raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.") from None
     except (OSError, ValueError, RecursionError) as error:

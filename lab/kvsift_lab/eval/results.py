@@ -1,33 +1,180 @@
-"""Results directory: samples that survive an interrupted run, and their summary.
+"""Results directory of ``kvsift eval``: samples that survive an interrupted run, and their summary.
 
 samples.jsonl   one JSON object per line and sample, each flushed to the disk before the next
 summary.json    recipe, fingerprint, sessions and the tables of the samples; replaced as a whole
+tables.md       the tables of a finished result
 recipe.toml     the recipe as given
 
-Large files of a finished run are packed: samples.jsonl.xz, summary.json.xz.
+The samples of a finished result are compressed with xz, to a twentieth: samples.jsonl.xz.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import os
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvsift.engine.atomic_files import reason, write_atomically
+from kvsift.engine.atomic_files import reason, settle, write_atomically
 from kvsift.errors import InputError
-from kvsift_lab.eval.append_only_file import AppendOnlyFile
-from kvsift_lab.eval.fingerprint import difference, document_of, fingerprint, is_extended
-from kvsift_lab.eval.packed import pack_large, packed_path, read_stored, stored
-from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift.plan.syntax import parse_plan
+from kvsift_lab.eval.recipe import EvalRecipe, Job, digest
+from kvsift_lab.eval.tables import score_table
 
-SAMPLES, SUMMARY, RECIPE = "samples.jsonl", "summary.json", "recipe.toml"
+SAMPLES, SUMMARY, TABLES, RECIPE = "samples.jsonl", "summary.json", "tables.md", "recipe.toml"
+NOT_PART_OF_A_RESULT = {"device"}
+MAY_GROW = {"tasks", "lengths", "plans", "budgets", "rows", "questions_per_task"}  # by further values
 
 Result = dict[str, Any]
 """One sample: question, plan, answer, score and counters."""
 
 Done = frozenset[tuple[str, int]]
 """(plan, question) of the finished samples of a context."""
+
+
+def compressed(path: Path) -> Path:
+    """Return the path of a file that is compressed with xz."""
+    return path.with_name(path.name + ".xz")
+
+
+def stored(path: Path) -> Path:
+    """Return the path, or that of the compressed file if only that exists."""
+    return compressed(path) if not path.exists() and compressed(path).exists() else path
+
+
+def read_stored(path: Path) -> bytes:
+    """Return the content of a file, plain or compressed; of ``name`` and ``name.xz``, the plain one.
+
+    Raises:
+        OSError: if it cannot be read.
+        InputError: if it is damaged.
+    """
+    source = stored(path)
+    return _decompressed(source) if source.suffix == ".xz" else source.read_bytes()
+
+
+def read_json(path: Path) -> Any:
+    """Return the document of a JSON file, plain or compressed with xz: ``name.json`` or ``name.json.xz``.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no JSON; RecursionError if it is nested too deeply.
+        InputError: if it is damaged.
+    """
+    return json.loads(read_stored(path))
+
+
+def whole_lines(path: Path) -> bytes:
+    """Return the finished lines of a file, plain or compressed. A killed process may leave both: the longer one counts,
+    since lines are only appended after all of them are in the plain one.
+
+    Raises:
+        OSError: if it is missing or cannot be read.
+        InputError: if it is damaged.
+    """
+    lines = _decompressed(compressed(path)) if compressed(path).exists() else b""
+    if path.exists() or not lines:
+        lines = max(path.read_bytes(), lines, key=len)
+    return lines[: lines.rfind(b"\n") + 1]
+
+
+def _decompressed(source: Path) -> bytes:
+    try:
+        import lzma
+
+        return lzma.decompress(source.read_bytes())
+    except ImportError:  # some builds of Python have none
+        raise InputError(f"{source} is compressed and this Python has no lzma. Unpack it: xz -d {source}") from None
+    except lzma.LZMAError as error:
+        raise InputError(f"{source} cannot be unpacked ({error}). Copy it from its source again.") from None
+
+
+class SampleFile:
+    """A file of whole lines, open for appending in one process at a time. An unfinished line of a killed process is
+    dropped; a compressed file is decompressed before the first appended line.
+
+    Attributes:
+        text: its whole lines.
+        dropped: bytes of the unfinished line after them.
+
+    Raises:
+        InputError: if another process is appending, or the compressed file is damaged.
+        OSError: if it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _locked(path)
+        try:
+            lines, plain = whole_lines(path), path.read_bytes()
+            self.text = lines.decode(errors="replace")
+            self._compressed = not plain.startswith(lines)  # the plain file is empty, or a part of a copy
+            self.dropped = 0 if self._compressed else len(plain) - len(lines)
+            # what is to be written before the first line, and where
+            self._before, self._stop = (lines, 0) if self._compressed else (b"", len(lines))
+            if not self._compressed:
+                os.ftruncate(self._file, self._stop)
+                compressed(path).unlink(missing_ok=True)
+                settle(path.parent)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def append(self, line: str) -> None:
+        """Append a line and flush it to the disk.
+
+        Raises:
+            OSError: if the disk is full; the lines are unchanged then.
+        """
+        data, written = self._before + (line + "\n").encode(), 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._file, data[written:], self._stop + written)
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._stop)  # needs no room
+            raise
+        self._before, self._stop = b"", self._stop + len(data)
+        if self._compressed:
+            settle(self.path.parent)
+            compressed(self.path).unlink()
+            self._compressed = False
+
+    def close(self, finished: bool = False) -> None:
+        """Release the lock; compress the file if it is ``finished``.
+
+        Raises:
+            OSError: if the disk is full; the file stays plain then.
+        """
+        try:
+            if finished and not self._compressed and self._stop:
+                import lzma
+
+                lines = self.path.read_bytes()
+                write_atomically(compressed(self.path), lzma.compress(lines, preset=6 | lzma.PRESET_EXTREME))
+                self._compressed = True
+            if self._compressed:
+                self.path.unlink(missing_ok=True)
+        finally:
+            os.close(self._file)
+
+
+def _locked(path: Path) -> int:
+    """Open the file under an exclusive lock; create it if missing."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(file)
+            raise InputError(f"another process is writing to {path}. Wait for it, or give another --out.") from None
+        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+            return file
+        os.close(file)  # another process has compressed it between the two steps
 
 
 class ResultsDirectory:
@@ -51,19 +198,18 @@ class ResultsDirectory:
         self._finished = False
         try:
             path.mkdir(parents=True, exist_ok=True)
-            self._lines = AppendOnlyFile(path / SAMPLES)
+            self._lines = SampleFile(path / SAMPLES)
         except OSError as error:
             raise InputError(f"{path} cannot hold results: {error.strerror}.") from None
         try:
-            self.samples = parse_samples(self._lines.text, self._lines.source)
+            self.samples = parse_samples(self._lines.text, stored(path / SAMPLES))
             if not before or before["fingerprint"] != fingerprint(self._recipe):
                 write_atomically(path / RECIPE, text)
-        except OSError as error:
+        except (OSError, InputError) as error:
             self._lines.close()
+            if isinstance(error, InputError):
+                raise
             raise InputError(f"{path} cannot hold results: {error.strerror}.") from None
-        except InputError:
-            self._lines.close()
-            raise
         self.dropped = self._lines.dropped
         self._done: dict[Job, set[tuple[str, int]]] = {}
         for sample in self.samples:
@@ -100,7 +246,7 @@ class ResultsDirectory:
         self._note(result)
 
     def write_summary(self, tables: dict[str, Any]) -> None:
-        """Replace the summary unless it is unchanged.
+        """Replace the summary unless it is unchanged, and write the tables of a finished result.
 
         Raises:
             InputError: if the disk is full; the older summary stays.
@@ -108,12 +254,17 @@ class ResultsDirectory:
         head = {"kind": "evaluation", "fingerprint": fingerprint(self._recipe), "recipe": self._recipe}
         text = json.dumps({**head, "sessions": self.sessions, **tables}, indent=1) + "\n"
         self._finished = not tables.get("left_out", True)
-        summary = self.path / SUMMARY
+        files = {SUMMARY: text}
+        if self._finished:
+            files[TABLES] = score_table(tables, self._recipe["budgets"]) + "\n"
         try:
-            if stored(summary).exists() and read_stored(summary) == text.encode():
-                return
-            write_atomically(summary, text)
-            packed_path(summary).unlink(missing_ok=True)  # an older summary
+            for name, content in files.items():
+                path = self.path / name
+                if not path.exists() or path.read_text() != content:
+                    write_atomically(path, content)
+                compressed(path).unlink(missing_ok=True)  # of an earlier version
+            if not self._finished:
+                (self.path / TABLES).unlink(missing_ok=True)
         except OSError as error:
             raise self._disk_error(error) from error
 
@@ -122,13 +273,9 @@ class ResultsDirectory:
         return frozenset(self._done.get(job, ()))
 
     def close(self) -> None:
-        """Release the lock; pack the large files of a finished run."""
-        with suppress(OSError):  # on a full disk they stay plain
-            try:
-                if self._finished:
-                    pack_large(self.path / SUMMARY)
-            finally:
-                self._lines.close(self._finished)
+        """Release the lock; compress the samples of a finished result."""
+        with suppress(OSError, ImportError):  # they stay plain on a full disk, and if Python has no lzma
+            self._lines.close(self._finished)
 
     def _note(self, sample: Result) -> None:
         self._done.setdefault(job_of(sample), set()).add((sample["plan"], sample["question"]))
@@ -172,9 +319,64 @@ def read_summary(path: Path) -> dict[str, Any]:
         InputError: if there is none.
     """
     try:
-        summary = json.loads(read_stored(path / SUMMARY))
+        summary = read_json(path / SUMMARY)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not a results directory: {SUMMARY} cannot be read ({error}).") from None
     if not isinstance(summary, dict) or summary.get("kind") != "evaluation":
         raise InputError(f"{path / SUMMARY} is not a summary of an evaluation.")
     return summary
+
+
+def document_of(recipe: EvalRecipe) -> dict[str, Any]:
+    """Return a recipe for JSON, with its rows and the digests of its files."""
+    digests = {path: digest(Path(path)) for path in [file.path for file in recipe.files] + _files_of_plans(recipe)}
+    rows = [asdict(row) for row in recipe.rows]
+    keys = {**asdict(recipe), "budgets": recipe.columns, "rows": rows, "digests": digests}
+    document: dict[str, Any] = json.loads(json.dumps(keys))
+    return document
+
+
+def _files_of_plans(recipe: EvalRecipe) -> list[str]:
+    plans = [parse_plan(row.plan) for row in recipe.rows]
+    methods = [rule.method for plan in plans for rule in (plan.prefill, plan.decode) if rule is not None]
+    named = {getattr(method, name, None) for method in methods for name in ("anchors", "calibration")}
+    return sorted(str(path) for path in named if path is not None and Path(path).is_file())
+
+
+def fingerprint(document: dict[str, Any]) -> str:
+    """Return the digest of a recipe without its device."""
+    parts = {key: value for key, value in document.items() if key not in NOT_PART_OF_A_RESULT}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def is_extended(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether every sample of a recipe is one of another, which may add contexts and rows."""
+
+    def rest(document: dict[str, Any]) -> dict[str, Any]:
+        known = {path: of_file for path, of_file in document["digests"].items() if path in before["digests"]}
+        kept = {key: value for key, value in document.items() if key not in MAY_GROW | NOT_PART_OF_A_RESULT}
+        return kept | {"digests": known}  # those of plans were not always kept
+
+    more = before["questions_per_task"] <= now["questions_per_task"] and _rows(before) <= _rows(now)
+    wider = all(set(before[key]) <= set(now[key]) for key in ("tasks", "lengths"))
+    return rest(before) == rest(now) and more and wider
+
+
+def _rows(document: dict[str, Any]) -> set[tuple[Any, ...]]:
+    return {tuple(row[key] for key in ("plan", "budget", "role", "phase")) for row in document["rows"]}
+
+
+def difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return the changes from one recipe to another in words."""
+    keys = [key for key in dict.fromkeys([*before, *now]) if key not in NOT_PART_OF_A_RESULT | {"rows"}]
+    changed = [key for key in keys if before.get(key) != now.get(key)] or ["rows"]
+    words = [f"{key} is {_text(now.get(key))} now and was {_text(before.get(key))}" for key in changed]
+    lost = _rows(before) - _rows(now)
+    if changed != ["rows"] and lost:
+        words.append(f"rows are lost, {min(plan for plan, *_ in lost)} among them")
+    return "; ".join(words)
+
+
+def _text(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + "..."

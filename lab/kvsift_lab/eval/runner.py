@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 from kvsift.threads import per_process
 from kvsift_lab.eval.contexts import Contexts
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.results import Done, Result, ResultsDirectory, job_of
+from kvsift_lab.eval.results import Done, Result, ResultsDirectory, document_of, job_of
 from kvsift_lab.eval.summary import left_out, tables_of
 from kvsift_lab.eval.workers import run_jobs
 
@@ -76,7 +75,8 @@ def run(
         workers: processes, each with one context at a time; they share the GPUs of the host in turns.
         stop_at: ``time.monotonic`` at which the run stops.
         on_progress: called at the start and after every sample.
-        threads: of each process; by default OMP_NUM_THREADS, or a share of the processors.
+        threads: of each process; by default OMP_NUM_THREADS, or a share of the processors. A single process decodes
+            with fewer of them while other processes use the processors, as ``kvsift ask`` does.
 
     Returns:
         The tables of the summary.
@@ -92,14 +92,15 @@ def run(
     results = ResultsDirectory(out, recipe, text)
     try:
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
-        session, threads = _session(llm.device, workers), threads or per_process(workers)
+        session = _session(llm.device, workers)
+        threads = threads or (per_process(workers) if workers > 1 else None)
         return _fill(recipe, results, jobs, session, threads, stop_at, on_progress, gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: EvalRecipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], threads: int,
+    recipe: EvalRecipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], threads: int | None,
     stop_at: float | None, on_progress: ProgressCallback, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     started, meter, before = monotonic(), Meter(jobs, len(recipe.rows)), len(results.samples)
@@ -137,7 +138,7 @@ def _gpus() -> list[str]:
     return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
 
 
-def evaluator(recipe: EvalRecipe, threads: int) -> Callable[[Job, Done], Iterator[Result]]:
+def evaluator(recipe: EvalRecipe, threads: int | None) -> Callable[[Job, Done], Iterator[Result]]:
     """Return the function of a worker: from a job to its results."""
     from kvsift_lab.eval.evaluator import Evaluator
 

@@ -28,6 +28,7 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
         design_effects: per task, the number of questions in shared contexts that count as one; None if each cell has
             one context, whose intervals hold for that context alone.
         warnings: sentences; stored results have them, so their wording is part of the format.
+        unsolved: tasks and lengths at which dense is not measurably better than chance, so plans cannot be compared.
         left_out: unfinished contexts with their numbers of samples.
         contexts: all contexts of the recipe.
 
@@ -40,12 +41,14 @@ def tables_of(recipe: dict[str, Any], samples: Sequence[Result], jobs: Iterable[
     rows = {row["plan"]: row for row in recipe["rows"]}
     effects = design_effects(groups.values())
     cells = [_cell(rows[group[0]["plan"]], group, effects) for _, group in sorted(groups.items())]
-    jobs = list(jobs)
+    jobs, by_chance = list(jobs), chance(samples)
+    unsolved = unsolved_by_dense(cells, by_chance)
     return {
         "cells": cells,
-        "chance": chance(samples),
+        "chance": by_chance,
         "design_effects": effects,
-        "warnings": [*unequal(cells), *shared_context(effects)],
+        "warnings": [*unsolved_tasks(unsolved), *mixed_scorers(samples), *unequal(cells), *shared_context(effects)],
+        "unsolved": [list(where) for where in unsolved],
         "left_out": left_out(recipe, samples, jobs),
         "contexts": [list(job) for job in jobs],
     }
@@ -78,6 +81,36 @@ def design_effects(groups: Iterable[Sequence[Result]]) -> dict[str, float | None
         task: 1.0 if all(len(context) == 1 for cell in own for context in cell) else design_effect(own)
         for task, own in cells.items()
     }
+
+
+def unsolved_by_dense(
+    cells: Iterable[dict[str, Any]], by_chance: Iterable[dict[str, Any]]
+) -> list[tuple[str, int | None]]:
+    """Return the tasks and lengths where the interval of dense reaches down to the score of chance."""
+    levels = {(row["task"], row["length"]): row["score"] for row in by_chance}
+    places = [(cell["task"], cell["length"], cell["low"]) for cell in cells if cell["phase"] is None]
+    return [(task, length) for task, length, low in places if low <= levels.get((task, length), 0.0)]
+
+
+def unsolved_tasks(unsolved: Iterable[tuple[str, int | None]]) -> list[str]:
+    """Return a warning if dense is not measurably better than chance somewhere."""
+    places = ", ".join(f"{task} at {length:,}" if length else task for task, length in unsolved)
+    return [] if not places else [
+        f"{places}: dense is not measurably better than chance, so the scores there do not compare plans. Take a model "
+        "that solves the task, a shorter context or more questions, and read some of its answers."
+    ]  # fmt: skip
+
+
+def mixed_scorers(samples: Iterable[Result]) -> list[str]:
+    """Return a warning if an earlier version has scored answers of a chat model by their first lines."""
+    scorers: dict[str, set[str]] = defaultdict(set)
+    for sample in samples:
+        scorers[sample["task"]].add(sample.get("scorer", "exact"))
+    mixed = [task for task, names in scorers.items() if names >= {"exact", "contains"}]
+    return [] if not mixed else [
+        f"{', '.join(mixed)}: some samples are scored by exact, as an earlier version did, and others by contains. "
+        "Give another --out to score all alike."
+    ]  # fmt: skip
 
 
 def shared_context(effects: dict[str, float | None]) -> list[str]:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from math import exp
+from statistics import fmean
 from typing import Any
+
+
+def markdown(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a table."""
+    texts = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
+    return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
 
 
 def quality_table(result: dict[str, Any]) -> str:
@@ -22,12 +29,11 @@ def quality_table(result: dict[str, Any]) -> str:
             own = {key[2:]: scores for key, scores in cells.items() if key[:2] == (task, length)}
             num_questions = max((len(scores) for scores in own.values()), default=0)
             where = f" at {length:,}" if len(lengths) > 1 and length else ""
-            head = f"| {task}{where} ({num_questions} questions) | " + " | ".join(map(str, budgets)) + " |"
-            lines = [head, "|---" * (len(budgets) + 1) + "|"]
-            for plan in plans:
-                scores = [own.get((plan, None)) or own.get((plan, budget)) for budget in budgets]
-                lines.append(f"| {plan} | " + " | ".join(_cell(score) for score in scores) + " |")
-            tables.append("\n".join(lines))
+            rows = [
+                [plan, *(_cell(own.get((plan, None)) or own.get((plan, budget))) for budget in budgets)]
+                for plan in plans
+            ]
+            tables.append(markdown([f"{task}{where} ({num_questions} questions)", *budgets], rows))
     return "\n\n".join(tables)
 
 
@@ -42,34 +48,34 @@ def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
     for (task, length), cells in groups.items():
         where = f" at {length:,}" if length else ""
         most = max(cell["num_samples"] for cell in cells.values())
-        lines = [f"| {task}{where}, {most} samples | " + " | ".join(map(str, budgets)) + " |"]
-        lines.append("|---" * (len(budgets) + 1) + "|")
-        for name in dict.fromkeys(name for name, _ in cells):
-            row = [cells.get((name, None)) or cells.get((name, budget)) for budget in budgets]
-            lines.append(f"| {name} | " + " | ".join(_interval_cell(cell) for cell in row) + " |")
+        rows = [
+            [name, *(_interval_cell(cells.get((name, None)) or cells.get((name, budget))) for budget in budgets)]
+            for name in dict.fromkeys(name for name, _ in cells)
+        ]
         if (task, length) in levels:
-            lines.append(f"| chance |{f' {levels[task, length]:.2f} |' * len(budgets)}")
-        parts.append("\n".join(lines))
+            rows.append(["chance", *[f"{levels[task, length]:.2f}"] * len(budgets)])
+        parts.append(markdown([f"{task}{where}, {most} samples", *budgets], rows))
+        if [task, length] in tables["unsolved"]:
+            parts.append("Dense is not measurably better than chance here: this table does not compare plans.")
     return "\n\n".join(parts)
 
 
 def budget_table(result: dict[str, Any], budget: int) -> str:
     """Return the table of one budget: a row per plan, a column per task, visible tokens and recovery."""
     names, columns = _names(result), _tasks(result)
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_plan: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
         if sample["budget"] in (None, budget):
-            rows[names[sample["plan"]]].append(sample)
-    head = f"| budget {budget} | {' | '.join(columns)} | visible tokens | attention mass recovered |"
-    lines = [head, "|---" * (len(columns) + 3) + "|"]
+            by_plan[names[sample["plan"]]].append(sample)
+    rows = []
     for plan in _plans(result):
-        samples = rows[plan]
+        samples = by_plan[plan]
         tasks = [_cell([s["score"] for s in samples if s["task"] == task]) for task in columns]
         visible = _mean(s["sparse_layer_visible_tokens"] or s["visible_tokens"] for s in samples)
         recovery = _mean(s["recovery"] for s in samples if s["recovery"] is not None)
         recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
-        lines.append(f"| {plan} | {' | '.join(tasks)} | {visible:,.0f} | {recovered} |")
-    return "\n".join(lines)
+        rows.append([plan, *tasks, f"{visible:,.0f}", recovered])
+    return markdown([f"budget {budget}", *columns, "visible tokens", "attention mass recovered"], rows)
 
 
 def prefill_table(result: dict[str, Any]) -> str:
@@ -77,18 +83,18 @@ def prefill_table(result: dict[str, Any]) -> str:
     tokens per prompt token in sparse layers."""
     present = {sample["task"] for sample in result["samples"]}
     tasks = [task for task in _tasks(result) if task in present]
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    by_plan: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
-        rows[sample["plan"]].append(sample)
-    lines = [f"| plan | {' | '.join(tasks)} | all | visible tokens in prefill |", "|---" * (len(tasks) + 3) + "|"]
+        by_plan[sample["plan"]].append(sample)
+    rows = []
     for row in result["rows"]:
-        samples = rows[row["plan"]]
+        samples = by_plan[row["plan"]]
         cells = [_cell([s["score"] for s in samples if s["task"] == task]) for task in tasks]
         cells.append(_cell([s["score"] for s in samples]))
         visible = _mean(s["prefill_visible_tokens"] for s in samples if s["prefill_visible_tokens"])
         name = row["plan"].replace(f":budget={row['budget']}", "").replace(":dense_layers=none", "")
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {'all' if visible is None else f'{visible:,.0f}'} |")
-    return "\n".join(lines)
+        rows.append([f"`{name}`", *cells, "all" if visible is None else f"{visible:,.0f}"])
+    return markdown(["plan", *tasks, "all", "visible tokens in prefill"], rows)
 
 
 RECALL_MEASURES = {
@@ -109,13 +115,11 @@ def recall_table(result: dict[str, Any]) -> str:
     means = {key: sum(values) / len(values) for key, values in cells.items()}
     tables = []
     for measure, title in RECALL_MEASURES.items():
-        lines = [f"| {title.format(first=plans[0])} | {' | '.join(map(str, budgets))} |"]
-        lines.append("|---" * (len(budgets) + 1) + "|")
-        for plan in plans:
-            whole = {b: means[measure, plans[0], b] if measure == "bytes_read" else 1.0 for b in budgets}
-            shares = [f"{means[measure, plan, budget] / whole[budget]:.3f}" for budget in budgets]
-            lines.append(f"| {plan} | {' | '.join(shares)} |")
-        tables.append("\n".join(lines))
+        whole = {b: means[measure, plans[0], b] if measure == "bytes_read" else 1.0 for b in budgets}
+        rows = [
+            [plan, *(f"{means[measure, plan, budget] / whole[budget]:.3f}" for budget in budgets)] for plan in plans
+        ]
+        tables.append(markdown([title.format(first=plans[0]), *budgets], rows))
     return "\n\n".join(tables)
 
 
@@ -130,14 +134,11 @@ def fidelity_table(result: dict[str, Any]) -> str:
             cells[key].append((sample["kl"], sample["agreement"]))
     tables = []
     for length in sorted({length for length, _, _ in cells}):
-        head = f"| {length:,} tokens: KL (agreement) | {' | '.join(map(str, budgets))} |"
-        lines = [head, "|---" * (len(budgets) + 1) + "|"]
+        rows = []
         for plan in dict.fromkeys(name for of, name, _ in cells if of == length):
-            means = [
-                [sum(numbers) / len(numbers) for numbers in zip(*cells[length, plan, budget])] for budget in budgets
-            ]
-            lines.append(f"| {plan} | {' | '.join(f'{kl:.4f} ({same:.2f})' for kl, same in means)} |")
-        tables.append("\n".join(lines))
+            means = [map(fmean, zip(*cells[length, plan, budget])) for budget in budgets]
+            rows.append([plan, *(f"{kl:.4f} ({same:.2f})" for kl, same in means)])
+        tables.append(markdown([f"{length:,} tokens: KL (agreement)", *budgets], rows))
     return "\n\n".join(tables)
 
 

@@ -14,6 +14,8 @@ import pytest
 from cli.watched import Refused, Run, files_in
 from kvsift_lab.cli.eval import TimeLeft, progress_text
 from kvsift_lab.eval import runner
+from kvsift_lab.eval.recipe import EvalRecipe
+from kvsift_lab.eval.results import ResultsDirectory
 from kvsift_lab.eval.runner import RunProgress
 
 RECIPE = """
@@ -40,13 +42,21 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     asked: list[tuple[Any, ...]] = []
     cell = {"task": "passkey", "length": 500, "name": "dense", "budget": None, "num_samples": 3, "score": 1.0}
     cell |= {"low": 0.44, "high": 1.0, "counted_tokens": 510.0}
-    made = {"cells": [cell], "chance": [], "warnings": ["unequal."], "contexts": [1, 2, 3], "left_out": [3]}
+    made = {
+        "cells": [cell],
+        "chance": [],
+        "unsolved": [],
+        "warnings": ["unequal."],
+        "contexts": [1, 2, 3],
+        "left_out": [3],
+    }
 
     def run(
         recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any, threads: int | None
     ) -> dict[str, Any]:
         asked.append((recipe, text, out, workers, threads, stop_at))
-        told(RunProgress(1, 3, 1 / 3))
+        told(RunProgress(0, 3, 0.0))
+        told(RunProgress(2, 3, 2 / 3))
         return made
 
     monkeypatch.setattr("kvsift_lab.eval.runner.run", run)
@@ -58,9 +68,9 @@ def test_tables_are_printed_and_where_the_results_are(run: Run, recipe: Path, ta
     assert outcome.code == 0
     assert outcome.out == (
         "| passkey at 500, 3 samples | 64 |\n|---|---|\n| dense | 1.00 (0.44 to 1.00, 510 tokens) |\n\n"
-        "out/mine; 1 of 3 contexts are not finished, the same command resumes. Show it with kvsift report out/mine\n"
+        "out/mine; 1 of 3 contexts is not finished, the same command resumes. Show it with kvsift report out/mine\n"
     )
-    assert outcome.err == "kvsift: WARNING: unequal.\n"
+    assert outcome.err.splitlines()[-1] == "kvsift: WARNING: unequal."
     ((asked, text, *others),) = tables
     assert (asked.device, text, *others) == ("cpu", recipe.read_text(), Path("out/mine"), 2, 3, None)
 
@@ -69,7 +79,6 @@ def test_json_prints_the_tables_and_nothing_else(run: Run, recipe: Path, tables:
     outcome = run("eval", recipe, "--json")
     ((found),) = outcome.document
     assert (found["recipe"], found["results"], found["left_out"]) == ("mine", "results/mine", [3])
-    assert outcome.err == ""
 
 
 def test_several_recipes_share_the_time_and_have_a_directory_each(
@@ -168,8 +177,8 @@ def test_a_context_that_fails_ends_the_run_in_one_line(run: Run, recipe: Path) -
     recipe.write_text(recipe.read_text().replace("length = 500", "length = 5000"))
     outcome = run("eval", recipe)
     assert (outcome.code, outcome.out) == (2, "")
-    assert outcome.err.startswith("kvsift: the prompt has ")
-    assert outcome.err.count("\n") == 1
+    assert outcome.err.splitlines()[1].startswith("kvsift: the prompt has ")
+    assert outcome.err.count("\n") == 2
     assert active_children() == []
 
 
@@ -188,6 +197,27 @@ def test_a_report_of_an_older_result(run: Run, tmp_path: Path) -> None:
     outcome = run("report", older(tmp_path), "--out", "page.html")
     assert (outcome.code, outcome.out) == (0, "page.html\n")
     assert "passkey, 500 tokens" in (tmp_path / "page.html").read_text()
+
+
+def test_an_earlier_report_is_not_overwritten_silently(run: Run, refused: Refused, tmp_path: Path) -> None:
+    earlier = tmp_path / "report.html"
+    earlier.write_text("mine")
+    said = refused("report", older(tmp_path))
+    assert said == "report.html exists. Give --out report.html to replace it, or another name."
+    assert earlier.read_text() == "mine"
+    assert run("report", older(tmp_path), "--out", "report.html").code == 0
+    assert earlier.read_text() != "mine"
+
+
+def test_the_directory_that_was_given_to_eval_is_taken_by_report(run: Run, recipe: Path, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        results = ResultsDirectory(tmp_path / "out" / name, EvalRecipe.load(recipe), recipe.read_text())
+        results.sessions.append({"started": "", "workers": 1, "commit": "0", "versions": {}, "machine": "m"})
+        results.write_summary({"contexts": []})
+        results.close()
+    (tmp_path / "out" / "notes").mkdir()
+    assert run("report", "out").code == 0
+    assert "kvsift: a, b" in (tmp_path / "report.html").read_text()
 
 
 def test_kvpress_folders_instead_of_a_page(run: Run, tmp_path: Path) -> None:
@@ -287,7 +317,16 @@ def test_a_run_in_a_pipe_says_every_minute_how_far_it_is(
     run: Run, recipe: Path, tables: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvsift_lab.cli.eval.LINE_EVERY_S", 0.0)
-    assert run("eval", recipe).err.splitlines()[0] == "mine: 1 of 3 contexts (33%)"
+    assert run("eval", recipe).err.splitlines()[1] == "mine: 2 of 3 contexts (67%), about 0 seconds left"
+
+
+def test_a_long_run_says_at_once_how_much_it_is_and_after_a_context_how_long(
+    run: Run, recipe: Path, monkeypatch: pytest.MonkeyPatch, tables: list[Any]
+) -> None:
+    monkeypatch.setattr("kvsift_lab.cli.eval.monotonic", iter(range(0, 1000, 20)).__next__)
+    first, second, *_ = run("eval", recipe).err.splitlines()
+    assert first.startswith("mine: 3 contexts to read, each under 5 plans. The time that this takes is estimated after")
+    assert second == "mine: 2 of 3 contexts (67%), about 10 seconds left"
 
 
 def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: Refused, recipe: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 from kvsift_lab.eval.evaluator import Evaluator
-from kvsift_lab.eval.fingerprint import difference, document_of, is_extended
 from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.results import difference, document_of, is_extended
 from kvsift_lab.eval.tasks import Question, Sample
 from lab.eval.samples import recipe_of, recipe_text
 
@@ -211,3 +211,19 @@ def test_a_model_with_a_chat_template_is_asked_in_its_own_format(tmp_path: Path)
     text = LLM(chat, "dense").tokenizer.decode(ids)
     assert text.endswith("Which?\n[assistant]  It is")
     assert text.startswith("<bos>[user] ")
+
+
+def test_a_chat_model_that_answers_in_a_sentence_is_not_scored_0_throughout(tmp_path: Path) -> None:
+    models = {"contains": write_model(tmp_path / "chat", chat_template=CHAT_TEMPLATE), "exact": write_model(tmp_path)}
+    for scorer, model in models.items():
+        asked = evaluator(tmp_path, model, (PLANS, '"dense"'))
+        job = asked.recipe.jobs[0]
+        sample = asked.contexts.sample(job)
+        asked.contexts.sample = lambda job, sample=sample: sample  # type: ignore[method-assign, misc]
+        document, expected = asked._document(sample), sample.questions[0].answer
+        sentence = document.ask("Which?", max_new_tokens=1)
+        object.__setattr__(sentence, "text", f"The pass key is: {expected}.")
+        document.go_on = lambda *args, answer=sentence, **how: answer  # type: ignore[assignment, misc]
+        asked._document = lambda sample, document=document: document  # type: ignore[method-assign, misc]
+        (result,) = asked.results(job, NOTHING)
+        assert (result["scorer"], result["score"]) == (scorer, float(scorer == "contains"))

@@ -13,9 +13,8 @@ import pytest
 import torch
 from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
-from kvsift_lab.eval.explain.explanation import Explanation
+from kvsift_lab.eval.explain.explanation import Explanation, passages_of, word_starts
 from kvsift_lab.eval.explain.page import page
-from kvsift_lab.eval.explain.passages import passages_of, word_starts
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document
@@ -78,13 +77,15 @@ def test_a_dense_run_reads_what_the_models_own_attention_says(tiny: LLM) -> None
 
 def test_passages_are_the_prompt_in_order(tiny: LLM) -> None:
     found = explained(tiny)
-    assert [each.kind for each in found.passages] == ["sinks", *["text"] * (len(found.passages) - 2), "window"]
+    kinds = [each.kind for each in found.passages]
+    assert list(dict.fromkeys(kinds)) == ["sinks", "prompt", "text", "window"]
+    assert kinds.count("prompt") == 2, "the chat format before the document, and the question after it"
     assert found.passages[0].stop == 4
     assert found.passages[-1].start == found.position + 1 - 64
     edges = [each.start for each in found.passages] + [found.passages[-1].stop]
     assert edges == [0, *(each.stop for each in found.passages)]
     assert edges[-1] == found.position + 1
-    assert all(25 < each.stop - each.start <= 50 for each in found.passages[1:-2])
+    assert all(25 < each.stop - each.start <= 50 for each in found.passages[2:-3])
     text = "".join(each.text for each in found.passages)
     assert text.startswith(f"<bos>[user] {text_of(600)}\n\n{QUESTION}\n[assistant] ")
     assert len(found.tokens) == 5
@@ -129,6 +130,19 @@ def test_methods_that_foresee_and_that_hear_of_the_layer_below_stand_side_by_sid
     both = explained(tiny, plan=QUEST, methods=["infinigen:alpha=1.0", "less_is_more"], token=1)
     alone = [explained(tiny, plan=QUEST, methods=[name], token=1) for name in ("infinigen:alpha=1.0", "less_is_more")]
     assert [each.passages for each in both.choices[1:]] == [found.choices[1].passages for found in alone]
+
+
+def test_the_passages_most_read_are_parts_of_the_document_and_not_of_the_system_prompt(tiny: LLM) -> None:
+    found = explained(tiny, passage_tokens=20)
+    inside = [each for each in found.passages if each.kind == "text"]
+    assert "".join(each.text for each in inside) == text_of(600).strip()[: sum(len(each.text) for each in inside)]
+    assert all("[user]" not in found.passages[index].text for index in found.most_read(len(found.passages)))
+    lines = ["[sys] be brief [user] ", "one two\n", "three four ", "five\n", "[end] ", "which?"]
+    got = [(each.kind, each.line, each.text) for each in passages_of(lines, (0, 5), 1, "one two\nthree four five\n")]
+    assert got == [
+        ("prompt", 0, lines[0]), ("text", 1, lines[1]), ("text", 2, lines[2]), ("text", 2, lines[3]),
+        ("prompt", 0, lines[4]), ("window", 0, lines[5]),
+    ]  # fmt: skip
 
 
 def test_methods_have_the_same_budget_and_none_beats_the_oracle(tiny: LLM) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.kvpress import write_folders
+from kvsift_lab.eval.results import document_of
 from lab.eval.samples import recipe_of, sample
 
 from kvsift import InputError

@@ -1,13 +1,15 @@
 """Local files in their published formats: what they become, and what is said of a bad line."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvsift_lab.eval.loaders import load_file
-from kvsift_lab.eval.loaders.fitting import ContextFitter, depth_of, leading, trailing
-from kvsift_lab.eval.loaders.longbench_formats import FORMATS
+from kvsift_lab.eval.loaders.longbench import FORMATS
+from kvsift_lab.eval.loaders.reading import ContextFitter, depth_of, leading, trailing
+from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.scorers import SCORERS, score
 from kvsift_lab.eval.tasks import Question, Sample
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
@@ -359,3 +361,41 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(InputError, match="has no samples"):
         load_file("longbench", tmp_path / "empty.jsonl", encode)
+
+
+# own questions
+
+
+def test_own_questions_need_no_faked_benchmark(tmp_path: Path, model: Path) -> None:
+    one = {"context": "The mill grinds nine sacks. Oslo is a city.", "question": "How many sacks?", "answer": "nine"}
+    two = one | {"question": "Which city?", "answer": ["Oslo", "Kristiania"]}
+    other = {"context": "Nothing here.", "question": "What?", "answer": "nothing"}
+    path = write(tmp_path / "mine.jsonl", one, two, other)
+    (first, second) = load_file("jsonl", path, encode, prefix=(BOS,))
+    assert [question.tail for question in first.questions] == [
+        "\n\nQuestion: How many sacks?\nAnswer:",
+        "\n\nQuestion: Which city?\nAnswer:",
+    ]
+    assert [question.references for question in first.questions] == [("nine",), ("Oslo", "Kristiania")]
+    assert (first.context, first.context_ids) == (one["context"], (BOS, *encode(one["context"])))
+    assert second.context == "Nothing here."
+    recipe = EvalRecipe.from_table(
+        {"plans": ["dense", "quest:budget=128"], "files": [{"kind": "jsonl", "path": str(path)}], "model": str(model)}
+    )
+    assert (recipe.columns, recipe.files[0].name) == ((128,), "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"answer": 5}, "1: 'answer' must be text, not 5."),
+        ({"answer": []}, "1: 'answer' must be a list of texts, at least one, not []."),
+        ({"question": " "}, "1: 'question' is empty."),
+        ({"context": None}, "1: 'context' must be text, not None."),
+    ],
+)
+def test_a_line_of_own_questions_that_is_wrong_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    line = {"context": "Oslo is a city.", "question": "Which?", "answer": "Oslo"}
+    path = write(tmp_path / "mine.jsonl", line | change)
+    with pytest.raises(InputError, match=re.escape(says)):
+        load_file("jsonl", path, encode)

@@ -8,9 +8,7 @@ from statistics import median
 import pytest
 from kvsift_lab.eval.scorers import score
 from kvsift_lab.eval.tasks import FAMILIES, TASKS, make_sample
-from kvsift_lab.eval.tasks.infinite_code import _ERRORS, LETTERS, draft
-from kvsift_lab.eval.tasks.infinite_math import FINDERS, numbers_of
-from kvsift_lab.eval.tasks.infinite_retrieval import repetitive
+from kvsift_lab.eval.tasks.infinite import _ERRORS, FINDERS, LETTERS, draft_code, numbers_of, repetitive
 from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS, continued
 from lab.eval.task_tools import LONG, encode, sample
 
@@ -95,7 +93,7 @@ def test_exactly_one_function_does_not_run(seed: int) -> None:
 
 
 def test_every_kind_of_error_occurs_and_every_letter() -> None:
-    drafts = [draft(random.Random(seed), 1) for seed in range(200)]
+    drafts = [draft_code(random.Random(seed), 1) for seed in range(200)]
     assert {each.questions[0].answers[1] for each in drafts} == set(LETTERS)
     for error in _ERRORS:
         assert any(error.split("{n}")[0] in needle for each in drafts for needle in each.needles)

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 from kvsift_lab.eval.tasks import FAMILIES, TASKS, make_sample
-from kvsift_lab.eval.tasks.documents import ROLES, TRAITS
-from kvsift_lab.eval.tasks.ruler_niah import NOISE_BLOCK, VARIANTS
+from kvsift_lab.eval.tasks.ruler_needles import NOISE_BLOCK, VARIANTS
+from kvsift_lab.eval.tasks.ruler_qa import ROLES, TRAITS
 from kvsift_lab.eval.tasks.ruler_words import zeta_counts
 from lab.eval.task_tools import BOS, LONG, encode_words, sample
 

@@ -3,8 +3,8 @@
 import sys
 
 import pytest
-from kvsift_lab.eval.rouge import common_words
 from kvsift_lab.eval.scorers import SCORERS, cleaned, dataset_score, score
+from kvsift_lab.eval.scorers_longbench import common_words
 from kvsift_lab.eval.tasks import TASKS
 
 from kvsift.errors import InputError
@@ -17,6 +17,13 @@ CASES = [
     ("exact", "oslo", ["Bergen", "Oslo"], 1.0),
     ("exact", "Oslo and Bergen", ["Oslo"], 0.0),
     ("exact", "", ["Oslo"], 0.0),
+    # for chat models: in the text as whole words
+    ("contains", "The special magic word for grey otter is: Elegant-Notebook.", ["elegant-notebook"], 1.0),
+    ("contains", "The number is 412.", ["41"], 0.0),
+    ("contains", "It is Oslo  Lake\nHouse", ["Bergen", "oslo lake house."], 1.0),
+    ("contains", "They are 12, 34 and 56.", ["12, 34, 56"], 1.0),
+    ("contains", "They are 34, 12 and 56.", ["12, 34, 56"], 0.0),
+    ("contains", "", ["Oslo"], 0.0),
     # RULER: share of references that are substrings
     ("string_match_all", "they are 12 and 34.", ["12", "34", "56", "78"], 0.5),
     ("string_match_all", "PARIS", ["Paris"], 1.0),

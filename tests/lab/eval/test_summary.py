@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.recipe import Job
-from kvsift_lab.eval.summary import chance, tables_of, unequal
+from kvsift_lab.eval.results import document_of
+from kvsift_lab.eval.summary import chance, mixed_scorers, tables_of, unequal, unsolved_by_dense
+from kvsift_lab.eval.tables import score_table
 from lab.eval.samples import recipe_of, sample
 
 QUEST = "quest:budget=64:window=16:sinks=4:dense_layers=none"
@@ -96,3 +97,30 @@ def test_contexts_that_lack_samples_are_left_out(document: dict[str, Any]) -> No
     part = [sample("dense", None, seed=6)]
     left = tables_of(document, [*whole, *part], jobs)["left_out"]
     assert [(each["seed"], each["samples"], each["of"]) for each in left] == [(6, 1, 5), (7, 0, None)]
+
+
+def test_a_model_that_answers_nothing_right_is_said_in_warnings_and_table(document: dict[str, Any]) -> None:
+    def tables(right: int, **changes: Any) -> dict[str, Any]:
+        samples = [
+            sample(plan, budget, float(plan == "dense" and index < right), question=index, **changes)
+            for plan, budget in (("dense", None), (QUEST, 64))
+            for index in range(4)
+        ]
+        return tables_of(document, samples, [])
+
+    lost, solved = tables(0, references=["12"], task="passkey"), tables(3, references=["12"])
+    assert lost["unsolved"] == [["passkey", 700]]
+    assert lost["warnings"][0].startswith(
+        "passkey at 700: dense is not measurably better than chance, so the scores there do not"
+    )
+    assert "Dense is not measurably better than chance here" in score_table(lost, [64])
+    # all references are the same, so answers to other questions are right, too
+    assert solved["unsolved"] == [["passkey", 700]]
+    solved["chance"][0]["score"] = 0.25
+    assert unsolved_by_dense(solved["cells"], solved["chance"]) == []
+
+
+def test_answers_scored_by_two_versions_are_said(document: dict[str, Any]) -> None:
+    samples = [sample(scorer="exact"), sample(scorer="contains", question=1)]
+    assert any("some samples are scored by exact" in each for each in tables_of(document, samples, [])["warnings"])
+    assert not mixed_scorers([sample(scorer="qa_f1"), sample(scorer="rouge_l")])

@@ -82,7 +82,7 @@ def test_scores_are_shown_with_interval_and_counted_tokens() -> None:
         {**head, "name": "dense", "budget": None, "score": 1.0, "low": 0.51, "high": 1.0, "counted_tokens": 1700.0},
     ]
     chance = [{"task": "needle", "length": 700, "score": 0.125}]
-    assert score_table({"cells": cells, "chance": chance}, [64, 256]) == (
+    assert score_table({"cells": cells, "chance": chance, "unsolved": []}, [64, 256]) == (
         "| needle at 700, 4 samples | 64 | 256 |\n"
         "|---|---|---|\n"
         "| quest | 0.75 (0.30 to 0.95, 56 tokens) | - |\n"

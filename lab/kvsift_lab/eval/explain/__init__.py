@@ -23,10 +23,15 @@ from kvsift.models.transformers import PlanSpec
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import BUDGET_KEYS, parse_plan
-from kvsift_lab.eval.explain.explanation import Explanation
-from kvsift_lab.eval.explain.measure import layer_reading, mean_attention, method_readings
+from kvsift_lab.eval.explain.explanation import (
+    Explanation,
+    layer_reading,
+    mean_attention,
+    method_readings,
+    passages_of,
+    words_of,
+)
 from kvsift_lab.eval.explain.observer import ORACLE, MethodObserver
-from kvsift_lab.eval.explain.passages import passages_of, words_of
 
 DENSE_BUDGET = 256  # of the compared methods if the run has no budget
 
@@ -128,17 +133,17 @@ def explain_tokens(
         "question": question,
         "answer": transcript.text.strip(),
     }
-    findings = {token: _findings(observer, rules, pieces[: len(ids) + token], settings) for token in tokens}
+    findings = {token: _findings(observer, rules, pieces[: len(ids) + token], context, settings) for token in tokens}
     return [Explanation(**run, tokens=answer, token=token, **fields) for token, fields in findings.items()]
 
 
 def _findings(
-    observer: MethodObserver, rules: dict[str, Rule], pieces: Sequence[str], options: ExplainOptions
+    observer: MethodObserver, rules: dict[str, Rule], pieces: Sequence[str], context: str, options: ExplainOptions
 ) -> dict[str, Any]:
     """Return the fields of an explanation that depend on the tokens before the explained one."""
     position = len(pieces) - 1
     layers = observer.layers(position)
-    passages = passages_of(pieces, rules[ORACLE].budget.always(position, 1), options.passage_tokens)
+    passages = passages_of(pieces, rules[ORACLE].budget.always(position, 1), options.passage_tokens, context)
     return {
         "position": position,
         "passages": passages,

@@ -3,113 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from itertools import groupby
 from math import sqrt
+from typing import Any, NamedTuple
 
-from kvsift_lab.eval.explain.explanation import Explanation, LayerReading, MethodReading
-from kvsift_lab.eval.explain.heat_map import MapRow, heat_map
-from kvsift_lab.eval.page.html import Cell, document, heat, plan_name, table
+from markupsafe import Markup, escape
 
-TOP, SHOWN = 5, 0.02  # passages per list; the least share of a head's attention in it
-FAINTEST = 0.002  # the least attention of a marked word
+from kvsift_lab.eval.explain.explanation import TOP, Explanation
+from kvsift_lab.eval.page.parts import Cell, Heading, Parts, SideBySide, Table, heat, rendered
+
+FAINTEST = 0.002  # the least attention of a marked word, and the least share that a map shows
 DARKEST = 60  # percent of the colour behind a word, so that it stays readable
-
+WIDTH, ROW, LABEL = 960, 12, 150  # pixels of a map: all passages, a row, the name of a row
 MEASURES = {"recall": "Top-10 token recall", "recovery": "Attention mass recovered"}
 
 
 def page(*explanations: Explanation) -> str:
     """Return the page of tokens of one answer."""
-    first = explanations[0]
-    parts = [
-        f"<h1>{escape(first.question)}</h1>",
-        _answer(explanations),
-        f"<p class=soft>{escape(first.model)}, run under {plan_name(first.plan)}.</p>",
-        *([_overview(explanations)] if len(explanations) > 1 else []),
-        *(_token(explanation) for explanation in explanations),
+    first, ids = explanations[0], {e.token: f"t{e.token}" for e in explanations}
+    lines = [
+        [f"{e.token} {e.tokens[e.token].strip()!r}", _links(e, e.attention(), e.most_read(TOP))] for e in explanations
     ]
-    return document(f"kvsift explain: {first.question}", "\n".join(parts) + "\n")
+    overview = Table(["token", "passages of the document with the most attention"], lines, "Explained tokens")
+    text = rendered(
+        "explain.html", title=f"kvsift explain: {first.question}", question=first.question, model=first.model,
+        plan=first.plan, answer=[(ids.get(index), piece) for index, piece in enumerate(first.tokens)],
+        overview=[overview] if len(explanations) > 1 else [], tokens=[_token(e) for e in explanations],
+    )  # fmt: skip
+    return str(text)
 
 
-def _answer(explanations: Sequence[Explanation]) -> str:
-    """Return the answer; the explained tokens are links to their explanations."""
-    pieces = [f"<span>{escape(piece)}</span>" for piece in explanations[0].tokens]
-    for e in explanations:
-        pieces[e.token] = f'<a href="#t{e.token}" class="here">{escape(e.tokens[e.token])}</a>'
-    return f'<p class="answer lead">{"".join(pieces)}</p>'
+def _token(e: Explanation) -> dict[str, Any]:
+    passages = _passages(e)
+    return {
+        "id": f"t{e.token}",
+        "title": f"Token {e.token}, {e.tokens[e.token].strip()!r}",
+        "num_before": f"{e.position + 1:,}",
+        "most": [passages[index] for index in e.most_read(TOP)],
+        "map": _run_map(e),
+        "comparison": _comparison(e) if e.choices else [],
+        "heads": _heads(e),
+        "passages": passages,
+    }
 
 
-def _overview(explanations: Sequence[Explanation]) -> str:
-    rows = [
-        [f"{e.token} {e.tokens[e.token].strip()!r}", Cell(_links(e, e.attention(), e.most_read(TOP)), "text")]
-        for e in explanations
+def _passages(e: Explanation) -> list[dict[str, Any]]:
+    """Return the passages with their words. The colour of a word is the root of its attention relative to the most read
+    word that is not always visible."""
+    candidates = (words for words, passage in zip(e.words, e.passages) if passage.is_candidate)
+    most = max((share for words in candidates for _, share in words), default=FAINTEST)
+    passages = []
+    for index, (passage, share) in enumerate(zip(e.passages, e.attention(), strict=True)):
+        line = f"line {passage.line:,}, " if passage.line else ""
+        kind = "" if passage.kind == "text" else f", {passage.kind}"
+        where = f"{line}tokens {passage.start:,} to {passage.stop - 1:,}{kind}: {share:.1%}"
+        text = Markup("").join(_marked(text, own, most) for text, own in e.words[index]).strip()
+        passages.append(
+            {"index": index, "id": f"t{e.token}p{index}", "map": f"t{e.token}map", "where": where, "text": text}
+        )
+    return passages
+
+
+def _marked(text: str, share: float, most: float) -> Markup:
+    """Return a word, marked if it has attention, with the space around it."""
+    word = text.strip()
+    if share < FAINTEST or not word:
+        return escape(text)
+    before, _, after = text.partition(word)
+    darkness = DARKEST * min(1.0, sqrt(share / max(most, FAINTEST)))
+    mark = Markup('{}<mark style="--v:{:.0f}%" title="{:.1%} of the attention">{}</mark>{}')
+    return mark.format(before, darkness, share, word, after)
+
+
+def _links(e: Explanation, shares: Sequence[float], passages: Sequence[int]) -> Cell:
+    """Return links to passages with their shares: numbers, or the names of sinks, window and prompt."""
+    link = Markup('<a href="#t{}p{}">{}</a>&nbsp;{:.1%}')
+    links = (link.format(e.token, index, e.name(index), shares[index]) for index in passages)
+    return Cell(Markup(", ").join(links), "text")
+
+
+def _comparison(e: Explanation) -> Parts:
+    """Return what methods would read, as a table, a map, and tables by layer."""
+    head = ["method", "visible tokens", "top-10 recall", "attention mass recovered", "oracle overlap"]
+    lines = [
+        [c.name, f"{c.visible_tokens:,.0f}", f"{c.recall:.1%}", f"{c.recovery:.1%}", f"{c.overlap:.1%}"]
+        for c in e.choices
     ]
-    return table(["token", "passages with the most attention, without sinks and window"], rows, "Explained tokens")
-
-
-def _token(e: Explanation) -> str:
-    attention, name = e.attention(), f"t{e.token}"
-    parts = [
-        f'<section id="{name}"><h2>Token {e.token}, {escape(repr(e.tokens[e.token].strip()))}</h2>',
-        f"<p class=soft>{e.position + 1:,} tokens precede it.</p>",
-        "<h3>Most read passages</h3>",
-        "<p class=soft>By their share of attention, a mean over all layers and heads, without sinks and window, which "
-        "are always visible. Words are marked by their attention.</p>",
-        *(_passage(e, index, attention[index]) for index in e.most_read(TOP)),
-        f'<h3 id="{name}map">What each layer and head reads</h3>',
-        _run_map(e),
-        *(_comparison(e) if e.choices else []),
-        "<h3>By layer and head</h3>",
-        _heads(e),
-        "<h3>All passages</h3>",
-        *(_passage(e, index, share, f' id="{name}p{index}"') for index, share in enumerate(attention)),
-        "</section>",
+    rows = [MapRow(c.name, c.passages, [share > 0 for share in c.passages]) for c in e.choices]
+    caption = "Colour is the share of a passage's tokens that is visible, over layers and heads, on the same scale."
+    budget = e.choices[0].plan.partition(":")[2]
+    return [
+        Heading("What methods would read"),
+        f"All with the queries of this run and {budget}. Means over heads and sparse layers.",
+        Table(head, lines),
+        heat_map(e, rows, caption, "{share:.1%} of the tokens"),
+        Heading("Layer by layer"),
+        SideBySide([_layers(e, measure) for measure in MEASURES]),
     ]
-    return "\n".join(parts)
 
 
-def _links(e: Explanation, shares: Sequence[float], passages: Sequence[int]) -> str:
-    """Return links to passages with their shares: numbers, or the names of sinks and window."""
-    return ", ".join(
-        f'<a href="#t{e.token}p{index}">{_name(e, index)}</a>&nbsp;{shares[index]:.1%}' for index in passages
-    )
+def _layers(e: Explanation, measure: str) -> Table:
+    """Return a table: a row per layer, columns for run, oracle and methods, empty where a layer is dense."""
+    names, rows = ["this run", *(choice.name for choice in e.choices)], []
+    by_layer = [{row["layer"]: row[measure] for row in choice.layers} for choice in e.choices]
+    for reading in e.readings:
+        values = [getattr(reading, measure), *(own.get(reading.layer) for own in by_layer)]
+        layer = f"layer {reading.layer}"
+        rows.append([layer, *(heat(value, f"{layer}, {name}") for name, value in zip(names, values, strict=True))])
+    return Table(["layer", *names], rows, MEASURES[measure])
 
 
-def _name(e: Explanation, index: int) -> str:
-    kind = e.passages[index].kind
-    return str(index) if kind == "text" else kind
+def _heads(e: Explanation) -> Table:
+    """Return the passages with the most attention of each head, as links."""
+    rows, ids = [], []
+    for reading in e.readings:
+        for head, mass in enumerate(reading.mass):
+            links = _links(e, mass, e.most_read_by(reading, head))
+            rows.append([f"layer {reading.layer}, head {head}", links, e.visible_to(reading, head)])
+            ids.append(f"t{e.token}l{reading.layer}h{head}")
+    return Table(["head", "passages with their share of its attention", "visible"], rows, "", ids=ids)
 
 
-def _passage(e: Explanation, index: int, share: float, anchor: str = "") -> str:
-    passage = e.passages[index]
-    kind = "" if passage.kind == "text" else f", {passage.kind}"
-    where = f"tokens {passage.start:,} to {passage.stop - 1:,}{kind}: {share:.1%}"
-    back = f' <a href="#t{e.token}map">map</a>' if anchor else ""
-    head = f'<b>{index}</b> <span class="soft">{where}</span>{back}'
-    return f'<div class="passage"{anchor}>{head}\n{_marked(e, index)}</div>'
+class MapRow(NamedTuple):
+    """A row of a heat map: the share of each passage, 0 to 1, and whether it is visible."""
+
+    name: str
+    shares: Sequence[float]
+    seen: Sequence[bool]
+    link: str = ""
+    kind: str = "heat"
 
 
-def _marked(e: Explanation, index: int) -> str:
-    """Return the text of a passage. The colour of a word is the root of its attention relative to the most read word of
-    text."""
-    most = max(share for words, passage in zip(e.words, e.passages) if passage.kind == "text" for _, share in words)
-    parts = []
-    for text, share in e.words[index]:
-        word = text.strip()
-        if share < FAINTEST or not word:
-            parts.append(escape(text))
-            continue
-        before, _, after = text.partition(word)
-        dark = DARKEST * min(1.0, sqrt(share / max(most, FAINTEST)))
-        mark = f'<mark style="--v:{dark:.0f}%" title="{share:.1%} of the attention">{escape(word)}</mark>'
-        parts.append(f"{before}{mark}{after}")
-    return "".join(parts).strip()
-
-
-def _run_map(e: Explanation) -> str:
+def _run_map(e: Explanation) -> Markup:
     rows = []
     for reading in e.readings:
         for head, (mass, visible) in enumerate(zip(reading.mass, reading.seen, strict=True)):
-            link = f"#{_row_name(e, reading, head)}"
+            link = f"#t{e.token}l{reading.layer}h{head}"
             rows.append(MapRow(f"layer {reading.layer}, head {head}", mass, [share > 0 for share in visible], link))
         if reading.oracle is not None:
             rows.append(MapRow(f"layer {reading.layer}, oracle", reading.oracle, [], kind="oracle"))
@@ -122,60 +151,36 @@ def _run_map(e: Explanation) -> str:
     return heat_map(e, rows, caption, "{share:.1%} of the attention")
 
 
-def _row_name(e: Explanation, reading: LayerReading, head: int) -> str:
-    return f"t{e.token}l{reading.layer}h{head}"
+def heat_map(e: Explanation, rows: Sequence[MapRow], caption: str, hint: str) -> Markup:
+    """Return a figure of passages. Its links are for pointers; the tables have the same ones for keyboards and screen
+    readers."""
+    cell = WIDTH / len(e.passages)
+    columns = [
+        {"id": f"t{e.token}p{index}", "x": f"{LABEL + index * cell:.1f}", "start": f"{passage.start:,}",
+         "where": f"passage {index}, tokens {passage.start:,} to {passage.stop - 1:,}"}
+        for index, passage in enumerate(e.passages)
+    ]  # fmt: skip
+    drawn = []
+    for number, row in enumerate(rows):
+        label = hint if row.kind == "heat" else "{share:.1%} of its tokens selected by the oracle"
+        marks = [
+            (columns[index], f"{min(sqrt(share), 1):.2f}", f"passage {index}: {label.format(share=share)}")
+            for index, share in enumerate(row.shares)
+            if share >= FAINTEST
+        ]
+        drawn.append({**row._asdict(), "y": number * ROW, "visible": _runs(row.seen, cell), "marks": marks})
+    return rendered(
+        "heat_map.html", caption=caption, left=LABEL, width=WIDTH, row_height=ROW, height=len(rows) * ROW,
+        cell=round(cell, 2), step=max(1, round(60 / cell)), columns=columns, rows=drawn,
+    )  # fmt: skip
 
 
-def _comparison(e: Explanation) -> list[str]:
-    head = ["method", "visible tokens", "top-10 recall", "attention mass recovered", "oracle overlap"]
-    lines = [
-        [c.name, f"{c.visible_tokens:,.0f}", f"{c.recall:.1%}", f"{c.recovery:.1%}", f"{c.overlap:.1%}"]
-        for c in e.choices
-    ]
-    rows = [MapRow(c.name, c.passages, [share > 0 for share in c.passages]) for c in e.choices]
-    caption = "Colour is the share of a passage's tokens that is visible, over layers and heads, on the same scale."
-    budget = escape(e.choices[0].plan.partition(":")[2])
-    return [
-        "<h3>What methods would read</h3>",
-        f"<p class=soft>All with the queries of this run and {budget}. Means over heads and sparse layers.</p>",
-        table(head, lines),
-        heat_map(e, rows, caption, "{share:.1%} of the tokens"),
-        "<h3>Layer by layer</h3>",
-        f"<div class=side>{''.join(_layers(e, measure) for measure in MEASURES)}</div>",
-    ]
-
-
-def _layers(e: Explanation, measure: str) -> str:
-    """Return a table: a row per layer, columns for run, oracle and methods, empty where a layer is dense."""
-    rows = []
-    for reading in e.readings:
-        layer = f"layer {reading.layer}"
-        values = [getattr(reading, measure), *(_layer_measure(choice, reading.layer, measure) for choice in e.choices)]
-        names = ["this run", *(choice.name for choice in e.choices)]
-        rows.append([layer, *(heat(value, f"{layer}, {name}") for name, value in zip(names, values, strict=True))])
-    head = ["layer", "this run", *(choice.name for choice in e.choices)]
-    return f"<div>{table(head, rows, MEASURES[measure])}</div>"
-
-
-def _layer_measure(choice: MethodReading, layer: int, measure: str) -> float | None:
-    return next((row[measure] for row in choice.layers if row["layer"] == layer), None)
-
-
-def _heads(e: Explanation) -> str:
-    """Return the passages with the most attention of each head, as links."""
-    text = [index for index, passage in enumerate(e.passages) if passage.kind == "text"]
-    lines = []
-    for reading in e.readings:
-        for head, (mass, visible) in enumerate(zip(reading.mass, reading.seen, strict=True)):
-            order = sorted(range(len(mass)), key=lambda index: -mass[index])
-            most = [index for index in order[:TOP] if mass[index] >= SHOWN]
-            count = sum(visible[index] > 0 for index in text)
-            lines.append(
-                f'<tr id="{_row_name(e, reading, head)}"><th scope="row">layer {reading.layer}, head {head}</th>'
-                f'<td class="text">{_links(e, mass, most)}</td><td>{count} of {len(text)}</td></tr>'
-            )
-    return (
-        '<div class=wide tabindex=0 role=region aria-label="By layer and head"><table><thead><tr>'
-        '<th scope="col">head</th><th scope="col" class="text">passages with their share of its attention</th>'
-        f'<th scope="col">visible</th></tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
-    )
+def _runs(seen: Sequence[bool], cell: float) -> list[tuple[str, str]]:
+    """Return left edges and widths of visible passages; adjacent ones share one mark."""
+    runs, first = [], 0
+    for visible, group in groupby(seen):
+        length = len(list(group))
+        if visible:
+            runs.append((f"{LABEL + first * cell:.1f}", f"{max(length * cell, 1):.2f}"))
+        first += length
+    return runs

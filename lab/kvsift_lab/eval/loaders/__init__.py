@@ -3,23 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 from kvsift.errors import InputError, unknown
-from kvsift.texts.sample import Encode, Sample
-from kvsift_lab.eval.loaders import documents, infinitebench, longbench, pg19, ruler
-from kvsift_lab.eval.loaders.fitting import ContextFitter
+from kvsift.texts.sample import Encode, Question, Sample
+from kvsift_lab.eval.loaders import documents, infinitebench, longbench, ruler
+from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
+
+OWN_TOKENS = 64
+"""The most tokens of an answer to an own question."""
 
 Loader = Callable[[Path, ContextFitter], Iterator[Sample]]
+
+
+def load_own(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
+    """Own questions: lines with context, question and answer, a text or a list of texts of which any is right.
+
+    Consecutive lines with one context are questions about one sample, which is prefilled once.
+    """
+    for context, lines in groupby(read_lines(path), lambda line: line.text("context")):
+        yield fitting.sample("jsonl", context, *(_own_question(line, context) for line in lines))
+
+
+def _own_question(line: JsonLine, context: str) -> Question:
+    answer = line.values.get("answer")
+    answers = line.texts("answer") if isinstance(answer, list) else (line.text("answer"),)
+    for key, text in (("question", line.text("question")), *(("answer", text) for text in answers)):
+        if not text.strip():
+            raise line.error(f"{key!r} is empty.")
+    depth = depth_of(context, answers[:1])
+    return Question(line.text("question"), " | ".join(answers), depth, answers, max_new_tokens=OWN_TOKENS)
+
 
 LOADERS: dict[str, Loader] = {
     "ruler": ruler.load,
     "longbench": longbench.load,
     "infinitebench": infinitebench.load,
-    "pg19": pg19.load,
+    "pg19": documents.load_pg19,
     "squad": documents.load_squad,
     "hotpotqa": documents.load_hotpotqa,
+    "jsonl": load_own,
 }
 
 

@@ -1,8 +1,10 @@
-"""Loaders of RULER's qa tasks from their sources: SQuAD 2.0 and HotpotQA (distractor), as published.
+"""Loaders of documents: RULER's qa tasks from SQuAD 2.0 and HotpotQA (distractor), and books of PG19, as published.
 
 SQuAD: {"data": [{"paragraphs": [{"context", "qas": [{"question", "is_impossible", "answers": [{"text"}]}]}]}]};
 distractors are the other paragraphs of the article, then any paragraph. HotpotQA: [{"question", "answer", "context":
 [[title, [sentences]], ...]}], with all ten documents of the question. Facts from NVIDIA/RULER (``qa.py``).
+
+PG19: a directory of books, one .txt each; the perplexity of the tokens after the beginning of a book.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError
 from kvsift.texts.sample import Sample, SampleRequest
-from kvsift_lab.eval.loaders.fitting import ContextFitter
+from kvsift_lab.eval.loaders.reading import ContextFitter
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS, continued
 from kvsift_lab.eval.tasks.ruler_qa import write_sample
 
 
@@ -82,3 +86,43 @@ def _parsed(path: Path, items: Callable[[Any], Iterator[QuestionItem]]) -> list[
         raise InputError(f"{path} cannot be read as JSON: {error}.") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not in the published format: {type(error).__name__} at {error}.") from None
+
+
+_SPARE = 8  # cutting a line may change the number of tokens
+
+
+def load_pg19(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
+    books = sorted(path.glob("*.txt")) if path.is_dir() else [path]
+    return (_book_sample(book, fitting) for book in books)
+
+
+def _book_sample(book: Path, fitting: ContextFitter) -> Sample:
+    """Return a context whose targets end at the length of the fitter; the notes name a shorter book."""
+    try:
+        lines = book.read_text(encoding="utf-8-sig").lstrip().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{book} cannot be read as UTF-8 text: {error}.") from None
+    length, notes = fitting.length - NUM_TARGETS, tuple[str, ...]()
+    available = _num_tokens(lines, fitting, fitting.length + _SPARE) - _SPARE - NUM_TARGETS
+    if available < length:
+        length, notes = available, (f"the book has about {available + NUM_TARGETS} tokens only",)
+    if length <= len(fitting.prefix):
+        raise InputError(
+            f"{book} or max_tokens is too short: {NUM_TARGETS} tokens are predicted, others come before them."
+        )
+    request = SampleRequest(random.Random(0), length, 1, fitting.encode, fitting.prefix)
+    return replace(continued("pg19", request, _pieces(lines)), notes=notes)
+
+
+def _pieces(lines: list[str]) -> Iterator[str]:
+    return chain(lines[:1], (f"\n{line}" for line in islice(lines, 1, None)))
+
+
+def _num_tokens(lines: list[str], fitting: ContextFitter, enough: int) -> int:
+    """Count the tokens of a book, up to ``enough``."""
+    count = len(fitting.prefix)
+    for piece in _pieces(lines):
+        count += len(fitting.encode(piece))
+        if count >= enough:
+            break
+    return count

@@ -9,85 +9,72 @@ ours.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvsift.errors import unknown
-from kvsift.texts.sample import Question, Sample
-from kvsift_lab.eval.loaders.fitting import ContextFitter, depth_of
-from kvsift_lab.eval.loaders.lines import JsonLine, read_lines
+from kvsift.texts.sample import Sample
+from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, QuestionFormat, read_lines
 
 LETTERS = "ABCD"
 
 
-@dataclass(frozen=True)
-class TaskPrompt:
-    """``before`` and ``after`` the context may have {input}, {options}, {prefix} and {call}."""
-
-    before: str
-    after: str
-    scorer: str
-    max_new_tokens: int
-    answer_prefix: str = ""
-
-
 _HIDDEN = (
     "One important piece of information is hidden in a lot of text that says nothing. Find it: you will be asked.\n\n"
+    "{context}\n\n{input}\n\n"
 )
-FORMATS: dict[str, TaskPrompt] = {
-    "passkey": TaskPrompt(_HIDDEN, "\n\n{input}\n\n", "first_number", 6, "The pass key is"),
-    "number_string": TaskPrompt(_HIDDEN, "\n\n{input}\n\n", "first_number", 12, "The sequence of digits is"),
-    "kv_retrieval": TaskPrompt(
-        "Find the value that belongs to a key of this JSON object.\n\n", "\n\n{input}", "word_match", 50
+FORMATS: dict[str, QuestionFormat] = {
+    "passkey": QuestionFormat(_HIDDEN, "first_number", 6, answer_prefix="The pass key is"),
+    "number_string": QuestionFormat(_HIDDEN, "first_number", 12, answer_prefix="The sequence of digits is"),
+    "kv_retrieval": QuestionFormat(
+        "Find the value that belongs to a key of this JSON object.\n\n{context}\n\n{input}", "word_match", 50
     ),
-    "math_find": TaskPrompt("{prefix}\n\n", "\n\n{input}", "math_find", 3),
-    "math_calc": TaskPrompt(
-        "Work out this arithmetic expression from left to right and write down every intermediate result.\n\n",
-        "\n\n{input}",
+    "math_find": QuestionFormat("{prefix}\n\n{context}\n\n{input}", "math_find", 3),
+    "math_calc": QuestionFormat(
+        "Work out this arithmetic expression from left to right and write down every intermediate result.\n\n"
+        "{context}\n\n{input}",
         "math_calc",
         30_000,
-        "The intermediate results are:",
+        answer_prefix="The intermediate results are:",
     ),
-    "code_run": TaskPrompt(
-        "This Python code has a function that is called at the end.\n\n",
-        "\n\nWork out the exact value of {call}.",
+    "code_run": QuestionFormat(
+        "This Python code has a function that is called at the end.\n\n{context}\n\n"
+        "Work out the exact value of {call}.",
         "code_run",
         5,
-        " The value of {call} is",
+        answer_prefix=" The value of {call} is",
     ),
-    "code_debug": TaskPrompt(
-        "In this Python code exactly one function or method has a deliberate error that stops it.\n\n",
-        "\n\nOptions:\n{options}\n\n",
+    "code_debug": QuestionFormat(
+        "In this Python code exactly one function or method has a deliberate error that stops it.\n\n{context}\n\n"
+        "Options:\n{options}\n\n",
         "code_debug",
         5,
-        "The correct option is:",
+        answer_prefix="The correct option is:",
     ),
-    "longbook_choice_eng": TaskPrompt(
-        "Read this book and answer a question about it.\n\n",
-        "\n\nQuestion: {input}\n{options}\n\n",
+    "longbook_choice_eng": QuestionFormat(
+        "Read this book and answer a question about it.\n\n{context}\n\nQuestion: {input}\n{options}\n\n",
         "choice",
         40,
-        "The letter of the right answer is",
+        answer_prefix="The letter of the right answer is",
     ),
-    "longbook_qa_eng": TaskPrompt(
-        "Read this book and answer a question about it in very few words.\n\n",
-        "\n\nQuestion: {input}\n",
+    "longbook_qa_eng": QuestionFormat(
+        "Read this book and answer a question about it in very few words.\n\n{context}\n\nQuestion: {input}\n",
         "qa_f1",
         40,
-        "Answer:",
+        answer_prefix="Answer:",
     ),
-    "longbook_sum_eng": TaskPrompt("Summarise this book.\n\n", "\n\n", "summary", 1200, "Summary:"),
-    "longbook_qa_chn": TaskPrompt(
-        "请阅读这本书，然后回答问题。\n\n", "\n\n问题：{input}\n", "qa_f1_characters", 40, "答案："
+    "longbook_sum_eng": QuestionFormat(
+        "Summarise this book.\n\n{context}\n\n", "summary", 1200, answer_prefix="Summary:"
     ),
-    "longdialogue_qa_eng": TaskPrompt(
-        'In this script one name of a character has been replaced by "$$MASK$$". Say whose it is.\n\n',
-        "\n\n",
+    "longbook_qa_chn": QuestionFormat(
+        "请阅读这本书，然后回答问题。\n\n{context}\n\n问题：{input}\n", "qa_f1_characters", 40, answer_prefix="答案："
+    ),
+    "longdialogue_qa_eng": QuestionFormat(
+        'In this script one name of a character has been replaced by "$$MASK$$". Say whose it is.\n\n{context}\n\n',
         "speaker",
         40,
-        "The name behind $$MASK$$ is most likely",
+        answer_prefix="The name behind $$MASK$$ is most likely",
     ),
 }
 
@@ -100,35 +87,20 @@ def load(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
 
 
 def _sample(task: str, line: JsonLine, fitting: ContextFitter) -> Sample:
-    prompt = FORMATS[task]
-    fill = _filler(task, line)
-    context = fill(prompt.before) + line.text("context")
     references = _references(task, line)
-    question = Question(
-        fill(prompt.after),
-        " | ".join(references),
-        depth_of(context, references[:1]),
-        references,
-        prompt.scorer,
-        prompt.max_new_tokens,
-        fill(prompt.answer_prefix),
-        is_framed=False,
-        stop=None,
-    )
-    return fitting.sample(task, context, question)
+    return fitting.asked(task, line, FORMATS[task], _slots(task, line), references, references)
 
 
-def _filler(task: str, line: JsonLine) -> Callable[[str], str]:
-    """Return a function that fills the line's fields into a template and leaves other braces as they are."""
+def _slots(task: str, line: JsonLine) -> dict[str, str]:
+    """Return what the line fills into a prompt."""
     slots = {"{input}": line.text("input")}
-    if "{options}" in FORMATS[task].after:
+    if "{options}" in FORMATS[task].prompt:
         slots["{options}"] = "\n".join(f"{letter}. {text}" for letter, text in zip(LETTERS, _options(line)))
     if task == "math_find":
         slots["{prefix}"] = f"What is {_match(line, r'The .+(?= of)').lower()} in the following list?"
     if task == "code_run":
         slots["{call}"] = _match(line, r"func_[0-9]+\(-?[0-9]+\)")
-    pattern = re.compile("|".join(map(re.escape, slots)))
-    return lambda template: pattern.sub(lambda match: slots[match.group()], template)
+    return slots
 
 
 def _match(line: JsonLine, pattern: str) -> str:
@@ -152,7 +124,7 @@ def _references(task: str, line: JsonLine) -> tuple[str, ...]:
     if not answers or not all(isinstance(answer, str | int | float) for answer in answers):
         raise line.error(f"'answer' must be text, a number or a list of these, not {value!r}.")
     texts = tuple(map(str, answers))
-    return _option(line, texts) if "{options}" in FORMATS[task].after else texts
+    return _option(line, texts) if "{options}" in FORMATS[task].prompt else texts
 
 
 def _option(line: JsonLine, answers: tuple[Any, ...]) -> tuple[str, str]:

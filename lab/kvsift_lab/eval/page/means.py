@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 from typing import Any
 
-from kvsift_lab.eval.page.html import percent
+from kvsift_lab.eval.page.parts import percent
 
 ORDER = "ceiling", "plan", "floor"
 
@@ -100,6 +100,16 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def lengths_of(means: Sequence[PlanMean]) -> list[int | None]:
+    """Return the lengths of means in their order."""
+    return list(dict.fromkeys(mean.length for mean in means))
+
+
+def at_length(means: Sequence[PlanMean], length: int | None) -> list[PlanMean]:
+    """Return the means of a length."""
+    return [mean for mean in means if mean.length == length]
+
+
 def dense_of(means: Sequence[PlanMean], length: int | None) -> PlanMean | None:
     """Return the dense plan of a length."""
     return next((mean for mean in means if mean.is_dense and mean.length == length), None)
@@ -116,8 +126,16 @@ def place(where: tuple[str, Any]) -> str:
     return f"{task}, {length:,} tokens" if length else task
 
 
-def headline(means: Sequence[PlanMean]) -> str:
+def is_unsolved(result: dict[str, Any], length: int | None) -> bool:
+    """Return whether dense is not measurably better than chance in every task of a length."""
+    tasks = {cell["task"] for cell in result["cells"] if cell["length"] == length}
+    return tasks <= {task for task, at in result["unsolved"] if at == length}
+
+
+def headline(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
     """Return the plan with the highest mean over all tasks and lengths; of equals, that with fewest visible tokens."""
+    if means and all(is_unsolved(result, mean.length) for mean in means):
+        return "Dense is not measurably better than chance in any task, so this result does not compare plans."
     lengths = {mean.length for mean in means}
     scores: dict[tuple[str, int | None, str], list[PlanMean]] = defaultdict(list)
     for mean in means:
@@ -133,8 +151,6 @@ def headline(means: Sequence[PlanMean]) -> str:
     line = f"{best[0].name} at {tokens:,.0f} tokens: mean {_score(best):.3f}"
     if dense is None:
         return f"{line}; dense is not in the recipe."
-    if not _score(dense):
-        return f"{line}; dense scores 0."
     return f"{line}, {percent(_score(best), _score(dense))} of dense's {_score(dense):.3f}."
 
 

@@ -23,9 +23,8 @@ __all__ = [
 
 MODULES = (
     *("kvsift.texts.needle", f"{__name__}.multi_value", "kvsift.texts.key_value", "kvsift.texts.facts"),
-    *(f"{__name__}.{name}" for name in ("variables", "passkey", "ruler_niah", "ruler_vt", "ruler_words", "ruler_qa")),
-    *(f"{__name__}.{name}" for name in ("infinite_retrieval", "infinite_math", "infinite_code")),
-    *(f"{__name__}.{name}" for name in ("dialogue", "perplexity")),
+    *(f"{__name__}.{name}" for name in ("variables", "passkey", "ruler_needles", "ruler_words", "ruler_qa")),
+    *(f"{__name__}.{name}" for name in ("infinite", "dialogue", "perplexity")),
 )
 """Modules with a tuple ``TASKS``, in the order of the tables."""
 

@@ -24,7 +24,7 @@ from kvsift.texts.prose import vocabulary
 from kvsift.texts.sample import Sample, SampleRequest, Style, Task
 from kvsift.texts.words import distinct, pseudo_word
 from kvsift_lab.eval.tasks.assembly import BLOCK, Assembly, blocks, largest_that_fits, num_tokens
-from kvsift_lab.eval.tasks.ruler_niah import STYLE
+from kvsift_lab.eval.tasks.ruler_needles import STYLE
 
 SHORT = 4096
 NUM_COMMON = 10

@@ -10,11 +10,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from kvsift_lab.eval.fingerprint import document_of
 from kvsift_lab.eval.page import page
-from kvsift_lab.eval.page.line_chart import ChartPoint, Level, Series, line_chart
+from kvsift_lab.eval.page.charts import ChartPoint, Level, Series, line_chart
 from kvsift_lab.eval.page.means import headline, means_of
 from kvsift_lab.eval.page.pareto import front_of
+from kvsift_lab.eval.results import document_of
 from kvsift_lab.eval.summary import tables_of
 from lab.eval.samples import recipe_of, sample
 
@@ -40,6 +40,7 @@ def result_of(document: dict[str, Any], lengths: tuple[int, ...] = (700, 1400), 
             length=length,
             question=number,
             depth=(number + 0.5) / questions,
+            references=[f"answer {number}"],
             sparse_layer_visible_tokens=row["budget"] and row["budget"] - 8.0,
             visible_tokens=float(length),
         )
@@ -142,8 +143,8 @@ def test_the_page_opens_with_one_line_of_result(result: dict[str, Any]) -> None:
         each["score"] = {"dense": 1.0}.get(each["plan"], 0.75 if "budget=256" in each["plan"] else 0.5)
     tables = tables_of(result["recipe"], result["samples"], [])
     text = page([("x", {**result, **tables})])
-    line = "quest at 256 tokens: mean 0.750, 75 % of dense&#x27;s 1.000."
-    assert f"</h1><p class=lead>{line}</p>" in text
+    line = "quest at 256 tokens: mean 0.750, 75 % of dense&#39;s 1.000."
+    assert f"<p class=lead>{line}</p>" in text
     assert text.count("75 %") >= 3, "and percent of dense stands in the tables"
 
 
@@ -157,8 +158,18 @@ def test_several_results_have_a_line_each_that_links_to_them(result: dict[str, A
 
 def test_without_dense_the_line_says_so(result: dict[str, Any]) -> None:
     means = [each for each in means_of(result) if not each.is_dense]
-    assert headline(means).endswith("; dense is not in the recipe.")
-    assert headline([]) == "No plan has answered every task yet."
+    assert headline(result, means).endswith("; dense is not in the recipe.")
+    assert headline(result, []) == "No plan has answered every task yet."
+
+
+def test_where_dense_answers_nothing_right_no_plan_is_praised(result: dict[str, Any]) -> None:
+    for each in result["samples"]:
+        each["score"] = 0.0
+    tables = tables_of(result["recipe"], result["samples"], [])
+    text = page([("x", {**result, **tables})])
+    assert "<p class=lead>Dense is not measurably better than chance in any task" in text
+    assert "<li>passkey at 700, passkey at 1,400" in text
+    assert "Pareto front" not in text
 
 
 def timed(result: dict[str, Any], scores: dict[str, tuple[float, float]]) -> dict[str, Any]:
@@ -176,7 +187,7 @@ def test_the_pareto_front_is_what_no_plan_beats_in_score_and_time(result: dict[s
     assert [each.label for each in front_of(means)] == ["quest, 64", "dense"]
     text = section_of(page([("x", result)]), "Quality against time per token")
     assert "Pareto front: quest, 64 (4.00 ms, 0.900), dense (8.00 ms, 1.000)" in text
-    assert "quest, 64 takes 50 % of dense&#x27;s time." in text
+    assert "quest, 64 takes 50 % of dense&#39;s time." in text
     assert text.count('class="front"') == 2, "one chart per length"
     assert "quest, 256: 0.900 at 4.00 ms" in text
 
@@ -285,7 +296,7 @@ def test_warnings_and_what_is_missing_stand_first(result: dict[str, Any]) -> Non
 
 
 def test_a_run_that_has_nothing_yet_has_a_page(result: dict[str, Any]) -> None:
-    empty = {**result, "samples": [], "cells": [], "chance": [], "warnings": []}
+    empty = {**result, "samples": [], "cells": [], "chance": [], "unsolved": [], "warnings": []}
     assert "There is no sample yet." in page([("x", empty)])
 
 

@@ -1,4 +1,4 @@
-"""Heat maps of the score by length of the context and depth of the answer."""
+"""Heat maps: scores by length of the context and depth of the answer; recall and recovered mass of each layer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from kvsift_lab.eval.page.html import details, heat, table
 from kvsift_lab.eval.page.means import PlanMean
+from kvsift_lab.eval.page.parts import Fold, Parts, Table, heat
 
 BINS = 10, 5  # of the depth; the most that the samples fill
 WIDEST = 24  # columns
 FILLED = 0.8  # the least share of cells with samples
+MEASURES = {2: "Top-10 token recall", 3: "Attention mass recovered"}  # by index in the counters of a layer
 
 Column = tuple[int, int]
 """Length, bin of the depth."""
 
+Values = dict[tuple[int, int, str, int], list[float]]
+"""By budget, measure, name and layer."""
 
-def render(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
+
+def depths(result: dict[str, Any], means: Sequence[PlanMean]) -> Parts:
     """Return a folded map per task with depths: a row per plan, a column per length and depth."""
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for sample in result["samples"]:
@@ -26,14 +30,11 @@ def render(result: dict[str, Any], means: Sequence[PlanMean]) -> str:
             groups[sample["task"]].append(sample)
     rows = {row["plan"]: (row["name"], row["budget"]) for row in result["rows"]}
     order = {(mean.name, mean.budget): mean for mean in means}
-    parts: list[str] = []
+    parts: Parts = []
     for task in (task for task in result["recipe"]["tasks"] if task in groups):
         if count := _num_bins(groups[task]):
-            parts.append(details(task, _map(task, groups[task], count, rows, order)))
-    if not parts:
-        return ""
-    note = "Columns are depths, from the start of the context to its end."
-    return f"<p class=soft>{note}</p>" + "".join(parts)
+            parts.append(Fold(task, [_depth_map(task, groups[task], count, rows, order)]))
+    return ["Columns are depths, from the start of the context to its end.", *parts] if parts else []
 
 
 def _num_bins(samples: Sequence[dict[str, Any]]) -> int:
@@ -52,10 +53,10 @@ def _column(sample: dict[str, Any], count: int) -> Column:
     return sample["length"], min(int(sample["depth"] * count), count - 1)
 
 
-def _map(
+def _depth_map(
     task: str, samples: Sequence[dict[str, Any]], count: int, rows: dict[str, tuple[str, int | None]],
     order: dict[tuple[str, int | None], PlanMean],
-) -> str:  # fmt: skip
+) -> Table:  # fmt: skip
     scores: dict[tuple[tuple[str, int | None], Column], list[float]] = defaultdict(list)
     for sample in samples:
         scores[rows[sample["plan"]], _column(sample, count)].append(sample["score"])
@@ -69,13 +70,40 @@ def _map(
         lines.append([mean.label, *(heat(fmean(own) if own else None, hint) for own, hint in zip(cells, hints))])
     soft = [index for index, mean in enumerate(order.values()) if mean.is_reference]
     caption = task if len(lengths) > 1 else f"{task}, {lengths[0]:,} tokens"
-    return table(["plan", *names], lines, caption, soft)
+    return Table(["plan", *names], lines, caption, soft)
 
 
 def _depth(length: int, depth: int, count: int, with_length: bool) -> str:
     where = f"{100 * depth // count}-{100 * (depth + 1) // count} %"
-    return f"{_short(length)}, {where}" if with_length else where
+    short = f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"
+    return f"{short}, {where}" if with_length else where
 
 
-def _short(length: int) -> str:
-    return f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"
+def layers(result: dict[str, Any], means: Sequence[PlanMean]) -> Parts:
+    """Return two tables per budget, over all tasks and lengths: a row per plan, a column per layer."""
+    rows = {row["plan"]: row for row in result["rows"]}
+    values: Values = defaultdict(list)
+    for sample in result["samples"]:
+        row = rows[sample["plan"]]
+        for layer in sample.get("layers", ()):
+            for measure in MEASURES:
+                if row["budget"] is not None and layer[measure] is not None:
+                    values[row["budget"], measure, row["name"], layer[0]].append(layer[measure])
+    budgets = sorted({budget for budget, *_ in values})
+    names = {mean.name: mean.is_reference for mean in means}
+    parts = []
+    for budget in budgets:
+        tables = [_layer_table(values, budget, measure, names) for measure in MEASURES]
+        parts.append(Fold(f"Budget {budget:,}", tables, budget == budgets[len(budgets) // 2]))
+    note = "Means over all tasks and lengths from sampled decode steps, without dense layers."
+    return [note, *parts] if parts else []
+
+
+def _layer_table(values: Values, budget: int, measure: int, names: dict[str, bool]) -> Table:
+    own = {key[2:]: fmean(own) for key, own in values.items() if key[:2] == (budget, measure)}
+    layers = sorted({layer for _, layer in own})
+    present = [name for name in names if any((name, layer) in own for layer in layers)]
+    rows = [[name, *(heat(own.get((name, layer)), f"{name}, layer {layer}") for layer in layers)] for name in present]
+    soft = [index for index, name in enumerate(present) if names[name]]
+    head = ["plan", *(f"layer {layer}" for layer in layers)]
+    return Table(head, rows, f"{MEASURES[measure]}, budget {budget:,}", soft)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.recipe import EvalRecipe, Job
+from kvsift_lab.eval.results import document_of
 from lab.eval.samples import RECIPE, recipe_of
 
 from kvsift import InputError
@@ -50,7 +51,7 @@ def test_the_recipes_that_ship_can_be_run(path: Path) -> None:
     [
         (("seed = 5", "sed = 5"), "unknown key of the recipe recipe.toml 'sed'; did you mean 'seed'? Known: budgets,"),
         (("lengths = [700]", ""), "the recipe recipe.toml is not complete; it lacks lengths."),
-        ((RECIPE, "seed = 5"), "it lacks questions_per_task, questions_per_context, plans, budgets, tasks, lengths."),
+        ((RECIPE, "seed = 5"), "it lacks questions_per_task, questions_per_context, plans, tasks, lengths."),
         (("seed = 5", "length = 5"), "the recipe recipe.toml has length and lengths; give one of them."),
         (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'? Known: "),
         (('["passkey", "key_value"]', '"passkey"'), "tasks='passkey' of a recipe must be a list of names."),
@@ -81,6 +82,21 @@ def test_the_recipes_that_ship_can_be_run(path: Path) -> None:
 def test_a_recipe_that_makes_no_sense_is_refused(tmp_path: Path, change: tuple[str, str], says: str) -> None:
     with pytest.raises(InputError, match=re.escape(says)):
         recipe_of(tmp_path, change)
+
+
+def test_budgets_that_stand_in_every_plan_need_not_be_given_again(tmp_path: Path) -> None:
+    templates = '"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"'
+    quest = '"quest:budget=64:window=16", "quest:budget=256:window=16"'
+    plans = (templates, f'"dense", {quest}, "streaming_llm:budget=256"')
+    recipe = recipe_of(tmp_path, plans, ("budgets = [64, 256]", ""))
+    whole = recipe_of(tmp_path)
+    assert recipe.columns == whole.columns == (64, 256)
+    rest = tuple(row for row in whole.rows if not row.plan.startswith("streaming_llm:budget=64"))
+    assert recipe.rows == rest, "rows and names as with {budget}"
+    assert document_of(recipe)["budgets"] == [64, 256]
+    lacking = (templates, '"dense", "quest"')
+    with pytest.raises(InputError, match="the recipe has no budgets, and the plan quest has not one of its own"):
+        recipe_of(tmp_path, lacking, ("budgets = [64, 256]", ""))
 
 
 def test_a_plan_that_selects_in_prefill_is_not_set_up_with_a_dense_prompt(tmp_path: Path) -> None:

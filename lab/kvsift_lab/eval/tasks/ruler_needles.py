@@ -1,16 +1,22 @@
-"""RULER's eight needle tasks: magic values of keys in noise, prose or other needles.
+"""RULER's needle tasks: magic values of keys in noise, prose or other needles, and a chain of variables in noise.
 
-Facts from NVIDIA/RULER (``scripts/synthetic.yaml``, ``scripts/data/synthetic/niah.py``): kind of haystack, kinds and
-counts of keys and values, the needle's sentence, one line per needle where the haystack is no prose, four queried keys
-joined by commas, the answer's first words given, 128 new tokens. Instructions, noise, prose and words are our own.
+Facts from NVIDIA/RULER (``scripts/synthetic.yaml``, ``scripts/data/synthetic/niah.py``, ``variable_tracking.py``):
+
+* niah: kind of haystack, kinds and counts of keys and values, the needle's sentence, one line per needle where the
+  haystack is no prose, four queried keys joined by commas, the answer's first words given, 128 new tokens.
+* vt: one chain, four hops, names of five capitals, a line per assignment, noise between them, a short solved example
+  before (three capitals), the answer's first words given, all five names as the answer, 30 new tokens.
+
+Instructions, noise, prose and words are our own.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from string import ascii_uppercase
 
 from kvsift.texts.prose import NOISE, prose
 from kvsift.texts.sample import Draft, DraftQuestion, Style, Task
@@ -112,7 +118,55 @@ def _intro(what: str, one: bool) -> str:
     )
 
 
-TASKS = tuple(
-    Task(name, about, partial(draft, variant), tokens_per_question=400, max_questions=1, family="ruler", style=STYLE)
-    for name, (variant, about) in VARIANTS.items()
+NUM_HOPS = 4
+EXAMPLE_BLOCKS = 4  # of noise in the example, which RULER makes as long as 500 tokens allow
+_VT_INTRO = "Keep track of the chains of variable assignments that are hidden in the text below.\n\n"
+
+
+def draft_vt(rng: random.Random, num_questions: int) -> Draft:
+    number, other = distinct(rng, lambda r: digits(r, 5), 2)
+    names = _variables(rng, 5)
+    needles = ["\n" + line for line in assignments(names, number)]
+    question = DraftQuestion(
+        _vt_question(number), " ".join(names), len(needles) - 1, tuple(names), _answer_prefix(number)
+    )
+    return Draft(needles, [question], noise_lines(), is_stock=True, intro=f"{_example(rng, other)}\n\n{_VT_INTRO}")
+
+
+def assignments(names: Sequence[str], number: str) -> list[str]:
+    """Return the lines: the first variable gets the number, each other one the variable before it."""
+    return [f"VAR {name} = {source}" for name, source in zip(names, (number, *(f"VAR {name}" for name in names)))]
+
+
+def _variables(rng: random.Random, num_letters: int) -> list[str]:
+    return distinct(rng, lambda r: "".join(r.choices(ascii_uppercase, k=num_letters)), NUM_HOPS + 1)
+
+
+def _vt_question(number: str) -> str:
+    return f"\nQuestion: Which variables of the text above are assigned the value {number}? Find all of them."
+
+
+def _answer_prefix(number: str) -> str:
+    return (
+        f" Answer: By the chains of assignments in the text above, {NUM_HOPS + 1} variables are assigned the value "
+        f"{number}, namely:"
+    )
+
+
+def _example(rng: random.Random, number: str) -> str:
+    names = _variables(rng, 3)
+    lines = [NOISE_BLOCK] * EXAMPLE_BLOCKS
+    places = sorted(rng.sample(range(EXAMPLE_BLOCKS + NUM_HOPS + 1), NUM_HOPS + 1))
+    for place, line in zip(places, assignments(names, number)):
+        lines.insert(place, line)
+    return _VT_INTRO + "\n".join(lines) + _vt_question(number) + _answer_prefix(number) + " " + " ".join(names)
+
+
+def _task(name: str, about: str, make: Callable[[random.Random, int], Draft], style: Style = STYLE) -> Task:
+    return Task(name, about, make, tokens_per_question=400, max_questions=1, family="ruler", style=style)
+
+
+TASKS = (
+    *(_task(name, about, partial(draft, variant)) for name, (variant, about) in VARIANTS.items()),
+    _task("vt", "a chain of five variables in noise, all of them queried", draft_vt, replace(STYLE, max_new_tokens=30)),
 )
