@@ -234,3 +234,21 @@ def threads() -> Any:
 
 def device() -> Any:
     return option("auto", "auto, cpu, cuda or cuda:N.", stored=False)
+
+
+def plans(default: str, help: str = "Plans, with ; between them.", **settings: Any) -> Any:
+    return option(default, help, parse=split, **settings)
+
+
+def split(text: str, flag: str = "") -> tuple[str, ...]:
+    """Return the parts between semicolons."""
+    return tuple(part.strip() for part in text.split(";") if part.strip())
+
+
+def batches(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of "131072x1,32Kx4": a context and how many of it, and where a recipe says so a third number.
+
+    Raises:
+        InputError: for anything else.
+    """
+    return tuple(token_counts(each.replace("x", ","), flag) for each in names(text))

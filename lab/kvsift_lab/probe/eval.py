@@ -1,6 +1,6 @@
 """Dense exact match of a model directory through stock transformers.
 
-    python -m kvsift_lab.probe.eval lab/recipes/probe_phase2.toml MODEL_DIR OUT.json
+    python -m kvsift_lab.probe.eval MODEL_DIR OUT.json
 
 The context is prefilled once and every question follows it directly, on a copy of the cache. All questions of a context
 run in one forward pass with their answers: each token of the answer must be the most likely one after those before it,
@@ -10,7 +10,6 @@ which is what greedy decoding checks. The hand-written facts are decoded token b
 import json
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvsift.engine.prompt import answer_text, exact_match, question_text
 from kvsift.texts.prose import document
 from kvsift_lab.eval.tasks import FAMILIES, Question, make_sample, variables
+from kvsift_lab.probe import phase
 from kvsift_lab.probe.tokenizer import WordEncoder
 
 # Written by hand, in wordings that are not among the templates of the facts task.
@@ -157,8 +157,8 @@ def evaluate_hand_written(judge: Judge, length: int) -> tuple[Score, int]:
     return score, sum(f != exact_match(a, q.answer) for f, a, q in zip(forced, answers, questions))
 
 
-def main(recipe: Path, directory: Path, out: Path) -> None:
-    evaluation = tomllib.loads(recipe.read_text())["evaluation"]
+def main(directory: Path, out: Path) -> None:
+    evaluation = phase("5")["evaluation"]  # the same after each
     judge, results = Judge(directory), {}
     for length in evaluation["lengths"]:
         began = time.monotonic()
@@ -178,4 +178,4 @@ def main(recipe: Path, directory: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        main(*map(Path, sys.argv[1:4]))
+        main(*map(Path, sys.argv[1:3]))

@@ -24,7 +24,7 @@ def engine(
     shape: dict[str, Any], plan: str, *, ranks: int = 1, tokens: int | None = None, plans: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own without a plan.
+    """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own where the plan is "stock".
 
     Args:
         shape: of the model, as config.json has it.
@@ -33,6 +33,9 @@ def engine(
         plans: which requests may name.
         options: of vLLM, instead of those here.
     """
+    is_ours = plan != "stock"
+    if not is_ours:  # vLLM takes its newer model runner only where no plugin is loaded
+        os.environ.setdefault("VLLM_PLUGINS", "")
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     from vllm import LLM
     from vllm.platforms import current_platform
@@ -48,9 +51,9 @@ def engine(
     if current_platform.is_cpu():  # to try a script out
         base |= {"enforce_eager": True}
     else:
-        base |= {"attention_backend": "CUSTOM" if plan else "FLASH_ATTN"}
+        base |= {"attention_backend": "CUSTOM" if is_ours else "FLASH_ATTN"}
         base |= {"num_gpu_blocks_override": tokens and tokens // 16}
         base |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
-    if plan:
+    if is_ours:
         base |= {"additional_config": {"kvsift": {"plan": plan, "plans": plans, "log_every_s": 5}}}
     return LLM(**(base | options))

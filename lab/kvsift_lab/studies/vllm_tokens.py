@@ -1,67 +1,85 @@
 """Tokens of vLLM under a plan, and how those of two engines differ: over one GPU and over two, or stock and ours.
 
-    python -m kvsift_lab.studies.vllm_tokens run one.json --plan quest:budget=512
-    python -m kvsift_lab.studies.vllm_tokens run two.json --plan quest:budget=512 --tp 2
-    python -m kvsift_lab.studies.vllm_tokens compare one.json two.json
+    kvsift bench vllm-tokens --plan quest:budget=512 --out one
+    kvsift bench vllm-tokens --plan quest:budget=512 --tp 2 --against one
 
 Weights are random and the same for any number of ranks. Each prompt is answered under the plan alone, then all of them
 in one batch, under the plan and densely in turns. Ranks add up in another order, so a token may differ where the two
-best are as likely as each other: compare tells such ties from the rest, and ends with status 1 if there is a rest.
+best are as likely as each other: ``--against`` tells such ties from the rest, and fails if there is a rest.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from kvsift.errors import InputError
+from kvsift_lab.bench import machine, stored
+from kvsift_lab.bench.bench import Study
+from kvsift_lab.studies.recipes import VllmTokensRecipe
 from kvsift_lab.studies.vllm_engine import LLAMA_3_8B, engine
 
 SHAPE = LLAMA_3_8B | {"num_hidden_layers": 8, "vocab_size": 32000}
-LENGTHS = "300,1100,3001,8192,20000"  # of prompts
 NEW, TOP = 64, 5  # tokens of an answer; most likely ones that are kept of each
 TIE = 0.02  # most nats between the two best tokens of a tie
 
 Answer = dict[str, Any]  # prompt_length, plan, tokens, top: TOP pairs of token and log probability for each token
 
 
-def run(options: argparse.Namespace) -> list[Answer]:
-    """Return the answers of one engine."""
-    from vllm import SamplingParams
+class VllmTokens(Study):
+    """A point for each answer."""
 
-    lengths = [int(length) for length in options.lengths.split(",")]
-    shape, longest = SHAPE | json.loads(options.shape), max(lengths) + NEW
-    llm = engine(
-        shape, options.plan, ranks=options.tp, tokens=16 * -(-longest // 16) * (len(lengths) + 1), plans=("dense",),
-        dtype=options.dtype, max_model_len=longest, max_num_batched_tokens=2048,
-    )  # fmt: skip
-    rng = random.Random(3)
-    prompts = [[rng.randrange(shape["vocab_size"]) for _ in range(length)] for length in lengths]
+    kind = "vllm-tokens"
+    recipe: VllmTokensRecipe
 
-    def answers(rows: list[tuple[list[int], str]]) -> list[Answer]:
-        extra = [{"kvsift": "dense"} if options.plan and plan == "dense" else None for _, plan in rows]
-        params = [
-            SamplingParams(
-                temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False, logprobs=TOP, extra_args=each
-            )
-            for each in extra
-        ]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in rows], params, use_tqdm=False)
-        return [
-            {
-                "prompt_length": len(prompt), "plan": plan, "together": len(rows) > 1,
-                "tokens": list(output.outputs[0].token_ids), "top": [best(each) for each in output.outputs[0].logprobs],
-            }
-            for (prompt, plan), output in zip(rows, outputs)
-        ]  # fmt: skip
+    def environment(self) -> dict[str, Any]:
+        return machine.environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
-    plan = options.plan or "dense"
-    alone = [answer for prompt in prompts for answer in answers([(prompt, plan)])]
-    mixed = [(prompt, "dense" if row % 2 else plan) for row, prompt in enumerate(prompts)]
-    return [*alone, *answers(mixed)]
+    def run(self) -> Iterator[Answer]:
+        other, differ = self.recipe.against and stored.load(Path(self.recipe.against))["points"], 0
+        for number, answer in enumerate(self._answers()):
+            # stock answers are dense, ours only where a request says so
+            if other and other[number]["plan"] == answer["plan"]:
+                is_equal, line = compare(other[number], answer)
+                answer["compared"] = line
+                differ += not is_equal
+            yield answer
+        if differ:
+            raise InputError(f"{differ} answers differ from those of {self.recipe.against} by more than a tie.")
+
+    def _answers(self) -> Iterator[Answer]:
+        """Yield the answers of one engine."""
+        from vllm import SamplingParams
+
+        recipe, lengths = self.recipe, self.recipe.lengths
+        shape, longest, is_ours = SHAPE | json.loads(recipe.shape), max(lengths) + NEW, recipe.plan != "stock"
+        llm = engine(
+            shape, recipe.plan, ranks=recipe.tp, tokens=16 * -(-longest // 16) * (len(lengths) + 1), plans=("dense",),
+            dtype=recipe.dtype, max_model_len=longest, max_num_batched_tokens=2048,
+        )  # fmt: skip
+        rng = random.Random(3)
+        prompts = [[rng.randrange(shape["vocab_size"]) for _ in range(length)] for length in lengths]
+        plan = recipe.plan if is_ours else "dense"
+        mixed = [(prompt, "dense" if row % 2 else plan) for row, prompt in enumerate(prompts)]
+        how = {"temperature": 0, "max_tokens": NEW, "ignore_eos": True, "detokenize": False, "logprobs": TOP}
+        for rows in [*([(prompt, plan)] for prompt in prompts), mixed]:
+            extra = [{"kvsift": "dense"} if is_ours and own == "dense" else None for _, own in rows]
+            params = [SamplingParams(**how, extra_args=each) for each in extra]
+            outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in rows], params, use_tqdm=False)
+            for (prompt, own), output in zip(rows, outputs):
+                [found] = output.outputs
+                yield {
+                    "prompt_length": len(prompt), "plan": own, "together": len(rows) > 1,
+                    "tokens": list(found.token_ids), "top": [best(each) for each in found.logprobs],
+                }  # fmt: skip
+
+    def text(self, point: Answer, result: dict[str, Any]) -> str:
+        return str(point.get("compared") or f"{point['prompt_length']} tokens, {point['plan']}")
 
 
 def best(logprobs: Any) -> list[tuple[int, float]]:
@@ -88,33 +106,3 @@ def compare(first: Answer, second: Answer) -> tuple[bool, str]:
         is_tie,
         f"{row}differ from token {place} on, {kind} (two best {gaps[0]:.4f} and {gaps[1]:.4f} apart); {until}",
     )
-
-
-def main() -> None:
-    """Run an engine, or compare two runs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True)
-    running, comparing = parts.add_parser("run"), parts.add_parser("compare")
-    running.add_argument("out", type=Path)
-    running.add_argument("--plan", default="", help="vLLM's own attention without one")
-    running.add_argument("--tp", type=int, default=1, help="GPUs that share the heads")
-    running.add_argument("--dtype", default="float16")
-    running.add_argument("--lengths", default=LENGTHS)
-    running.add_argument("--shape", default="{}", help="changes to the model's config.json")
-    comparing.add_argument("first", type=Path)
-    comparing.add_argument("second", type=Path)
-    options = parser.parse_args()
-    if options.part == "run":
-        answers = run(options)
-        record = {"plan": options.plan or "stock", "ranks": options.tp, "dtype": options.dtype, "answers": answers}
-        options.out.write_text(json.dumps(record))
-        return
-    first, second = (json.loads(path.read_text())["answers"] for path in (options.first, options.second))
-    pairs = zip(first, second, strict=True)  # stock answers are dense, ours only where a request says so
-    results = [compare(one, other) for one, other in pairs if one["plan"] == other["plan"]]
-    print("\n".join(line for _, line in results))
-    sys.exit(not all(equal for equal, _ in results))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,132 @@
+"""Results of benches on disk: a folder with a summary to read and to compare, and the raw samples beside it.
+
+``summary.json`` holds kind, recipe, machine, versions, commit and points; in it a list of samples is its median, spread
+and count. ``samples.json.xz`` holds those lists. ``load`` puts both together, so a table is made of what was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kvsift.engine.atomic_files import write_atomically
+from kvsift.errors import InputError
+from kvsift_lab.bench.numbers import document, spread
+
+SUMMARY, SAMPLES = "summary.json", "samples.json.xz"
+ABOUT = {"recipe", "versions", "gpu", "bandwidth", "settings"}  # of the result, not samples
+MANY = 16  # a longer list is no part of a summary, whatever it holds
+
+
+def save(path: Path, result: dict[str, Any]) -> None:
+    """Write a result: a folder, or with samples in it one file, where the path ends in .json.
+
+    Raises:
+        OSError: if it cannot be written; the old files stay.
+    """
+    if path.suffix == ".json":
+        write_atomically(path.resolve(), document(result) + "\n")
+        return
+    samples = list(_samples(result))
+    path.mkdir(exist_ok=True)
+    if samples:
+        write_atomically(path / SAMPLES, lzma.compress(json.dumps(samples).encode(), preset=lzma.PRESET_EXTREME))
+    write_atomically(path / SUMMARY, document(_without(result)) + "\n")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return a result with its samples, from a folder or from one file, which may be compressed with xz.
+
+    Raises:
+        InputError: if there is none, or it cannot be read.
+    """
+    try:
+        if not path.is_dir():
+            return _read(path)
+        result = _read(path / SUMMARY)
+        for (*outer, last), values in _read(path / SAMPLES) if (path / SAMPLES).exists() else ():
+            holder: Any = result
+            for key in outer:
+                holder = holder[key]
+            holder[last] = values
+    except FileNotFoundError:
+        raise InputError(f"the result file {path} does not exist.") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"the result {path} is not JSON: {error}") from None
+    except (OSError, ValueError, LookupError, lzma.LZMAError) as error:
+        raise InputError(f"the result {path} cannot be read: {error}") from None
+    return result
+
+
+def check(path: Path | None) -> None:
+    """Refuse a folder for a result that cannot be one, before anything is measured.
+
+    Raises:
+        InputError: if it holds other files, or its parent is missing.
+    """
+    if path is None or path.suffix == ".json":
+        return
+    if not path.parent.is_dir():
+        raise InputError(f"--out {path}: the directory {path.parent} does not exist.")
+    if path.exists() and not (path.is_dir() and ((path / SUMMARY).exists() or not any(path.iterdir()))):
+        raise InputError(f"--out {path} exists and is no result. Name a new folder, or a file that ends in .json.")
+
+
+def _read(path: Path) -> Any:
+    if not path.exists():
+        path = path.with_name(f"{path.name}.xz")
+    data = path.read_bytes()
+    return json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
+
+
+def _is_raw(value: Any, key: str | int) -> bool:
+    """Whether this is a list of samples: numbers, or records under the key ``samples``."""
+    if not isinstance(value, list) or len(value) < 2:
+        return False
+    if any(isinstance(each, dict) for each in value):
+        return key == "samples"
+    return len(value) > MANY or (_are_numbers(value) and any(isinstance(each, float) for each in value))
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(each, int | float) for each in values)
+
+
+def _samples(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yield every list of samples, after its place: keys and indices from the outside."""
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in items:
+        if _is_raw(each, key):
+            yield (*place, key), each
+        elif place or key not in ABOUT:
+            yield from _samples(each, (*place, key))
+
+
+def _without(value: Any, key: str | int = "", outermost: bool = True) -> Any:
+    """Return a result in which lists of samples are numbers about them."""
+    if _is_raw(value, key):
+        return _about(value)
+    if isinstance(value, dict):
+        return {k: each if outermost and k in ABOUT else _without(each, k, False) for k, each in value.items()}
+    return [_without(each, 0, False) for each in value] if isinstance(value, list) else value
+
+
+def _about(values: list[Any]) -> dict[str, Any]:
+    if all(isinstance(each, dict) for each in values):
+        medians = {
+            key: median(each[key] for each in values)
+            for key, first in (values[0] if values else {}).items()
+            if isinstance(first, int | float) and all(isinstance(each.get(key), int | float) for each in values)
+        }
+        return {"count": len(values), "medians": medians}
+    if not _are_numbers(values):
+        return {"count": len(values)}
+    return {
+        "median": median(values),
+        "spread": round(spread(values), 4) if median(values) else 0.0,
+        "count": len(values),
+    }
