@@ -217,15 +217,6 @@ class ChatsBench(Study):
     kind = "chats"
     recipe: ChatsRecipe
 
-    @classmethod
-    def of(cls, recipe: ChatsRecipe) -> Study:
-        """Return the measurement of the recipe's engine."""
-        if recipe.engine == "vllm":
-            from kvsift_lab.studies.vllm_chats import VllmChatsBench
-
-            return VllmChatsBench(recipe)
-        return cls(recipe)
-
     def __init__(self, recipe: ChatsRecipe) -> None:
         super().__init__(recipe)
         self._folder, self._on_gpu = TemporaryDirectory(), recipe.load != "cpu"

@@ -12,6 +12,7 @@ from kvsift_lab.bench import recipe as r
 K = 1 << 10
 QUEST, ALL_LAYERS = "quest:budget=2048", ":dense_layers=none"
 QUOKA = "prefill=quoka:budget=1024:chunk=512,decode=quest:budget=2048"
+VLLM_CHATS = "kvsift_lab.studies.vllm_chats:VllmChatsBench"
 CHATS: dict[str, dict[str, Any]] = {
     "cpu": {
         "tokens": 32 * K, "documents": 4, "chats": 4, "steps": 32, "rounds": 5, "new_tokens": 8192,
@@ -51,6 +52,9 @@ class ChatsRecipe(r.BenchRecipe):
     steps: int = 0
     new_tokens: int = 0  # of another document that is read beside the chats of a round
     read_beside: tuple[tuple[str, str], ...] = ()  # plan of a document that is read, plan of the chats beside it
+
+    def bench(self) -> Any:
+        return r.load(VLLM_CHATS).of(self) if self.engine == "vllm" else super().bench()
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> r.BenchRecipe:
