@@ -13,7 +13,6 @@ BENCHES = {  # name on the command line -> "module:class" of its recipe; --help 
     "prefill": "kvsift_lab.bench.prefill:PrefillRecipe",
     "serve": "kvsift_lab.bench.serve:ServeRecipe",
     "split": "kvsift_lab.bench.split:SplitRecipe",
-    "block-recall": "kvsift_lab.studies.recipes:BlockRecallRecipe",
     "busy": "kvsift_lab.studies.recipes:BusyRecipe",
     "chats": "kvsift_lab.studies.recipes:ChatsRecipe",
     "exact": "kvsift_lab.studies.recipes:ExactRecipe",
@@ -23,8 +22,6 @@ BENCHES = {  # name on the command line -> "module:class" of its recipe; --help 
     "mixed-rows": "kvsift_lab.studies.recipes:MixedRowsRecipe",
     "summary-recall": "kvsift_lab.studies.recipes:SummaryRecallRecipe",
     "vllm-decode": "kvsift_lab.studies.recipes:VllmDecodeRecipe",
-    "vllm-load": "kvsift_lab.studies.recipes:VllmLoadRecipe",
-    "vllm-tokens": "kvsift_lab.studies.recipes:VllmTokensRecipe",
 }
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvsift.errors import InputError
 from kvsift_lab.bench import (
     BENCHES,
     attention_report,
@@ -25,8 +27,8 @@ from kvsift_lab.studies.busy import busy_table, conditions
 from kvsift_lab.studies.chats import chats_table
 from kvsift_lab.studies.exact import acceptance_table, exact_table
 from kvsift_lab.studies.exact_captured import captured_table
-from kvsift_lab.studies.recall import block_table, generation_table
-from kvsift_lab.studies.vllm_speed import vllm_table
+from kvsift_lab.studies.recall import generation_table
+from kvsift_lab.studies.vllm_decode import vllm_table
 
 ROOT = Path(__file__).parents[3]
 ATTENTION, DECODE, PREFILL, EXACT = "attention-h200", "decode-h200", "prefill-h200", "exact-cpu"
@@ -51,7 +53,9 @@ def shown(names: str | tuple[str, ...], *parts: Callable[..., str]) -> Render:
     def render() -> str:
         results = [result for name in names if (result := load(name)) is not None]
         if not results:
-            bench = MADE_BY.get(names[0]) or max((each for each in BENCHES if names[0].startswith(each)), key=len)
+            bench = MADE_BY.get(names[0]) or max(filter(names[0].startswith, BENCHES), key=len, default=None)
+            if bench is None:
+                raise InputError(f"results/{names[0]} is missing, and no bench makes it any more: take it from git.")
             return f"Not measured yet: `kvsift bench {bench} --out results/{names[0]}`, then `make docs`."
         return "\n\n".join(filter(None, (part(*results) for part in parts)))
 
@@ -269,6 +273,19 @@ def split_tables(*results: Result) -> str:
 def busy(*results: Result) -> str:
     """Return the time per token beside busy loops, for each measured machine."""
     return "\n\n".join(f"{busy_table(result)}\n\n{place(result)}: {conditions(result)}" for result in results)
+
+
+def block_table(result: dict[str, Any]) -> str:
+    """Return what indexes by block found, read and took, by context."""
+    by_context: dict[tuple[str, int], list[list[str]]] = defaultdict(list)
+    for point in result["points"]:
+        shares = [f"{point[key]:.3f}" for key in ("found", "heaviest", "recovery")]
+        cells = [f"`{point['plan']}`", *shares, f"{point['kib']:,}", f"{point['ms']:.2f}", f"{point['build_s']:.1f}"]
+        by_context[point["task"], point["length"]].append(cells)
+    heads = ["found", "ten best", "recovery", "KiB read", "ms", "build s"]
+    return "\n\n".join(
+        table([f"{task}, {length:,} tokens", *heads], rows) for (task, length), rows in by_context.items()
+    )
 
 
 def answers(*names: str) -> Render:

@@ -5,9 +5,8 @@ they do not repeat, under RetrievalAttention at 640 + 100 visible tokens in ever
 layer's answer is compared with an exact search for the same queries. What the index serves counts: steps that were
 audited are answered by a scan and exact; "index" leaves them out.
 
-``BlockRecall`` and ``SummaryRecall``: questions about documents are decoded densely; at every fourth step each layer
-takes the selections of all plans that are compared. Every plan has the same queries, and no plan's errors change the
-next step. Plans that are audited select at every step.
+``SummaryRecall``: questions about documents are decoded densely; at every fourth step each layer takes the selections
+of all plans that are compared. Every plan has the same queries, and no plan's errors change the next step.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from time import perf_counter
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -30,7 +28,6 @@ from kvsift.indexes.flat import exact_search
 from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.probe import probe
-from kvsift.methods.base import Method
 from kvsift.methods.indexed_keys import IndexedKeys
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.retrieval_attention import RetrievalAttention
@@ -44,13 +41,12 @@ from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.numbers import table
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.tasks import Sample, make_sample
+from kvsift_lab.eval.tasks import make_sample
 from kvsift_lab.studies.exact import without_end
-from kvsift_lab.studies.recipes import BlockRecallRecipe, GenerationRecallRecipe, SummaryRecallRecipe
+from kvsift_lab.studies.recipes import GenerationRecallRecipe, SummaryRecallRecipe
 
 EVERY, STRETCH = 4, 250  # steps, of which neighbouring ones are nearly the same; generated tokens
 VISIBLE = Budget(tokens=740, sinks=128, window=512, dense_layers=())
-WANTED = 100
 
 
 def hits(exact: Tensor, found: Tensor) -> tuple[float, float]:
@@ -98,7 +94,8 @@ class GenerationRecall(Study):
 
     def run(self) -> Iterator[dict[str, Any]]:
         recipe, llm = self.recipe, LLM(None, "dense", placement="host")
-        sample = _sample(llm, "facts", recipe.length, recipe.seed, 8)
+        encode = lambda text: llm.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
+        sample = make_sample("facts", recipe.length, recipe.seed, encode, 8, prefix=(llm.tokenizer.bos_token_id,))
         text, sampling = prompt(sample.context, sample.questions[0].text), Sampling(temperature=1.0, seed=recipe.seed)
         length = len(llm.tokenizer(text)["input_ids"])
         for name, settings in self.indexes.items():
@@ -157,125 +154,6 @@ class ComparedStates:
         for state in self.states:
             if state is not None:
                 state.crop(length)
-
-
-class ComparedStep(NamedTuple):
-    """One plan's selection at one step of one layer."""
-
-    plan: str
-    layer: int
-    found: float  # share of the 100 keys of an exact search
-    heaviest: float  # of its ten best
-    recovery: float  # attention mass on visible tokens
-    kib: float  # read to select
-    ms: float  # to select
-
-
-@dataclass(frozen=True)
-class CompareIndexes(Method):
-    """Reports the selection of every plan, and selects everything."""
-
-    traits: ClassVar[Traits] = Traits(wants_queries=True, seals=True)
-
-    methods: tuple[tuple[str, Method], ...] = ()
-    report: Callable[[ComparedStep], None] = print
-    build_s: dict[str, float] | None = None
-    prompt: int = 0  # tokens after which one index is built
-
-    def new_state(self, shape: LayerShape) -> ComparedStates:
-        return ComparedStates([method.new_state(shape) for _, method in self.methods])
-
-    def observe(self, state: Any, shape: LayerShape, *tokens: Any) -> None:
-        for (_, method), own in zip(self.methods, state.states):
-            method.observe(own, shape, *tokens)
-
-    def checkpoint(self, state: Any) -> None:
-        for (_, method), own in zip(self.methods, state.states):
-            method.checkpoint(own)
-
-    def prepare(
-        self, state: Any, shape: LayerShape, candidates: Candidates, reader: KVReader, limit: Limit | None = None
-    ) -> None:
-        assert self.build_s is not None
-        for (name, method), own in zip(self.methods, state.states):
-            if getattr(method, "block", 0) or reader.length >= self.prompt:
-                started = perf_counter()
-                method.prepare(own, shape, candidates, reader, Limit(WANTED))
-                self.build_s[name] += perf_counter() - started
-
-    def select(
-        self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
-        reader: KVReader,
-    ) -> Selection:  # fmt: skip
-        spans, is_measured = VISIBLE.always(start, 1), start % EVERY == 0
-        exact = exact_search(queries[:, 0], reader.keys(candidates.first, candidates.stop), WANTED)[0]
-        for (name, method), own in zip(self.methods, state.states):
-            if not is_measured and not getattr(method, "audit", 0):
-                continue
-            counted = CountingReader(reader._reader, LayerMessages(), (0, shape.layer, None))  # type: ignore[attr-defined]
-            started = perf_counter()
-            selection = method.select(own, shape, queries, start, candidates, Limit(WANTED), counted)
-            ms = 1000 * (perf_counter() - started)
-            if is_measured:
-                recovery = probe(shape, queries, reader.keys(), spans, selection)[1]
-                found = hits(exact, selection.units - candidates.first)
-                self.report(ComparedStep(name, shape.layer, *found, recovery, counted.bytes_read / 1024, ms))
-        return Selection(torch.arange(candidates.first, candidates.stop).unsqueeze(0), 1)
-
-
-class BlockRecall(Study):
-    """A point for each context and plan."""
-
-    kind = "block-recall"
-    recipe: BlockRecallRecipe
-    plans: ClassVar[list[str]] = [
-        "index=flat", "index=graph", "index=graph:block=16384", "index=graph:audit=0",
-        *(f"index=graph:audit=0:block={block}" for block in (4096, 8192, 16384, 32768)),
-        "index=auto:audit=0", *(f"index=auto:audit=0:block={block}" for block in (16384, 32768)),
-    ]  # fmt: skip
-
-    def run(self) -> Iterator[dict[str, Any]]:
-        llm = LLM(None, "dense", placement="host", probe_every=0)
-        for task, length in self.recipe.contexts:
-            yield from self._points(llm, task, length)
-
-    def _points(self, llm: LLM, task: str, length: int) -> Iterator[dict[str, Any]]:
-        """Means over steps, layers and questions for every plan."""
-        sample = _sample(llm, task, length, self.recipe.seed, self.recipe.questions)
-        by_plan, build_s = defaultdict[str, list[ComparedStep]](list), defaultdict[str, float](float)
-        rules = {knobs: parse_plan(f"retrieval_attention:{knobs}").decode for knobs in self.plans}
-        methods = tuple((knobs, rule.method) for knobs, rule in rules.items() if rule is not None)
-        method = CompareIndexes(
-            methods, lambda step: by_plan[step.plan].append(step), build_s, len(sample.context_ids) - 1
-        )
-        budget = Budget(ratio=1e-9, sinks=VISIBLE.sinks, window=VISIBLE.window, dense_layers=())
-        plan = Plan(decode=Rule(method, budget))
-        list(_answered(llm, sample, _encoder(llm), plan, plan))
-        for name, own in by_plan.items():
-            layers = dict.fromkeys(step.layer for step in own)
-            yield {
-                "task": task, "length": length, "plan": name, "steps": len(own), "build_s": round(build_s[name], 2),
-                "ms": round(sorted(step.ms for step in own)[len(own) // 2], 3),
-                **{key: round(fmean(getattr(s, key) for s in own), 4) for key in ("found", "heaviest", "recovery")},
-                "kib": round(fmean(step.kib for step in own)),
-                "layers": [round(fmean(s.found for s in own if s.layer == layer), 4) for layer in layers],
-            }  # fmt: skip
-
-    def closing(self, result: dict[str, Any]) -> str:
-        return block_table(result)
-
-
-def block_table(result: dict[str, Any]) -> str:
-    """Return what indexes by block found, read and took, by context."""
-    by_context: dict[tuple[str, int], list[list[str]]] = defaultdict(list)
-    for point in result["points"]:
-        shares = [f"{point[key]:.3f}" for key in ("found", "heaviest", "recovery")]
-        cells = [f"`{point['plan']}`", *shares, f"{point['kib']:,}", f"{point['ms']:.2f}", f"{point['build_s']:.1f}"]
-        by_context[point["task"], point["length"]].append(cells)
-    heads = ["found", "ten best", "recovery", "KiB read", "ms", "build s"]
-    return "\n\n".join(
-        table([f"{task}, {length:,} tokens", *heads], rows) for (task, length), rows in by_context.items()
-    )
 
 
 class SelectionQuality(NamedTuple):
@@ -365,7 +243,10 @@ class SummaryRecall(Study):
         steps: dict[str, list[SelectionQuality]] = defaultdict(list)
         method = CompareSummaries(rows=rows, report=lambda step: steps[step.plan].append(step))
         plan, sample = Plan(decode=Rule(method, budget)), contexts.sample(job)
-        for index in _answered(self._llm, sample, contexts.encode, self._llm.plan, plan):
+        ids = list(sample.context_ids)
+        document = Document(self._llm, ids, lambda text: ids + contexts.encode(question_text(text)), self._llm.plan)
+        for index, question in enumerate(sample.questions):
+            document.ask(question.text, plan=plan, max_new_tokens=question.max_new_tokens, question_phase="decode")
             for name, own in steps.items():
                 means = {
                     key: round(fmean(getattr(s, key) for s in own), 5) for key in ("recall", "recovery", "overlap")
@@ -396,20 +277,3 @@ def summary_table(result: dict[str, Any]) -> str:
         rows = [[name, *(f"{points[name, b][measure] / whole[b]:.3f}" for b in budgets)] for name in names]
         tables.append(table([title.format(first=names[0]), *map(str, budgets)], rows))
     return "\n\n".join(tables)
-
-
-def _encoder(llm: LLM) -> Callable[[str], list[int]]:
-    return lambda text: llm.tokenizer.encode(text, add_special_tokens=False)
-
-
-def _sample(llm: LLM, task: str, length: int, seed: int, questions: int) -> Sample:
-    return make_sample(task, length, seed, _encoder(llm), questions, prefix=(llm.tokenizer.bos_token_id,))
-
-
-def _answered(llm: LLM, sample: Sample, encode: Callable[[str], list[int]], read: Plan, plan: Plan) -> Iterator[int]:
-    """Decode every question about a context that is read once under a plan of its own, and yield the number of each."""
-    ids = list(sample.context_ids)
-    document = Document(llm, ids, lambda question: ids + encode(question_text(question)), read)
-    for index, question in enumerate(sample.questions):
-        document.ask(question.text, plan=plan, max_new_tokens=question.max_new_tokens, question_phase="decode")
-        yield index

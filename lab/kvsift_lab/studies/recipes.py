@@ -163,27 +163,6 @@ class GenerationRecallRecipe(r.BenchRecipe):
     threads: int | None = r.threads()
 
 
-def _task_and_tokens(text: str, flag: str) -> tuple[str, int]:
-    task, _, length = text.partition(":")
-    return task, r.token_counts(length or "32K", flag)[0]
-
-
-@dataclass(frozen=True)
-class BlockRecallRecipe(r.BenchRecipe):
-    """Recall of indexes by block of RetrievalAttention, against one index over the prompt."""
-
-    measured_by = "kvsift_lab.studies.recall:BlockRecall"
-
-    contexts: tuple[tuple[str, int], ...] = r.option(
-        "key_value:32K,needle:32K,facts:32K,facts:60K", "Tasks and tokens.",
-        parse=lambda text, flag: tuple(_task_and_tokens(each, flag) for each in r.names(text)),
-    )  # fmt: skip
-    questions: int = r.option(8, "Questions about each.", minimum=1)
-    seed: int = 700000
-    every: int = 4
-    threads: int | None = r.threads()
-
-
 @dataclass(frozen=True)
 class SummaryRecallRecipe(r.BenchRecipe):
     """Recall of each plan of a recipe on the queries and keys of dense attention over real contexts."""
@@ -197,7 +176,7 @@ class SummaryRecallRecipe(r.BenchRecipe):
 class VllmDecodeRecipe(r.BenchRecipe):
     """Decoding in vLLM, its own attention and plans' in turns: milliseconds per token and seconds to the first."""
 
-    measured_by = "kvsift_lab.studies.vllm_speed:VllmDecode"
+    measured_by = "kvsift_lab.studies.vllm_decode:VllmDecode"
 
     plans: tuple[str, ...] = r.plans("stock", "Plans with ; between, each an engine of its own; stock: vLLM's own.")
     tp: int = r.option(1, "GPUs that share the heads.", minimum=1)
@@ -205,32 +184,3 @@ class VllmDecodeRecipe(r.BenchRecipe):
         "4096x1,32768x1,131072x1,32768x4,131072x4", "Contexts x batches.", parse=r.batches
     )
     only_decode: bool = r.option(False, "Leave attention out of all prompts, not only out of batches'.")
-
-
-@dataclass(frozen=True)
-class VllmLoadRecipe(r.BenchRecipe):
-    """Prompts that arrive one after the other at vLLM, with its own attention or a plan's: waits, tokens per second."""
-
-    measured_by = "kvsift_lab.studies.vllm_speed:VllmLoad"
-
-    plans: tuple[str, ...] = r.plans("stock", "Plans with ; between, each an engine of its own; stock: vLLM's own.")
-    tokens: int = r.option(65536, "Tokens of a prompt.", minimum=1)
-    prompts: int = r.option(8, "Prompts.", minimum=1)
-    new: int = r.option(2048, "Tokens of an answer.", minimum=2)
-    within_s: float = r.option(5.0, "Seconds in which all arrive.", flag="--within")
-
-
-@dataclass(frozen=True)
-class VllmTokensRecipe(r.BenchRecipe):
-    """Tokens of vLLM under a plan, and how they differ from another result's, of stock vLLM or of fewer GPUs."""
-
-    measured_by = "kvsift_lab.studies.vllm_tokens:VllmTokens"
-
-    plan: str = r.option("stock", "Plan, or stock: vLLM's own attention.")
-    tp: int = r.option(1, "GPUs that share the heads.", minimum=1)
-    dtype: str = r.option("float16", "Of the model.")
-    lengths: tuple[int, ...] = r.option("300,1100,3001,8192,20000", "Tokens of prompts.", parse=r.token_counts)
-    shape: str = r.option("{}", "Changes to the model's config.json, as JSON.")
-    against: str | None = r.option(
-        None, "Result to compare with: fails where more than a tie differs.", kind=str | None
-    )

@@ -21,7 +21,7 @@ from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.studies.chats import MOST, MeasuredChats, chats_table, digits, load_of
 from kvsift_lab.studies.recipes import ChatsRecipe
-from kvsift_lab.studies.vllm_engine import LLAMA_3_8B, SIZES, engine
+from kvsift_lab.studies.vllm_engine import SIZES, engine
 
 STEP, GRID = 8192, 1024  # tokens of a step; those of one prompt in it
 GRAPHS = [1, 2, 4, 8, 16, 24, 32]  # tokens: a question beside seven chats has about 24
@@ -95,7 +95,7 @@ class VllmChatsBench(Study):
             load_of(recipe, AutoTokenizer.from_pretrained(embedded_model())),
         )
         self._core = engine(
-            LLAMA_3_8B, "stock", dtype="bfloat16", max_model_len=len(self._load[1][0]) + 64 + MOST,
+            "stock", dtype="bfloat16", max_model_len=len(self._load[1][0]) + 64 + MOST,
             max_num_batched_tokens=STEP, enable_prefix_caching=True,
             compilation_config={"cudagraph_capture_sizes": GRAPHS},
         ).llm_engine  # fmt: skip

@@ -20,17 +20,12 @@ LLAMA_3_8B = {
 SIZES = [1, 2, 4, 8]  # of batches that have graphs
 
 
-def engine(
-    shape: dict[str, Any], plan: str, *, ranks: int = 1, tokens: int | None = None, plans: tuple[str, ...] = (),
-    **options: Any,
-) -> Any:  # fmt: skip
+def engine(plan: str, *, ranks: int = 1, tokens: int | None = None, **options: Any) -> Any:
     """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own where the plan is "stock".
 
     Args:
-        shape: of the model, as config.json has it.
         ranks: GPUs that share the heads.
         tokens: that the KV cache holds; by default as many as fit.
-        plans: which requests may name.
         options: of vLLM, instead of those here.
     """
     is_ours = plan != "stock"
@@ -41,7 +36,7 @@ def engine(
     from vllm.platforms import current_platform
 
     directory = Path(tempfile.mkdtemp(prefix="random-llama-"))
-    (directory / "config.json").write_text(json.dumps(shape))
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
     base: dict[str, Any] = {
         "model": str(directory), "load_format": "random_weights",
         "worker_extension_cls": "kvsift_lab.studies.vllm_worker.WorkerExtension",
@@ -55,5 +50,5 @@ def engine(
         base |= {"num_gpu_blocks_override": tokens and tokens // 16}
         base |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
     if is_ours:
-        base |= {"additional_config": {"kvsift": {"plan": plan, "plans": plans, "log_every_s": 5}}}
+        base |= {"additional_config": {"kvsift": {"plan": plan, "log_every_s": 5}}}
     return LLM(**(base | options))

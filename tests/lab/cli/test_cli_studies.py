@@ -64,7 +64,6 @@ def test_plans_are_compared_on_the_same_queries(run: Run, tmp_path: Path) -> Non
             ("chats", "--tokens", 1024, "--documents", 1, "--chats", 2, "--rounds", 1, "--plans", "dense"),
             "cores | 2 | 1 of 1K | `dense` | ",
         ),
-        (("block-recall", "--contexts", "needle:2048", "--questions", 1), "| `index=graph:audit=0:block=4096` | 1"),
         (("generation-recall", "--length", 2048, "--tokens", 20), "| graph, never audited | "),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
