@@ -89,7 +89,7 @@ class Bench(Study):
 
     def run(self) -> Iterator[dict[str, Any]]:
         """Measure point by point; a point that is not measured has its reason."""
-        started, limit = perf_counter(), self.recipe.max_seconds
+        started, limit = perf_counter(), getattr(self.recipe, "max_seconds", None)
         for point in self.points():
             if limit is not None and perf_counter() - started > limit:
                 measured = {"reason": f"--max-seconds {limit:g} had passed"}

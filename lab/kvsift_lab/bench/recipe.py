@@ -55,28 +55,14 @@ def option(default: Any, help: str, *, value: Any = None, stored: bool = True, *
 
 
 class BenchRecipe:
-    """Everything that a result depends on. The first line of the docstring is the help of the command.
+    """Everything that a result depends on. The first line of the docstring is the help of the command. A recipe may
+    have ``max_seconds``, after which no new point starts, ``threads`` on the processor, and the ``chart_path``.
 
     Attributes:
         measured_by: "module:class" of the bench.
-        max_seconds: seconds after which no new point starts.
-        threads: on the processor; None: as many as torch uses by default.
-        chart_path: file for a chart.
     """
 
     measured_by: ClassVar[str]
-
-    @property
-    def max_seconds(self) -> float | None:
-        return None
-
-    @property
-    def threads(self) -> int | None:
-        return None
-
-    @property
-    def chart_path(self) -> str | None:
-        return None
 
     def bench(self) -> Any:
         """Return the bench of this recipe on this machine.

@@ -69,9 +69,10 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
     stored.check(output)
     o.require_writable(output if output and output.suffix == ".json" else None, "--out")
     recipe = kind.from_options(given)
-    chart_path = Path(recipe.chart_path) if recipe.chart_path else None
+    chart = getattr(recipe, "chart_path", None)
+    chart_path = Path(chart) if chart else None
     o.require_writable(chart_path, "--chart")
-    o.use_threads(recipe.threads)
+    o.use_threads(getattr(recipe, "threads", None))
     from kvsift_lab.bench.machine import opening
     from kvsift_lab.bench.numbers import document
 

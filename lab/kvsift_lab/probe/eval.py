@@ -26,52 +26,30 @@ from kvsift_lab.probe import phase
 from kvsift_lab.probe.tokenizer import WordEncoder
 
 # Written by hand, in wordings that are not among the templates of the facts task.
-HAND_WRITTEN = (
-    ("The access code of the north warehouse is 48213.", "What is the access code of the north warehouse?", "48213"),
-    (
-        "After a long debate the village elected Tilda Brandvold as its mayor.",
-        "Who was elected mayor?",
-        "Tilda Brandvold",
-    ),
-    (
-        "Captain Orsino's parrot answers only to the name Biscuit.",
-        "What is the name of Captain Orsino's parrot?",
-        "Biscuit",
-    ),
-    (
-        "The lighthouse at Skarn Point was switched off in 1963.",
-        "When was the lighthouse at Skarn Point switched off?",
-        "1963",
-    ),
-    ("Our favourite bakery sells its rye bread for 7 crowns.", "How much does the rye bread cost?", "7 crowns"),
-    ("The spare key lies under the blue flower pot.", "What does the spare key lie under?", "the blue flower pot"),
-    (
-        "The secret ingredient of the soup is smoked paprika.",
-        "What is the secret ingredient of the soup?",
-        "smoked paprika",
-    ),
-    (
-        "The meeting with the auditors takes place on Thursday.",
-        "When does the meeting with the auditors take place?",
-        "Thursday",
-    ),
-    ("The wifi password of the guest house is marmot77.", "What is the wifi password of the guest house?", "marmot77"),
-    ("The red suitcase weighs 23 kilograms.", "How much does the red suitcase weigh?", "23 kilograms"),
-    ("Professor Elwood keeps his notes in a tin box.", "Where does Professor Elwood keep his notes?", "a tin box"),
-    ("The first violin was played by Marguerite Olin.", "Who played the first violin?", "Marguerite Olin"),
-    ("The train to Varnburg leaves from platform 9.", "From which platform does the train to Varnburg leave?", "9"),
-    (
-        "The ship that brought the tea was called Morning Star.",
-        "What was the ship that brought the tea called?",
-        "Morning Star",
-    ),
-    ("The combination of the safe is 31-07-55.", "What is the combination of the safe?", "31-07-55"),
-    ("The capital of the island of Trell is Osmer.", "What is the capital of the island of Trell?", "Osmer"),
-    ("The backup server has the address 10.4.77.2.", "What is the address of the backup server?", "10.4.77.2"),
-    ("The gardener planted 340 tulips behind the chapel.", "How many tulips did the gardener plant?", "340"),
-    ("Invoice 7731 must be paid before 12 March.", "When must invoice 7731 be paid?", "12 March"),
-    ("The password for the archive is velvet canyon.", "What is the password for the archive?", "velvet canyon"),
-)
+HAND_WRITTEN = [
+    tuple(line.split(" | "))
+    for line in """\
+The access code of the north warehouse is 48213. | What is the access code of the north warehouse? | 48213
+After a long debate the village elected Tilda Brandvold as its mayor. | Who was elected mayor? | Tilda Brandvold
+Captain Orsino's parrot answers only to the name Biscuit. | What is the name of Captain Orsino's parrot? | Biscuit
+The lighthouse at Skarn Point was switched off in 1963. | When was the lighthouse at Skarn Point switched off? | 1963
+Our favourite bakery sells its rye bread for 7 crowns. | How much does the rye bread cost? | 7 crowns
+The spare key lies under the blue flower pot. | What does the spare key lie under? | the blue flower pot
+The secret ingredient of the soup is smoked paprika. | What is the secret ingredient of the soup? | smoked paprika
+The meeting with the auditors takes place on Thursday. | When does the meeting with the auditors take place? | Thursday
+The wifi password of the guest house is marmot77. | What is the wifi password of the guest house? | marmot77
+The red suitcase weighs 23 kilograms. | How much does the red suitcase weigh? | 23 kilograms
+Professor Elwood keeps his notes in a tin box. | Where does Professor Elwood keep his notes? | a tin box
+The first violin was played by Marguerite Olin. | Who played the first violin? | Marguerite Olin
+The train to Varnburg leaves from platform 9. | From which platform does the train to Varnburg leave? | 9
+The ship that brought the tea was called Morning Star. | What was the ship that brought the tea called? | Morning Star
+The combination of the safe is 31-07-55. | What is the combination of the safe? | 31-07-55
+The capital of the island of Trell is Osmer. | What is the capital of the island of Trell? | Osmer
+The backup server has the address 10.4.77.2. | What is the address of the backup server? | 10.4.77.2
+The gardener planted 340 tulips behind the chapel. | How many tulips did the gardener plant? | 340
+Invoice 7731 must be paid before 12 March. | When must invoice 7731 be paid? | 12 March
+The password for the archive is velvet canyon. | What is the password for the archive? | velvet canyon""".splitlines()
+]
 
 
 @dataclass
