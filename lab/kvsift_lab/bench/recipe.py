@@ -232,9 +232,24 @@ def split(text: str, flag: str = "") -> tuple[str, ...]:
 
 
 def batches(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
-    """Return the numbers of "131072x1,32Kx4": a context and how many of it, and where a recipe says so a third number.
+    """Return the numbers of "131072x1,32Kx4x2": a context, how many of it, and where a recipe says so a third one.
 
     Raises:
         InputError: for anything else.
     """
-    return tuple(token_counts(each.replace("x", ","), flag) for each in names(text))
+    found = tuple(token_counts(each.replace("x", ","), flag) for each in names(text))
+    if not found or not all(len(each) in (2, 3) for each in found):
+        raise InputError(f"{flag} {text}: give contexts x batches, for instance 32Kx1,128Kx4.")
+    return found
+
+
+def shares(text: str, flag: str) -> tuple[float, ...]:
+    """Return the numbers between 0 and 1 of "0.9,0.95".
+
+    Raises:
+        InputError: for anything else.
+    """
+    words = names(text)
+    if not words or not all(re.fullmatch(r"0?\.\d+", word) and float(word) for word in words):
+        raise InputError(f"{flag} {text}: give numbers between 0 and 1, for instance 0.9,0.95.")
+    return tuple(map(float, words))

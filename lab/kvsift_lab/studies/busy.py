@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from kvsift.errors import unknown
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.numbers import table
@@ -50,9 +51,15 @@ SETTINGS = {
 
 
 def setting_of(name: str) -> Setting:
-    """Return a setting by name; a number is a spin count."""
+    """Return a setting by name; a number is a spin count.
+
+    Raises:
+        InputError: for an unknown name.
+    """
     if name.isdecimal():
         return Setting(f"`GOMP_SPINCOUNT={name}`", {"GOMP_SPINCOUNT": name})
+    if name not in SETTINGS:
+        raise unknown("setting", name, SETTINGS)
     return SETTINGS[name]
 
 
@@ -128,7 +135,8 @@ class BusyBench(Study):
         super().__init__(recipe)
         if recipe.cores:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: recipe.cores])
-        self._workers = {name: MeasuringProcess(setting_of(name), recipe.context) for name in recipe.settings}
+        settings = {name: setting_of(name) for name in recipe.settings}
+        self._workers = {name: MeasuringProcess(each, recipe.context) for name, each in settings.items()}
 
     def environment(self) -> dict[str, Any]:
         settings = [

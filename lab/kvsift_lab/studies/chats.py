@@ -192,9 +192,13 @@ def digits(found: Any) -> Any:
     return float(f"{found:.4g}") if isinstance(found, float) else found
 
 
-def gpu_llm(folder: Path, **options: Any) -> LLM:
-    """Random weights of a known shape, with the embedded model's tokenizer."""
-    model = random_model(MODEL, torch.device("cuda"), torch.bfloat16)
+def gpu_llm(bench: str, folder: Path, **options: Any) -> LLM:
+    """Random weights of a known shape, with the embedded model's tokenizer.
+
+    Raises:
+        InputError: naming the bench, if there is no NVIDIA GPU.
+    """
+    model = random_model(MODEL, machine.require_gpu(bench), torch.bfloat16)
     model.config.save_pretrained(folder)
     for path in embedded_model().glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
@@ -221,7 +225,11 @@ class ChatsBench(Study):
         super().__init__(recipe)
         self._folder, self._on_gpu = TemporaryDirectory(), recipe.load != "cpu"
         how: dict[str, Any] = {"keep_tokens": 2 * recipe.documents * recipe.tokens, "probe_every": 0}
-        self._llm = gpu_llm(Path(self._folder.name), **how) if self._on_gpu else LLM(device="cpu", **how)
+        self._llm = (
+            gpu_llm(f"chats --load {recipe.load}", Path(self._folder.name), **how)
+            if self._on_gpu
+            else LLM(device="cpu", **how)
+        )
         self._llm.load()
 
     def environment(self) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class CapturedBench(Study):
         if recipe.embedded:
             self._llm = LLM(device="cpu", path="eager", dtype="float32", **how)
         else:
-            self._llm = gpu_llm(Path(self._folder.name), **how)
+            self._llm = gpu_llm(self.kind, Path(self._folder.name), **how)
         self._llm.load()
 
     def environment(self) -> dict[str, Any]:

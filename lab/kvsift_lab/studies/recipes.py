@@ -96,6 +96,11 @@ class AcceptanceRecipe(r.BenchRecipe):
     share: float = 0.05  # of the context, visible to drafts
     drafts: int = 4  # a cycle
 
+    def __post_init__(self) -> None:
+        from kvsift_lab.eval.tasks import task_names
+
+        task_names([name for name in self.tasks if name != "prose"])
+
 
 @dataclass(frozen=True)
 class CapturedRecipe(r.BenchRecipe):
@@ -107,9 +112,7 @@ class CapturedRecipe(r.BenchRecipe):
         "32768x1,131072x1,131072x4,524288x1", "Tokens x rows, and x rounds instead of --rounds.", parse=r.batches
     )
     plans: tuple[str, ...] = r.plans(f"{QUEST}{ALL_LAYERS};sketch:budget=1024{ALL_LAYERS}")
-    accepted: tuple[float, ...] = r.option(
-        "0.90,0.94,0.97", "Probabilities of a draft.", parse=lambda text, flag: tuple(map(float, r.names(text)))
-    )
+    accepted: tuple[float, ...] = r.option("0.90,0.94,0.97", "Probabilities of a draft.", parse=r.shares)
     rounds: int = r.option(3, "Rounds that are measured.", minimum=1)
     new: int = r.option(512, "Tokens of an answer; some are decoded while other rows are still read.", minimum=4)
     embedded: bool = r.option(False, "The embedded model, uncaptured, to try it.")

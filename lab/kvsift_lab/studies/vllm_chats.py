@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from kvsift.errors import InputError
 from kvsift.models.transformers_load import embedded_model
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.studies.chats import MOST, MeasuredChats, chats_table, digits, load_of
 from kvsift_lab.studies.recipes import ChatsRecipe
-from kvsift_lab.studies.vllm_engine import SIZES, engine
+from kvsift_lab.studies.vllm_engine import SIZES, engine, require_vllm
 
 STEP, GRID = 8192, 1024  # tokens of a step; those of one prompt in it
 GRAPHS = [1, 2, 4, 8, 16, 24, 32]  # tokens: a question beside seven chats has about 24
@@ -86,19 +87,19 @@ class VllmChatsBench(Study):
     recipe: ChatsRecipe
 
     def __init__(self, recipe: ChatsRecipe) -> None:
-        import vllm
-
         super().__init__(recipe)
-        assert recipe.chats <= max(SIZES), f"vLLM decodes {max(SIZES)} rows"
-        self._name, self._load = (
-            f"vLLM {vllm.__version__}",
-            load_of(recipe, AutoTokenizer.from_pretrained(embedded_model())),
-        )
+        require_vllm()
+        if recipe.chats > max(SIZES):
+            raise InputError(f"--chats {recipe.chats}: the engine of vLLM has graphs of {max(SIZES)} rows at most.")
+        self._load = load_of(recipe, AutoTokenizer.from_pretrained(embedded_model()))
         self._core = engine(
             "stock", dtype="bfloat16", max_model_len=len(self._load[1][0]) + 64 + MOST,
             max_num_batched_tokens=STEP, enable_prefix_caching=True,
             compilation_config={"cudagraph_capture_sizes": GRAPHS},
         ).llm_engine  # fmt: skip
+        import vllm
+
+        self._name = f"vLLM {vllm.__version__}"
 
     def environment(self) -> dict[str, Any]:
         config = self._core.vllm_config

@@ -21,13 +21,11 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.studies.recipes import VllmDecodeRecipe
-from kvsift_lab.studies.vllm_engine import engine
+from kvsift_lab.studies.vllm_engine import engine, require_vllm
 
 LENGTH = 131072  # the longest sequence
 NEW, UNTIMED = 96, 8  # tokens of an answer; of them, steps before the clock
@@ -41,9 +39,10 @@ class VllmDecode(Study):
     recipe: VllmDecodeRecipe
 
     def environment(self) -> dict[str, Any]:
+        require_vllm()
         import vllm
 
-        about = machine.environment(torch.device("cuda", 0))
+        about = machine.environment(machine.require_gpu(self.kind))
         return about | {"versions": about["versions"] | {"vllm": vllm.__version__}}
 
     def run(self) -> Iterator[dict[str, Any]]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from kvsift.errors import InputError
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -18,6 +21,16 @@ LLAMA_3_8B = {
     "max_position_embeddings": 262144, "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 SIZES = [1, 2, 4, 8]  # of batches that have graphs
+
+
+def require_vllm() -> None:
+    """Refuse to measure without it.
+
+    Raises:
+        InputError: saying how to install it.
+    """
+    if find_spec("vllm") is None:
+        raise InputError("this bench measures vLLM, which is not installed: pip install 'vllm==0.26.*'.")
 
 
 def engine(plan: str, *, ranks: int = 1, tokens: int | None = None, **options: Any) -> Any:

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli.watched import Run
+from cli.watched import Refused, Run
 from kvsift_lab.bench import stored
 from kvsift_lab.studies.recall import summary_table
+from kvsift_lab.studies.recipes import ChatsRecipe
 
 RECIPE = """
 tasks = ["passkey"]
@@ -73,6 +74,37 @@ def test_a_study_ends_with_its_table(run: Run, tmp_path: Path, arguments: tuple[
     assert outcome.code == 0, outcome.err
     assert row in outcome.out
     assert stored.load(tmp_path / "result")["kind"] == arguments[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("chats", "--load", "gp"), "did you mean 'gpu'?"),
+        (("chats", "--engine", "sglang"), "--engine sglang must be kvsift or vllm."),
+        (("chats", "--load", "gpu"), "kvsift bench chats --load gpu times an NVIDIA GPU"),
+        (("chats", "--engine", "vllm"), "this bench measures vLLM, which is not installed"),
+        (("exact-captured",), "kvsift bench exact-captured times an NVIDIA GPU"),
+        (("exact-captured", "--contexts", "4096"), "--contexts 4096: give contexts x batches"),
+        (("exact-captured", "--accepted", "2"), "--accepted 2: give numbers between 0 and 1"),
+        (("exact-acceptance", "--tasks", "needl"), "did you mean 'needle'?"),
+        (("busy", "--settings", "spinn"), "did you mean 'spin'?"),
+        (("mixed-rows",), "kvsift bench mixed-rows times an NVIDIA GPU"),
+        (("summary-recall", "--recipe", "no.toml"), "the recipe no.toml cannot be read"),
+        (("vllm-decode",), "this bench measures vLLM, which is not installed"),
+    ],
+)  # fmt: skip
+def test_what_a_study_cannot_do_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr("kvsift_lab.studies.vllm_engine.find_spec", lambda name: None)
+    assert says in refused("bench", *arguments)
+
+
+def test_a_load_may_differ_from_the_one_of_its_name() -> None:
+    given = {name: spec.default for name, spec in ChatsRecipe.options().items()}
+    recipe = ChatsRecipe.from_options(given | {"load": "gpu-shared", "tokens": 4096, "plans": "dense;quest:budget=512"})
+    assert recipe.stored() | {"tokens": 4096, "documents": 2, "chats": 8, "steps": 64} == recipe.stored()
+    assert recipe.stored()["plans"] == ("dense", "quest:budget=512")
 
 
 def test_the_table_of_summaries_shows_bytes_as_shares() -> None:
