@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import lzma
+from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -33,6 +36,7 @@ def save(path: Path, result: dict[str, Any]) -> None:
         return
     samples = list(_samples(result))
     path.mkdir(exist_ok=True)
+    (path / SAMPLES).unlink(missing_ok=True)
     if samples:
         write_atomically(path / SAMPLES, lzma.compress(json.dumps(samples).encode(), preset=lzma.PRESET_EXTREME))
     write_atomically(path / SUMMARY, document(_without(result)) + "\n")
@@ -49,10 +53,8 @@ def load(path: Path) -> dict[str, Any]:
             return _read(path)
         result = _read(path / SUMMARY)
         for (*outer, last), values in _read(path / SAMPLES) if (path / SAMPLES).exists() else ():
-            holder: Any = result
-            for key in outer:
-                holder = holder[key]
-            holder[last] = values
+            with suppress(LookupError):  # of a point that is not in the summary yet: the process was killed
+                reduce(getitem, outer, result)[last] = values
     except FileNotFoundError:
         raise InputError(f"the result file {path} does not exist.") from None
     except (json.JSONDecodeError, RecursionError) as error:
