@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import lzma
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
 from operator import getitem
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,14 +26,11 @@ MANY = 16  # a longer list is no part of a summary, whatever it holds
 
 
 def save(path: Path, result: dict[str, Any]) -> None:
-    """Write a result: a folder, or with samples in it one file, where the path ends in .json.
+    """Write the folder of a result.
 
     Raises:
         OSError: if it cannot be written; the old files stay.
     """
-    if path.suffix == ".json":
-        write_atomically(path.resolve(), document(result) + "\n")
-        return
     samples = list(_samples(result))
     path.mkdir(exist_ok=True)
     (path / SAMPLES).unlink(missing_ok=True)
@@ -64,17 +61,20 @@ def load(path: Path) -> dict[str, Any]:
     return result
 
 
-def check(path: Path | None) -> None:
-    """Refuse a folder for a result that cannot be one, before anything is measured.
+def is_folder(path: Path) -> bool:
+    """Whether a result of this path is a folder, not one file, which ends in .json or exists."""
+    return path.is_dir() or not (path.suffix == ".json" or path.exists())
+
+
+def check(path: Path) -> None:
+    """Refuse a folder that cannot be one of a result, before anything is measured.
 
     Raises:
         InputError: if it holds other files, or its parent is missing.
     """
-    if path is None or path.suffix == ".json":
-        return
     if not path.parent.is_dir():
         raise InputError(f"--out {path}: the directory {path.parent} does not exist.")
-    if path.exists() and not (path.is_dir() and ((path / SUMMARY).exists() or not any(path.iterdir()))):
+    if path.exists() and any(path.iterdir()) and not (path / SUMMARY).exists():
         raise InputError(f"--out {path} exists and is no result. Name a new folder, or a file that ends in .json.")
 
 

@@ -66,8 +66,10 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
     """Measure point by point: print and keep each, then print and draw what follows from all."""
     from kvsift_lab.bench import stored
 
-    stored.check(output)
-    o.require_writable(output if output and output.suffix == ".json" else None, "--out")
+    if output is not None and stored.is_folder(output):
+        stored.check(output)
+    else:
+        o.require_writable(output, "--out")
     recipe = kind.from_options(given)
     chart = getattr(recipe, "chart_path", None)
     chart_path = Path(chart) if chart else None
@@ -86,9 +88,11 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
     for point in bench.run():
         result["points"].append(point)
         say(bench.text(point, result))
-        if output is not None:
+        if output is not None and stored.is_folder(output):
             with o.writing(output):
                 stored.save(output, result)
+        elif output is not None:
+            o.write_whole(output, document(result) + "\n")
     if chart_path is not None:
         o.write_whole(chart_path, bench.chart(result))
     say(bench.closing(result))

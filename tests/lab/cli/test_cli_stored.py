@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cli.watched import Refused
 from kvsift_lab.bench import stored
+from kvsift_lab.bench.numbers import document
 
 RESULT: dict[str, Any] = {
     "kind": "toy",
@@ -22,8 +23,9 @@ RESULT: dict[str, Any] = {
 
 
 def test_what_was_stored_is_loaded(tmp_path: Path) -> None:
+    stored.save(tmp_path / "folder", RESULT)
+    (tmp_path / "file.json").write_text(document(RESULT))
     for name in ("folder", "file.json"):
-        stored.save(tmp_path / name, RESULT)
         assert stored.load(tmp_path / name) == RESULT
 
 
@@ -42,6 +44,20 @@ def test_a_point_is_added_to_the_same_folder(tmp_path: Path) -> None:
     stored.save(tmp_path / "result", {**RESULT, "points": RESULT["points"][:1]})
     stored.save(tmp_path / "result", RESULT)
     assert stored.load(tmp_path / "result") == RESULT
+
+
+def test_a_point_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    stored.save(tmp_path / "result", RESULT)
+    first = {**RESULT, "points": RESULT["points"][:1]}
+    stored.save(tmp_path / "other", first)
+    (tmp_path / "other" / "summary.json").replace(tmp_path / "result" / "summary.json")
+    assert stored.load(tmp_path / "result") == first
+
+
+def test_a_result_without_samples_leaves_none_of_an_older_one(tmp_path: Path) -> None:
+    stored.save(tmp_path / "result", RESULT)
+    stored.save(tmp_path / "result", {"kind": "toy", "points": [{"context": 1}]})
+    assert stored.load(tmp_path / "result") == {"kind": "toy", "points": [{"context": 1}]}
 
 
 def test_a_folder_of_other_files_is_no_place_for_a_result(refused: Refused, tmp_path: Path) -> None:
