@@ -19,7 +19,6 @@ BENCHES = {  # name on the command line -> "module:class" of its recipe; --help 
     "exact-acceptance": "kvsift_lab.studies.recipes:AcceptanceRecipe",
     "exact-captured": "kvsift_lab.studies.recipes:CapturedRecipe",
     "generation-recall": "kvsift_lab.studies.recipes:GenerationRecallRecipe",
-    "mixed-rows": "kvsift_lab.studies.recipes:MixedRowsRecipe",
     "summary-recall": "kvsift_lab.studies.recipes:SummaryRecallRecipe",
     "vllm-decode": "kvsift_lab.studies.recipes:VllmDecodeRecipe",
 }

@@ -139,21 +139,6 @@ class BusyRecipe(r.BenchRecipe):
 
 
 @dataclass(frozen=True)
-class MixedRowsRecipe(r.BenchRecipe):
-    """Steps of dense and sparse rows side by side, and steps in which the same rows are all dense or all sparse."""
-
-    measured_by = "kvsift_lab.studies.mixed_rows:MixedRowsBench"
-
-    model: str = r.shape()
-    plan: str = r.option(QUEST, "Plan of the sparse rows.")
-    steps: int = r.option(16, "Steps of a sample.", minimum=1)
-    rounds: int = r.option(9, "Samples of each variant.", minimum=1)
-    points: tuple[tuple[int, ...], ...] = (
-        (32 * K,) * 4, (128 * K,) * 4, (32 * K,) * 8, (96 * K,) * 8, (4 * K, 128 * K, 128 * K, 128 * K),
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
 class GenerationRecallRecipe(r.BenchRecipe):
     """Recall of an index built from a prompt, against exact search, while the model generates."""
 

@@ -88,7 +88,6 @@ def test_a_study_ends_with_its_table(run: Run, tmp_path: Path, arguments: tuple[
         (("exact-captured", "--accepted", "2"), "--accepted 2: give numbers between 0 and 1"),
         (("exact-acceptance", "--tasks", "needl"), "did you mean 'needle'?"),
         (("busy", "--settings", "spinn"), "did you mean 'spin'?"),
-        (("mixed-rows",), "kvsift bench mixed-rows times an NVIDIA GPU"),
         (("summary-recall", "--recipe", "no.toml"), "the recipe no.toml cannot be read"),
         (("vllm-decode",), "this bench measures vLLM, which is not installed"),
     ],
