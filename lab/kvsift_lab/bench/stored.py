@@ -7,7 +7,6 @@ and count. ``samples.json.xz`` holds those lists. ``load`` puts both together, s
 from __future__ import annotations
 
 import json
-import lzma
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import reduce
@@ -20,7 +19,7 @@ from kvsift.engine.atomic_files import write_atomically
 from kvsift.errors import InputError
 from kvsift_lab.bench.numbers import document, spread
 
-SUMMARY, SAMPLES = "summary.json", "samples.json.xz"
+SUMMARY, SAMPLES = "summary.json", "samples.json"  # the latter ends in .xz where Python has lzma
 ABOUT = {"recipe", "versions", "gpu", "bandwidth", "settings"}  # of the result, not samples
 MANY = 16  # a longer list is no part of a summary, whatever it holds
 
@@ -31,11 +30,13 @@ def save(path: Path, result: dict[str, Any]) -> None:
     Raises:
         OSError: if it cannot be written; the old files stay.
     """
-    samples = list(_samples(result))
+    samples, name = json.dumps(list(_samples(result))).encode(), SAMPLES
+    with suppress(ImportError):  # some builds of Python have none
+        import lzma
+
+        samples, name = lzma.compress(samples, preset=lzma.PRESET_EXTREME), f"{SAMPLES}.xz"
     path.mkdir(exist_ok=True)
-    (path / SAMPLES).unlink(missing_ok=True)
-    if samples:
-        write_atomically(path / SAMPLES, lzma.compress(json.dumps(samples).encode(), preset=lzma.PRESET_EXTREME))
+    write_atomically(path / name, samples)
     write_atomically(path / SUMMARY, document(_without(result)) + "\n")
 
 
@@ -48,15 +49,17 @@ def load(path: Path) -> dict[str, Any]:
     try:
         if not path.is_dir():
             return _read(path)
-        result = _read(path / SUMMARY)
-        for (*outer, last), values in _read(path / SAMPLES) if (path / SAMPLES).exists() else ():
+        result, samples = _read(path / SUMMARY), []
+        with suppress(FileNotFoundError):
+            samples = _read(path / SAMPLES)
+        for (*outer, last), values in samples:
             with suppress(LookupError):  # of a point that is not in the summary yet: the process was killed
                 reduce(getitem, outer, result)[last] = values
     except FileNotFoundError:
         raise InputError(f"the result file {path} does not exist.") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"the result {path} is not JSON: {error}") from None
-    except (OSError, ValueError, LookupError, lzma.LZMAError) as error:
+    except (OSError, ValueError, LookupError, EOFError, ImportError) as error:
         raise InputError(f"the result {path} cannot be read: {error}") from None
     return result
 
@@ -79,10 +82,18 @@ def check(path: Path) -> None:
 
 
 def _read(path: Path) -> Any:
+    """Return JSON from a file, or from the one with .xz behind its name if only that exists."""
     if not path.exists():
         path = path.with_name(f"{path.name}.xz")
     data = path.read_bytes()
-    return json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
+    if path.suffix == ".xz":
+        import lzma
+
+        try:
+            data = lzma.decompress(data)
+        except lzma.LZMAError as error:
+            raise ValueError(error) from None
+    return json.loads(data)
 
 
 def _is_raw(value: Any, key: str | int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,16 @@ def test_a_folder_of_other_files_is_no_place_for_a_result(refused: Refused, tmp_
     assert "the directory no does not exist" in refused("bench", "attention", "--out", "no/result")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[", b"\xff"])
-def test_a_damaged_result_is_named(refused: Refused, tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "result.json").write_bytes(content)
-    assert refused("bench", "chart", "result.json", "--out", "chart.svg").startswith("the result result.json ")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("result.json", b"{"), ("result.json", b"["), ("result.json", b"\xff"), ("result.json.xz", b"no xz")],
+)
+def test_a_damaged_result_is_named(refused: Refused, tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert refused("bench", "chart", name, "--out", "chart.svg").startswith(f"the result {name} ")
+
+
+def test_a_python_without_lzma_keeps_samples_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lzma", None)
+    stored.save(tmp_path / "result", RESULT)
+    assert stored.load(tmp_path / "result") == RESULT
