@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from engine.tiny_directory import text_of, write_model
-from kvsift_lab.eval.packed import stored
 from models.tiny import tiny
 
 from kvsift.kernels.page_summary import summarise
@@ -77,7 +76,7 @@ def test_commands_scripts_and_results_in_docs_exist():
     files = re.findall(r"\b(?:scripts|lab/recipes|examples)/[\w-]+\.(?:py|toml)", code)
     assert [file for file in files if not (ROOT / file).is_file()] == []
     results = re.findall(r"^results/[\w./-]+$", code, flags=re.MULTILINE)
-    assert [result for result in results if not stored(ROOT / result).exists()] == []
+    assert [result for result in results if not (ROOT / result).exists()] == []
 
 
 def test_source_files_in_docs_exist():

@@ -5,11 +5,14 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from kvsift_lab.eval.tasks import make_sample
+from kvsift_lab.probe import phase
+from kvsift_lab.probe.pack import card
 from safetensors.torch import save_file
 
 from kvsift.engine.prompt import exact_match, prompt
@@ -70,14 +73,23 @@ def test_answers_most_questions_of_a_task(task: str) -> None:
     assert sum(right) >= len(right) - 1
 
 
-def test_card_tells_the_measured_numbers() -> None:
-    results = Path(__file__).parents[1] / "results" / "embedded-model.json"
-    if not results.exists():
+@pytest.fixture
+def results() -> dict[str, Any]:
+    """What training and evaluation left behind."""
+    path = Path(__file__).parents[1] / "results" / "embedded-model" / "summary.json"
+    if not path.exists():
         pytest.skip("not a source checkout")
-    card = (DIRECTORY / "README.md").read_text()
-    for found in json.loads(results.read_text())["accuracy"].values():
-        for score in found.values():
-            assert f"({score['correct']} / {score['questions']})" in card
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_card_tells_the_measured_numbers(results: dict[str, Any]) -> None:
+    assert (DIRECTORY / "README.md").read_text() == card(results)
+
+
+def test_the_recipe_of_each_phase_is_the_one_that_was_trained(results: dict[str, Any]) -> None:
+    for number, trained in enumerate(results["phases"], 1):
+        assert phase(str(number)) | trained["config"] == phase(str(number))
 
 
 def test_the_unpacked_weights_are_those_of_the_card() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from kvsift_lab.bench import stored
+from kvsift_lab.studies.busy import busy_table, conditions
 
 from kvsift import threads
 from kvsift.threads import _Reading, _Share
@@ -196,25 +197,34 @@ def test_a_number_that_the_user_set_inside_a_block_stays(machine: Processors) ->
     assert machine.threads == 2
 
 
-# --- kvsift_lab/studies/busy_machine.py
+# --- kvsift bench busy
 
 
 @linux_only
 def test_the_measurement_runs(tmp_path: Path) -> None:
-    out = tmp_path / "result.json"
-    command = [sys.executable, "-m", "kvsift_lab.studies.busy_machine", out, "--quick", "--settings", "torch-first"]
+    given = ["--settings", "torch-first", "--context", "512", "--rounds", "1", "--busy-rounds", "1", "--tokens", "6"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvsift",
+        "bench",
+        "busy",
+        *given,
+        "--questions",
+        "0",
+        "--out",
+        tmp_path / "result",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
-    result = json.loads(out.read_text())
-    assert [each["busy"] for each in result["rounds"]] == [False, True]
+    result = stored.load(tmp_path / "result")
+    assert [each["busy"] for each in result["points"]] == [False, True]
     assert [each["name"] for each in result["settings"]] == ["torch-first"]
     assert "torch was imported before kvsift" in result["settings"][0]["threads"]["while they wait"]
     assert "| kvsift, imported after torch |" in done.stdout
 
 
 def test_the_table_compares_with_the_default_and_with_the_quiet_machine() -> None:
-    from kvsift_lab.studies.busy_machine import table
-
     def sample(ms: float, job_s: float, others: float = 0.0) -> dict[str, Any]:
         itl_s = {"quest:budget=256": [ms / 1e3] * 3, "dense": [2 * ms / 1e3] * 3}
         return {"itl_s": itl_s, "job_s": job_s, "others": others}
@@ -223,28 +233,21 @@ def test_the_table_compares_with_the_default_and_with_the_quiet_machine() -> Non
     noisy = [{"busy": False, "samples": {"spin": sample(400, 200, 0.5), "kvsift": sample(410, 250, 0.5)}}]
     busy = [{"busy": True, "samples": {"spin": sample(500, 20, 0.9), "kvsift": sample(8.2, 5, 0.9)}}]
     settings = [{"name": "spin", "label": "default"}, {"name": "kvsift", "label": "kvsift"}]
-    rows = table({"settings": settings, "rounds": quiet + noisy + busy}).splitlines()[2:]
+    rows = busy_table({"settings": settings, "points": quiet + noisy + busy}).splitlines()[2:]
     assert rows == [
         "| default | 4.00 ms | 500.0 ms (125.0x) | 8.00 ms | 1000.0 ms (125.0x) | 2.0 s | 20.0 s (10.0x) |",
         "| kvsift | 4.10 ms (+2.5%) | 8.2 ms (2.0x) | 8.20 ms (+2.5%) | 16.4 ms (2.0x) | 2.5 s | 5.0 s (2.0x) |",
     ]
 
 
-def test_the_docs_show_every_measured_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from kvsift_lab.docs import host
-
-    monkeypatch.setattr(host, "RESULTS", tmp_path)
-    assert host.busy().startswith("Not measured yet: ")
+def test_a_table_says_when_the_machine_was_busy() -> None:
     sample = {"itl_s": {"quest:budget=256": [0.004], "dense": [0.004]}, "others": 0.5}
-    rounds = [{"busy": busy, "samples": {"kvsift": sample}} for busy in (False, True)]
-    result = {"recipe": {"rounds": 1, "loops": 2, "context": 4096}, "rounds": rounds, "processors": 2, "machine": "M"}
+    points = [{"busy": busy, "samples": {"kvsift": sample}} for busy in (False, True)]
+    result = {"recipe": {"rounds": 1, "loops": 2, "context": 4096}, "points": points, "processors": 2, "machine": "M"}
     result |= {"versions": {"python": "3", "torch": "2"}, "commit": "c", "settings": [{"name": "kvsift", "label": "K"}]}
-    for name in ("busy-machine.json", "busy-machine-pinned.json"):
-        (tmp_path / name).write_text(json.dumps(result))
-    page = host.busy()
-    assert page.count("| K | 4.00 ms | 4.0 ms (1.0x) |") == 2
-    assert "`results/busy-machine-pinned.json`: M, 2 of them used" in page
-    assert "THE MACHINE WAS BUSY: only 0 of 1 rounds" in page
+    assert "| K | 4.00 ms | 4.0 ms (1.0x) |" in busy_table(result)
+    assert conditions(result).startswith("M, 2 of them used")
+    assert "THE MACHINE WAS BUSY: only 0 of 1 rounds" in conditions(result)
 
 
 def test_the_docs_name_the_spin_count_that_is_set() -> None:

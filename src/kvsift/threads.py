@@ -5,7 +5,7 @@ sleeps. Beside other processes, spinning uses up the thread's share of a process
 by time slices, some fifty times a token. The runtime reads the spin count from the environment, once, when torch loads
 it:
 
-- kvsift imported before torch: threads spin ``SPINS`` times. ``kvsift_lab.studies.busy_machine`` measures the effect.
+- kvsift imported before torch: threads spin ``SPINS`` times. ``kvsift bench busy`` measures the effect.
 - torch imported before kvsift: they spin 300,000 times.
 
 Either way, fewer threads decode while other processes use the processors.

@@ -89,7 +89,7 @@ def test_a_pool_grows_by_what_is_missing_at_its_end() -> None:
 
 def test_taking_thousands_of_pages_is_fast() -> None:
     """8,192 pages of 65,536 in under a millisecond, in a pool of a thousand free runs (the bound here is generous, the
-    machine may be busy; ``results/page-pool-cpu.json`` has the measurement)."""
+    machine may be busy; ``results/page-pool-cpu`` has the measurement)."""
     pool, choose = PagePool(65_536), random.Random(0)
     rows = [pool.allocate(choose.randint(1, 128))[0] for _ in range(1000)]
     for row in rows[::2]:

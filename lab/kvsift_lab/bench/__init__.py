@@ -13,6 +13,14 @@ BENCHES = {  # name on the command line -> "module:class" of its recipe; --help 
     "prefill": "kvsift_lab.bench.prefill:PrefillRecipe",
     "serve": "kvsift_lab.bench.serve:ServeRecipe",
     "split": "kvsift_lab.bench.split:SplitRecipe",
+    "busy": "kvsift_lab.studies.recipes:BusyRecipe",
+    "chats": "kvsift_lab.studies.recipes:ChatsRecipe",
+    "exact": "kvsift_lab.studies.recipes:ExactRecipe",
+    "exact-acceptance": "kvsift_lab.studies.recipes:AcceptanceRecipe",
+    "exact-captured": "kvsift_lab.studies.recipes:CapturedRecipe",
+    "generation-recall": "kvsift_lab.studies.recipes:GenerationRecallRecipe",
+    "summary-recall": "kvsift_lab.studies.recipes:SummaryRecallRecipe",
+    "vllm-decode": "kvsift_lab.studies.recipes:VllmDecodeRecipe",
 }
 
 

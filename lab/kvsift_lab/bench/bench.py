@@ -1,4 +1,4 @@
-"""The protocol of a measurement, and the loop over its points."""
+"""The protocol of a measurement, and the loop over points of which each stands alone."""
 
 from __future__ import annotations
 
@@ -11,42 +11,72 @@ from typing import Any
 import torch
 
 from kvsift.errors import InputError
+from kvsift_lab.bench import machine
 from kvsift_lab.bench.recipe import BenchRecipe
 
 
-class Bench(ABC):
-    """A measurement of ``kvsift bench``.
+class Study(ABC):
+    """A measurement of ``kvsift bench`` that yields its points itself.
 
     Attributes:
-        kind: of the result file.
+        kind: of the result.
         recipe: what is measured.
     """
 
     kind: str
-    recipe: BenchRecipe
+    recipe: Any
 
     def __init__(self, recipe: Any) -> None:
         self.recipe = recipe
 
     @classmethod
-    def of(cls, recipe: Any) -> Bench:
-        """Return the bench of a recipe on this machine.
+    def of(cls, recipe: Any) -> Study:
+        """Return the measurement of a recipe on this machine.
 
         Raises:
             InputError: if this machine cannot run it.
         """
         return cls(recipe)
 
-    @abstractmethod
     def environment(self) -> dict[str, Any]:
-        """Return machine and versions for the result file."""
+        """Return machine and versions for the result."""
+        return machine.host_environment()
+
+    def head(self) -> dict[str, Any]:
+        """Return the start of a result."""
+        return {"kind": self.kind, "recipe": self.recipe.stored(), **self.environment()}
+
+    @abstractmethod
+    def run(self) -> Iterator[dict[str, Any]]:
+        """Measure, and yield point by point."""
+
+    def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
+        """Render the last point of a result for a terminal: its names and numbers, by default."""
+        shown = {key: value for key, value in point.items() if isinstance(value, str | int | float)}
+        return ", ".join(
+            f"{key} {f'{value:.4g}' if isinstance(value, float) else value}" for key, value in shown.items()
+        )
+
+    def closing(self, result: dict[str, Any]) -> str:
+        """Render what follows from all points; "" for nothing."""
+        return ""
+
+    def chart(self, result: dict[str, Any]) -> bytes:
+        """Draw the result; for recipes with a ``chart_path``."""
+        raise NotImplementedError
+
+
+class Bench(Study):
+    """A study of points of which each is measured alone, and of which one may fail."""
+
+    recipe: BenchRecipe
 
     @abstractmethod
     def points(self) -> Iterable[Any]:
         """Return what is measured, in order."""
 
     def facts(self, point: Any) -> dict[str, Any]:
-        """Return what identifies a point in the result file; a number is a context."""
+        """Return what identifies a point in the result; a number is a context."""
         return {"context": point}
 
     @abstractmethod
@@ -57,25 +87,9 @@ class Bench(ABC):
             InputError: if this point cannot be measured.
         """
 
-    @abstractmethod
-    def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
-        """Render the last point of a result for a terminal."""
-
-    def closing(self, result: dict[str, Any]) -> str:
-        """Render what follows from all points; "" for nothing."""
-        return ""
-
-    def chart(self, result: dict[str, Any]) -> bytes:
-        """Draw the result; for recipes with a ``chart_path``."""
-        raise NotImplementedError
-
-    def head(self) -> dict[str, Any]:
-        """Return the start of a result file."""
-        return {"kind": self.kind, "recipe": self.recipe.stored(), **self.environment()}
-
     def run(self) -> Iterator[dict[str, Any]]:
         """Measure point by point; a point that is not measured has its reason."""
-        started, limit = perf_counter(), self.recipe.max_seconds
+        started, limit = perf_counter(), getattr(self.recipe, "max_seconds", None)
         for point in self.points():
             if limit is not None and perf_counter() - started > limit:
                 measured = {"reason": f"--max-seconds {limit:g} had passed"}

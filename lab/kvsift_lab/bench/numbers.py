@@ -10,6 +10,7 @@ from statistics import median, quantiles
 from typing import Any
 
 LARGE = {"K": 1 << 10, "M": 1 << 20}
+ON_ONE_LINE = 120  # characters of a record in a result file
 
 
 def spread(samples: Sequence[float]) -> float:
@@ -35,9 +36,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def document(result: dict[str, Any]) -> str:
-    """Return a result as JSON for a file: indented, lists of numbers on one line."""
-    text = json.dumps(result, indent=1)
-    return re.sub(r"\[[\s\d.,eE+-]+\]", lambda numbers: " ".join(numbers[0].split()), text)
+    """Return a result as JSON for a file: indented, what is short and holds nothing nested on one line."""
+
+    def joined(match: re.Match[str]) -> str:
+        text = re.sub(r"\n\s*", " ", match[0])
+        return text if len(text) <= ON_ONE_LINE or text[0] == "[" else match[0]
+
+    return re.sub(r"\[[\s\d.,eE+-]+\]|\{[^{}\[\]]*\}", joined, json.dumps(result, indent=1))
 
 
 def break_even(contexts: Sequence[int], dense: Sequence[float], sparse: Sequence[float]) -> float | None:

@@ -55,28 +55,14 @@ def option(default: Any, help: str, *, value: Any = None, stored: bool = True, *
 
 
 class BenchRecipe:
-    """Everything that a result depends on. The first line of the docstring is the help of the command.
+    """Everything that a result depends on. The first line of the docstring is the help of the command. A recipe may
+    have ``max_seconds``, after which no new point starts, ``threads`` on the processor, and the ``chart_path``.
 
     Attributes:
         measured_by: "module:class" of the bench.
-        max_seconds: seconds after which no new point starts.
-        threads: on the processor; None: as many as torch uses by default.
-        chart_path: file for a chart.
     """
 
     measured_by: ClassVar[str]
-
-    @property
-    def max_seconds(self) -> float | None:
-        return None
-
-    @property
-    def threads(self) -> int | None:
-        return None
-
-    @property
-    def chart_path(self) -> str | None:
-        return None
 
     def bench(self) -> Any:
         """Return the bench of this recipe on this machine.
@@ -234,3 +220,36 @@ def threads() -> Any:
 
 def device() -> Any:
     return option("auto", "auto, cpu, cuda or cuda:N.", stored=False)
+
+
+def plans(default: str, help: str = "Plans, with ; between them.", **settings: Any) -> Any:
+    return option(default, help, parse=split, **settings)
+
+
+def split(text: str, flag: str = "") -> tuple[str, ...]:
+    """Return the parts between semicolons."""
+    return tuple(part.strip() for part in text.split(";") if part.strip())
+
+
+def batches(text: str, flag: str) -> tuple[tuple[int, ...], ...]:
+    """Return the numbers of "131072x1,32Kx4x2": a context, how many of it, and where a recipe says so a third one.
+
+    Raises:
+        InputError: for anything else.
+    """
+    found = tuple(token_counts(each.replace("x", ","), flag) for each in names(text))
+    if not found or not all(len(each) in (2, 3) for each in found):
+        raise InputError(f"{flag} {text}: give contexts x batches, for instance 32Kx1,128Kx4.")
+    return found
+
+
+def shares(text: str, flag: str) -> tuple[float, ...]:
+    """Return the numbers between 0 and 1 of "0.9,0.95".
+
+    Raises:
+        InputError: for anything else.
+    """
+    words = names(text)
+    if not words or not all(re.fullmatch(r"0?\.\d+", word) and float(word) for word in words):
+        raise InputError(f"{flag} {text}: give numbers between 0 and 1, for instance 0.9,0.95.")
+    return tuple(map(float, words))

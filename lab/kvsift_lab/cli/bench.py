@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from inspect import Parameter, Signature, getdoc
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +19,11 @@ from kvsift_lab.cli.dump import dump
 
 OutputOption = Annotated[
     Path | None,
-    typer.Option("--out", "--output", help="Write the result, raw samples in it, here; rewritten at every point."),
+    typer.Option(
+        "--out",
+        "--output",
+        help="Write the result here, rewritten at every point: a folder (summary and raw samples), or one X.json.",
+    ),
 ]
 
 
@@ -61,11 +64,17 @@ def bench_command(name: str) -> Any:
 
 def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Measure point by point: print and keep each, then print and draw what follows from all."""
-    o.require_writable(output, "--out")
+    from kvsift_lab.bench import stored
+
+    if output is not None and stored.is_folder(output):
+        stored.check(output)
+    else:
+        o.require_writable(output, "--out")
     recipe = kind.from_options(given)
-    chart_path = Path(recipe.chart_path) if recipe.chart_path else None
+    chart = getattr(recipe, "chart_path", None)
+    chart_path = Path(chart) if chart else None
     o.require_writable(chart_path, "--chart")
-    o.use_threads(recipe.threads)
+    o.use_threads(getattr(recipe, "threads", None))
     from kvsift_lab.bench.machine import opening
     from kvsift_lab.bench.numbers import document
 
@@ -79,7 +88,10 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
     for point in bench.run():
         result["points"].append(point)
         say(bench.text(point, result))
-        if output is not None:
+        if output is not None and stored.is_folder(output):
+            with o.writing(output):
+                stored.save(output, result)
+        elif output is not None:
             o.write_whole(output, document(result) + "\n")
     if chart_path is not None:
         o.write_whole(chart_path, bench.chart(result))
@@ -95,16 +107,12 @@ def chart(
 ) -> None:
     """Draw attention over context length: microseconds with floors, and speed-up."""
     from kvsift_lab.bench.chart import attention_chart
-    from kvsift_lab.eval.packed import stored, unpacked
+    from kvsift_lab.bench.stored import load as load_result
 
     o.require_writable(output, "--out")
     if output.suffix not in (".svg", ".png"):
         raise InputError(f"--out {output}: charts are drawn as .svg or .png.")
-    try:
-        path = stored(result)
-        measured = json.loads(unpacked(path) if path.suffix == ".xz" else o.read_text(path, "result"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"the result {result} is not JSON: {error}") from None
+    measured = load_result(result)
     if not isinstance(measured, dict) or measured.get("kind") != "attention":
         raise InputError(f"the result {result} is not a result of kvsift bench attention.")
     o.write_whole(output, attention_chart(measured, output.suffix.removeprefix(".")))

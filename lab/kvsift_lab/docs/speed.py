@@ -1,94 +1,114 @@
-"""Measured speed for README, docs/speed.md and the pages beside the results; without a result, how to make one."""
+"""Measured speed, for README, docs and the pages beside the results; without a result, how to make one."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvsift.errors import InputError
+from kvsift_lab.bench import BENCHES, chart, stored
 from kvsift_lab.bench import attention as attention_report
-from kvsift_lab.bench import chart
 from kvsift_lab.bench import decode as decode_report
+from kvsift_lab.bench import host as host_report
+from kvsift_lab.bench import index as index_report
 from kvsift_lab.bench import prefill as prefill_report
 from kvsift_lab.bench import serve as serve_report
-from kvsift_lab.bench.numbers import tokens
-from kvsift_lab.eval.packed import read_stored, stored
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.docs.quality import result_of
+from kvsift_lab.eval.tables import quality_table
+from kvsift_lab.studies.busy import busy_table, conditions
+from kvsift_lab.studies.chats import chats_table
+from kvsift_lab.studies.exact import acceptance_table, exact_table
+from kvsift_lab.studies.exact_captured import captured_table
+from kvsift_lab.studies.recall import generation_table
+from kvsift_lab.studies.vllm_decode import vllm_table
 
 ROOT = Path(__file__).parents[3]
-ATTENTION, DECODE = "attention-h200.json", "decode-h200.json"
-SKETCH_ATTENTION, SKETCH_DECODE = "attention-sketch-h200.json", "decode-sketch-h200.json"
-ANCHORS_DECODE = "decode-anchors-h200.json"
-PREFILL = ("prefill-h200.json", "prefill-256k-h200.json")  # points of one table
-PREFILL_LAYER, PREFILL_CHUNK = "prefill-layer-h200.json", "prefill-chunk-cpu.json"
-PREFILL_LAYER_CPU = "prefill-layer-cpu.json"
-SERVE = ("serve-cpu.json", "serve-32k-cpu.json")  # points of one table
-CHATS = (  # studies/chats.py
-    "chats-h200.json", "chats-shared-h200.json", "chats-cpu.json",
-)  # fmt: skip
-CHAT_TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
-IN_VLLM = "vllm-h200.json"  # studies/vllm_decode.py, once for each engine
-EXACT, CAPTURED_EXACT = "exact-cpu.json", "exact-h200.json"
-ACCEPTED, CAPTURED_ACCEPTED = "exact-acceptance-cpu.json", "exact-acceptance-h200.json"
-STUDIES = {  # that make these
-    IN_VLLM: "vllm_decode", EXACT: "exact_decoding", CAPTURED_EXACT: "exact_captured",
-    ACCEPTED: "exact_acceptance", CAPTURED_ACCEPTED: "exact_acceptance",
-}  # fmt: skip
-TIMES = "seconds", "draft_s", "verify_s"  # of exact decoding
+ATTENTION, DECODE, PREFILL, EXACT = "attention-h200", "decode-h200", "prefill-h200", "exact-cpu"
+CHATS = "chats-h200", "chats-shared-h200", "chats-cpu"
+MADE_BY = {"exact-h200": "exact-captured", "vllm-h200": "vllm-decode"}  # others begin with the name of their bench
 CHART = "docs/attention-h200.svg"
 README_HEADS, README_CONTEXT = (32, 8), 128 << 10  # of one layer, and of prefill
+Result = dict[str, Any]
+Render = Callable[[], str]
 
 
-def load(name: str) -> dict[str, Any] | None:
-    """Read a result of a benchmark; None if there is none."""
+def load(name: str) -> Result | None:
+    """Read a result, and add its name; None if there is none."""
     path = ROOT / "results" / name
-    return json.loads(read_stored(path)) if stored(path).is_file() else None
+    return {**stored.load(path), "name": name} if path.is_dir() else None
 
 
-def place(name: str) -> str:
-    """Return the path of a result, packed or not."""
-    return f"`results/{stored(ROOT / 'results' / name).name}`"
-
-
-def shown(name: str, *parts: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    """Return a block of parts over one result."""
+def shown(names: str | tuple[str, ...], *parts: Callable[..., str]) -> Render:
+    """Return a block of parts over one result or, in one table, over several."""
+    names = (names,) if isinstance(names, str) else names
 
     def render() -> str:
-        result = load(name)
-        if result is None:
-            bench = f"kvsift bench {name.partition('-')[0]} --out results/{name}"
-            command = f"python -m kvsift_lab.studies.{STUDIES[name]}" if name in STUDIES else bench
-            return f"Not measured yet: `{command}`, then `make docs`."
-        return "\n\n".join(filter(None, (part(result) for part in parts)))
+        results = [result for name in names if (result := load(name)) is not None]
+        if not results:
+            bench = MADE_BY.get(names[0]) or max(filter(names[0].startswith, BENCHES), key=len, default=None)
+            if bench is None:
+                raise InputError(f"results/{names[0]} is missing, and no bench makes it any more: take it from git.")
+            return f"Not measured yet: `kvsift bench {bench} --out results/{names[0]}`, then `make docs`."
+        return "\n\n".join(filter(None, (part(*results) for part in parts)))
 
     return render
 
 
-def made(name: str) -> Callable[[dict[str, Any]], str]:
-    """Return a part: machine, versions and commit of a result."""
-
-    def render(result: dict[str, Any]) -> str:
-        gpu, recipe, speed = result["gpu"], result["recipe"], result["bandwidth"]
-        power = f", {gpu['power.limit']}" if "power.limit" in gpu else ""
-        commit = commit_of(result)
-        return (
-            f"{place(name)}: {gpu['name']}{power}, torch {result['versions']['torch']}, commit {commit}; medians of "
-            f"{recipe['repeats']} samples; floors at {speed['used'] / 1e12:.2f} TB/s ({speed['source']}), a large read "
-            f"in the same run reached {speed['measured'] / 1e12:.2f} TB/s."
-        )
-
-    return render
+def place(result: Result) -> str:
+    return f"`results/{result['name']}`"
 
 
-def picture(result: dict[str, Any]) -> str:
+def commit_of(result: Result) -> str:
+    """Return the commit of a result, and whether its tree had changes."""
+    return result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
+
+
+def made(result: Result) -> str:
+    """State machine, versions, commit and floors of a result."""
+    gpu, speed = result["gpu"], result["bandwidth"]
+    power = f", {gpu['power.limit']}" if "power.limit" in gpu else ""
+    return (
+        f"{place(result)}: {gpu['name']}{power}, torch {result['versions']['torch']}, commit {commit_of(result)}; "
+        f"medians of {result['recipe']['repeats']} samples; floors at {speed['used'] / 1e12:.2f} TB/s "
+        f"({speed['source']}), a large read in the same run reached {speed['measured'] / 1e12:.2f} TB/s."
+    )
+
+
+def measured_on(*results: Result) -> str:
+    """State machine, versions and commit of results without floors."""
+    lines = []
+    for result in results:
+        power = f", {result['gpu']['power.limit']}" if "power.limit" in result.get("gpu", {}) else ""
+        samples = result["recipe"].get("repeats") or result["recipe"]["tokens"]
+        number = f"medians of {samples} samples" if samples > 1 else "one sample after a warm-up"
+        where = f"{result['machine']}{power}, torch {result['versions']['torch']}, commit {commit_of(result)}"
+        lines.append(f"{place(result)}: {where}; {number}.")
+    return "\n\n".join(lines)
+
+
+def briefly_made(result: Result) -> str:
+    return f"{place(result)}: {result['machine']}, commit {result['commit'][:10]}."
+
+
+def points(text: Callable[[Result], str]) -> Callable[[Result], str]:
+    """Return a part: the text of every point of a result."""
+    return lambda result: "\n\n".join(text(point).strip() for point in result["points"])
+
+
+def joined(*results: Result) -> list[Result]:
+    return [point for result in results for point in result["points"]]
+
+
+def picture(result: Result) -> str:
     """Link the chart from docs/."""
     return f"![Microseconds and speed-up over context length]({Path(CHART).name})"
 
 
-def baselines(result: dict[str, Any]) -> str:
+def baselines(result: Result) -> str:
     """List the dense variants with their versions, and what was left out."""
     known = attention_report.labels(result)
     names = {v["name"] for point in result["points"] for v in point.get("variants", []) if v["role"] == "dense"}
@@ -97,7 +117,7 @@ def baselines(result: dict[str, Any]) -> str:
     return "\n".join(lines + missing)
 
 
-def right(result: dict[str, Any]) -> str:
+def right(result: Result) -> str:
     """State the errors of the timed outputs and the spread of the samples."""
     worst = attention_report.correctness(result)
     return (
@@ -109,7 +129,7 @@ def right(result: dict[str, Any]) -> str:
     )
 
 
-def end_to_end(result: dict[str, Any]) -> str:
+def end_to_end(result: Result) -> str:
     """Return the decode table, in milliseconds."""
     anchors = result["recipe"].get("anchors")
     selecting = f", {anchors} of its layers select" if anchors else ""
@@ -117,88 +137,33 @@ def end_to_end(result: dict[str, Any]) -> str:
     return f"{title}\n\n{decode_report.decode_table(result)}"
 
 
-def measured_on(name: str) -> Callable[[dict[str, Any]], str]:
-    """Return a part: machine, versions and commit of a result without floors."""
-
-    def render(result: dict[str, Any]) -> str:
-        commit = commit_of(result)
-        power = f", {result['gpu']['power.limit']}" if "power.limit" in result.get("gpu", {}) else ""
-        samples = result["recipe"].get("repeats") or result["recipe"]["tokens"]
-        return (
-            f"{place(name)}: {result['machine']}{power}, torch {result['versions']['torch']}, commit {commit}; "
-            f"{f'medians of {samples} samples' if samples > 1 else 'one sample after a warm-up'}."
-        )
-
-    return render
+def ttft_table(*results: Result) -> str:
+    return f"Seconds:\n\n{prefill_report.ttft_table({**results[0], 'points': joined(*results)})}"
 
 
-def first_tokens() -> str:
-    """Return the time to the first token, all results in one table."""
-    results = {name: result for name in PREFILL if (result := load(name)) is not None}
-    if not results:
-        return shown(PREFILL[0])()
-    points = [point for result in results.values() for point in result["points"]]
-    together = {**next(iter(results.values())), "points": points}
-    sources = [measured_on(name)(result) for name, result in results.items()]
-    return "\n\n".join(["Seconds:", prefill_report.ttft_table(together), *sources])
+def served(*results: Result) -> str:
+    """Return the numbers of servers under load: machine, versions, turns, and how busy the machine was."""
+    lines = []
+    for result in results:
+        point, recipe = result["points"][0], result["recipe"]
+        alone = {plan: serve_report.overhead(point, plan) for plan in serve_report.plans_of(point)}
+        direct = ", ".join(f"{ratio:.2f}x (`{plan}`)" for plan, ratio in alone.items() if ratio is not None)
+        cost = f" The engine alone, in the same turns: {direct} the tokens per second." if direct else ""
+        where = f"{result['machine']}, torch {result['versions']['torch']}, commit {result['commit'][:10]}"
+        turns = f"{recipe['clients']} clients, {recipe['tokens']} tokens each, {recipe['repeats']} turns of each plan"
+        lines.append(f"{place(result)}: {where}; {turns}; {serve_report.busy(point)}.{cost}")
+    return "\n\n".join([serve_report.serve_table(joined(*results)), *lines])
 
 
-def served() -> str:
-    """Return the numbers of servers under load, all results in one table."""
-    results = {name: result for name in SERVE if (result := load(name)) is not None}
-    if not results:
-        return f"Not measured yet: `kvsift bench serve --out results/{SERVE[0]}`, then `make docs`."
-    table = serve_report.serve_table([point for result in results.values() for point in result["points"]])
-    return "\n\n".join([table, *(conditions_of(name, result) for name, result in results.items())])
+def chatted(*results: Result) -> str:
+    """Return what chats beside each other get, vLLM's of the same loads among them where they have results."""
+    vllm = [load(result["name"].replace("chats", "chats-vllm", 1)) for result in results]
+    with_vllm = [each for pair in zip(results, vllm) for each in pair if each is not None]
+    sources = [f"{place(result)}: {result['machine']}, commit {commit_of(result)}" for result in with_vllm]
+    return f"{chats_table(with_vllm)}\n\n{'; '.join(sources)}."
 
 
-def commit_of(result: dict[str, Any]) -> str:
-    """Return the commit of a result, and whether its tree had changes."""
-    return result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
-
-
-def chatted() -> str:
-    """Return what chats beside each other get, all results in one table."""
-    results = {name: result for name in CHATS if (result := load(name)) is not None}
-    if not results:
-        return f"Not measured yet: `python -m kvsift_lab.studies.chats gpu results/{CHATS[0]}`, then `make docs`."
-    rows = [row for result in results.values() for row in _chats(result)]
-    head = "| | chats | documents | plan | tokens/s | over dense | second question alone | beside the others |"
-    sources = [f"{place(name)}: {result['machine']}, commit {commit_of(result)}" for name, result in results.items()]
-    return "\n".join([head, "|---" * 8 + "|", *rows, "", "; ".join(sources) + "."])
-
-
-def _chats(result: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each plan, medians of the rounds."""
-    recipe, found = result["recipe"], dict[str, list[dict[str, Any]]]()
-    for round_ in result["rounds"]:
-        found.setdefault(round_["plan"], []).append(round_)
-    documents = f"{recipe['documents']} of {tokens(recipe['tokens'])}"
-    [machine] = re.findall(r"H\d+|\d+ cores", result["machine"])
-    middle = {
-        plan: {key: median(round_[key] for round_ in rounds) for key in CHAT_TIMES} for plan, rounds in found.items()
-    }
-    for plan in dict.fromkeys([*recipe["plans"], *found]):  # vLLM's rounds are of no plan of the recipe
-        speed, *questions = middle[plan].values()
-        ratio = "" if plan == "dense" else f"{speed / middle['dense'][CHAT_TIMES[0]]:.2f}x"
-        times = " | ".join(f"{seconds:.2f} s" for seconds in questions)
-        yield f"| {machine} | {recipe['chats']} | {documents} | `{plan}` | {speed:,.0f} | {ratio} | {times} |"
-
-
-def conditions_of(name: str, result: dict[str, Any]) -> str:
-    """Return machine, versions and commit of a result of a server, its turns, and how busy the machine was."""
-    point, recipe = result["points"][0], result["recipe"]
-    alone = {plan: serve_report.overhead(point, plan) for plan in serve_report.plans_of(point)}
-    direct = ", ".join(f"{ratio:.2f}x (`{plan}`)" for plan, ratio in alone.items() if ratio is not None)
-    cost = f" The engine alone, in the same turns: {direct} the tokens per second." if direct else ""
-    return (
-        f"{place(name)}: {result['machine']}, torch {result['versions']['torch']}, commit {result['commit'][:10]}; "
-        f"{recipe['clients']} clients, {recipe['tokens']} tokens each, {recipe['repeats']} turns of each plan; "
-        f"{serve_report.busy(point)}.{cost}"
-    )
-
-
-def one_token(result: dict[str, Any]) -> str:
+def one_token(result: Result) -> str:
     """Return a line on decode steps at batch 1, those that lose included."""
     steps = []
     for point in result["points"]:
@@ -207,10 +172,10 @@ def one_token(result: dict[str, Any]) -> str:
             times = f"{1e3 * sparse:.2f} ms, dense {1e3 * dense:.2f} ({dense / sparse:.2f}x)"
             steps.append(f"{tokens(point['context'])} {times}")
     what = f"**One token** of {_shape(result)} under `{result['recipe']['plan']}`"
-    return f"- {what}: {'; '.join(steps)}. {_source(DECODE, result)}"
+    return f"- {what}: {'; '.join(steps)}. {_source(result)}"
 
 
-def one_layer(result: dict[str, Any]) -> str:
+def one_layer(result: Result) -> str:
     """Return a line on attention of one layer."""
     points = attention_report.shapes(result)[README_HEADS]
     point = min(points, key=lambda point: abs(point["context"] - README_CONTEXT))
@@ -219,195 +184,178 @@ def one_layer(result: dict[str, Any]) -> str:
     sparse = [f"`{name}` {1e6 * times[name]:.1f} us ({dense / times[name]:.1f}x)" for name in times]
     what = f"**Attention of one layer** for one token, {'/'.join(map(str, README_HEADS))} heads"
     rival = f"fastest dense kernel ({name}) {1e6 * dense:.1f} us"
-    return f"- {what}, {tokens(point['context'])}: {', '.join(sparse)}; {rival}. {_source(ATTENTION, result)}"
+    return f"- {what}, {tokens(point['context'])}: {', '.join(sparse)}; {rival}. {_source(result)}"
 
 
-def first_token(result: dict[str, Any]) -> str:
+def first_token(result: Result) -> str:
     """Return a line on the time to the first token."""
     head, _, *rows = [line.strip("| ").split(" | ") for line in prefill_report.ttft_table(result).splitlines()]
     cells = next((row for row in rows if row[0] == tokens(README_CONTEXT)), rows[-1])
     sparse = [f"{head[i]} {cells[i]} s ({cells[i + 1]})" for i in range(len(head)) if head[i].startswith("`")]
     what = f"**First token** of {_shape(result)}, {cells[0]}"
-    return f"- {what}: {', '.join(sparse)}; dense {cells[1]} s. {_source(PREFILL[0], result)}"
+    return f"- {what}: {', '.join(sparse)}; dense {cells[1]} s. {_source(result)}"
 
 
-def _shape(result: dict[str, Any]) -> str:
+def _shape(result: Result) -> str:
     recipe = result["recipe"]
     name = recipe.get("shape") or recipe["model"]
     return f"the shape of {name} with random weights" if "shape" in recipe or recipe["random"] else str(name)
 
 
-def _source(name: str, result: dict[str, Any]) -> str:
-    return f"{place(name)}: {result['gpu']['name']}, commit {result['commit'][:10]}."
+def _source(result: Result) -> str:
+    return f"{place(result)}: {result['gpu']['name']}, commit {result['commit'][:10]}."
 
 
-def longest_kernels(result: dict[str, Any]) -> str:
+def longest_kernels(result: Result) -> str:
     """Return the kernel tables of the longest context."""
     longest = max(point["context"] for point in result["points"])
     points = [point for point in result["points"] if point["context"] == longest]
     return decode_report.kernel_tables({**result, "points": points})
 
 
-def in_vllm(result: dict[str, Any]) -> str:
-    """Return milliseconds per token in vLLM, its own attention beside plans in the same run, and kvsift.LLM's there."""
-    lines = [
-        "| plan | context | batch | vLLM's own | with the plan | | `kvsift.LLM` |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    stock = {run["call"]: run["points"] for run in result["runs"] if run["plan"] == "stock"}
-    of_llm = dict[tuple[Any, ...], str]()
-    for point in result["kvsift_llm"]["points"]:
-        for variant in point["variants"]:
-            key = (result["kvsift_llm"]["call"], variant["plan"], round(point["context"] / 1024), point["batch"])
-            of_llm[key] = f"{1e3 * median(variant['tpot_s']):.2f}"
-    for run in (run for run in result["runs"] if run["plan"] != "stock" and run["call"] in stock):
-        for own, point in zip(stock[run["call"]], run["points"]):
-            times, where = (own["tpot_ms"], point["tpot_ms"]), f"{tokens(point['context'])} | {point['batch']}"
-            llm = of_llm.get((run["call"], run["plan"], round(point["context"] / 1024), point["batch"]), "")
-            lines.append(
-                f"| `{run['plan']}` | {where} | {times[0]:.2f} | {times[1]:.2f} | {times[0] / times[1]:.2f}x | {llm} |"
-            )
-    return "\n".join(lines)
-
-
-def exactly(result: dict[str, Any]) -> str:
-    """Return accepted drafts and the speed of exact decoding over dense decoding, by task and plan."""
-    heads = "| text | drafts by | accepted | speed-up | without repeats | tokens a pass |"
-    lines = [heads, "|---|---|---|---|---|---|"]
-    for row in result["rows"]:
-        passes = sum(sum(report["verified"].values()) for report in row["last"])
-        accepted = "" if row["accepted"] is None else f"{row['accepted']:.3f}"
-        plan = f"`{row['plan']}`" if row["accepted"] is not None else "none"
-        times = f"{row['speedup']:.2f}x | {row['speedup_without_repeats']:.2f}x"
-        lines.append(f"| {row['task']} | {plan} | {accepted} | {times} | {row['tokens'] / max(passes, 1):.1f} |")
-    return "\n".join(lines)
-
-
-def made_exactly(result: dict[str, Any]) -> str:
-    """Return machine and commit of that result."""
-    dense = sorted(result["rows"][0]["dense_seconds"])
+def made_exactly(result: Result) -> str:
+    """State machine, commit and the speed of dense decoding of a result of exact decoding."""
+    dense = sorted(result["points"][0]["dense_seconds"])
     return (
-        f"{place(EXACT)}: {result['context']:,} tokens, embedded model in bfloat16, {result['machine']['threads']} "
-        f"threads, {result['machine']['level']}, commit {result['commit']}; medians of {len(dense)} rounds in turns "
+        f"{place(result)}: {result['recipe']['tokens']:,} tokens, embedded model in bfloat16, {result['threads']} "
+        f"threads, {result['level']}, commit {result['commit'][:10]}; medians of {len(dense)} rounds in turns "
         f"with dense decoding, {1e3 * dense[0]:.1f} to {1e3 * dense[-1]:.1f} ms a token of greedy prose."
     )
 
 
-def exactly_captured(result: dict[str, Any]) -> str:
-    """Return the speed of exact decoding over the fastest dense decoding, at acceptances that were imposed."""
-    heads = ["tokens", "rows", "decoding", "accepted", "ms per token", "speed-up", "drafts", "ms each", "ms to verify"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for case in sorted(result["cases"], key=lambda case: (case["tokens"], case["rows"])):
-        run, _, share = case["run"].rpartition(" ") if case["run"][-1].isdigit() else (case["run"], "", "")
-        samples = case["samples"]
-        ms = [1e3 * median(sample[name] for sample in samples) if name in samples[0] else None for name in TIMES]
-        verified = Counter[str]()
-        for sample in samples:
-            verified.update(sample.get("verified", {}))
-        mean = sum(int(drafts) * count for drafts, count in verified.items()) / max(sum(verified.values()), 1)
-        numbers = [f"{ms[0]:.2f}", f"{case['ratio']:.2f}x", f"{mean:.1f}" if verified else ""]
-        numbers += ["" if each is None else f"{each:.2f}" for each in ms[1:]]
-        plan = f"`{run}`" if share else run
-        lines.append(f"| {tokens(case['tokens'])} | {case['rows']} | {plan} | {share} | {' | '.join(numbers)} |")
-    return "\n".join(lines)
-
-
-def made_in_steps(result: dict[str, Any]) -> str:
-    """Return machine and commit of that result."""
+def made_in_steps(result: Result) -> str:
+    """State machine, commits and rounds of a result of captured exact decoding."""
     machine = f"{result['machine']}, {result['gpu']['power.limit']}, torch {result['versions']['torch']}"
-    rounds = sorted({len(case["samples"]) for case in result["cases"]})
-    commits = sorted({case.get("commit", result["commit"])[:10] for case in result["cases"]})
+    rounds = sorted({len(case["samples"]) for case in result["points"]})
+    commits = sorted({case.get("commit", result["commit"])[:10] for case in result["points"]})
     return (
-        f"{place(CAPTURED_EXACT)}: {machine}, commit {' and '.join(commits)}; "
+        f"{place(result)}: {machine}, commit {' and '.join(commits)}; "
         f"{' to '.join(map(str, rounds[:: max(len(rounds) - 1, 1)]))} round{'s' * (rounds[-1] > 1)} after "
         "one that captures."
     )
 
 
-def accepted_drafts(name: str) -> Callable[[dict[str, Any]], str]:
-    """Return a part: shares of drafts that were accepted, by length, text and plan; RULER's tasks together."""
+def all_equal(result: Result) -> str:
+    return f"{place(result)}: {sum(c['tokens'] for c in result['points']):,} tokens, all equal to dense decoding's."
 
-    def part(result: dict[str, Any]) -> str:
-        known, own = Counter[tuple[str, str, str, str]](), ("needle", "facts")
-        for case in result["cases"]:
-            task = case["task"] if case["task"] in own or case["task"].startswith("prose") else "RULER, 13 tasks"
-            length = f"{case['length']:,}" + (", float32" if case.get("dtype") == "float32" else "")
-            for key, count in case.items():
-                if isinstance(count, int):
-                    known[length, task, case["plan"], key] += count
-        plans = list(dict.fromkeys(case["plan"] for case in result["cases"]))
-        heads = ["tokens", "text", "answers", *(f"`{plan}`" for plan in plans), "repeats"]
-        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        for length, task in dict.fromkeys(key[:2] for key in known):
-            of = {key: known[length, task, plans[0], key] for key in ("tokens", "repeated", "repeats_accepted")}
-            shares = []
-            for plan in plans:
-                right, wrong = (known[length, task, plan, f"drafts_{key}"] for key in ("accepted", "wrong"))
-                shares.append(f"{right / (right + wrong):.3f} of {right + wrong}" if right + wrong else "")
-            repeats = f"{of['repeats_accepted'] / of['repeated']:.2f} of {of['repeated']}" if of["repeated"] else ""
-            lines.append(f"| {length} | {task} | {of['tokens']} | {' | '.join(shares)} | {repeats} |")
-        total = sum(case["tokens"] for case in result["cases"])
-        return "\n".join(lines) + f"\n\n{place(name)}: {total:,} tokens, all equal to dense decoding's."
 
-    return part
+def in_vllm(result: Result, of_llm: Result | None = None) -> str:
+    """Return milliseconds per token in vLLM, and kvsift.LLM's in the same call."""
+    source = f"{place(result)}: {result['machine']}, vLLM {result['versions']['vllm']}."
+    return f"{vllm_table(result, of_llm)}\n\n{source}"
+
+
+def split_table(result: Result) -> str:
+    """Return milliseconds per token by context and index."""
+    layers, rows = result["recipe"].get("layers"), []
+    for point in result["points"]:
+        for variant in point["variants"]:
+            cells = [variant.get("reason", ""), "", ""]
+            if "reason" not in variant:
+                gib = variant["kv_bytes_on_device"] / (1 << 30)
+                cells = [
+                    f"{1e3 * median(variant['samples_s']):.1f}", f"{1e3 * variant['host_s']:.1f}", f"{gib:.2f} GiB"
+                ]  # fmt: skip
+            rows.append([f"{point['context']:,}", variant["name"], *cells])
+    context = f"context, {layers} layers" if layers else "context"
+    return table([context, "index", "ms per token", "host ms", "KV on the device"], rows)
+
+
+def split_tables(*results: Result) -> str:
+    """Return the tables of several results."""
+    return "\n\n".join(f"{split_table(result)}\n\n{measured_on(result)}" for result in results)
+
+
+def busy(*results: Result) -> str:
+    """Return the time per token beside busy loops, for each measured machine."""
+    return "\n\n".join(f"{busy_table(result)}\n\n{place(result)}: {conditions(result)}" for result in results)
+
+
+def block_table(result: dict[str, Any]) -> str:
+    """Return what indexes by block found, read and took, by context."""
+    by_context: dict[tuple[str, int], list[list[str]]] = defaultdict(list)
+    for point in result["points"]:
+        shares = [f"{point[key]:.3f}" for key in ("found", "heaviest", "recovery")]
+        cells = [f"`{point['plan']}`", *shares, f"{point['kib']:,}", f"{point['ms']:.2f}", f"{point['build_s']:.1f}"]
+        by_context[point["task"], point["length"]].append(cells)
+    heads = ["found", "ten best", "recovery", "KiB read", "ms", "build s"]
+    return "\n\n".join(
+        table([f"{task}, {length:,} tokens", *heads], rows) for (task, length), rows in by_context.items()
+    )
+
+
+def answers(*names: str) -> Render:
+    """Return a block: exact match of evaluations with indexes."""
+    return lambda: "\n\n".join(quality_table(result_of(name)) for name in names)
 
 
 def readme() -> str:
     """Return a line per benchmark, as far as they are measured."""
-    rows = [shown(DECODE, one_token), shown(ATTENTION, one_layer), shown(PREFILL[0], first_token)]
-    return "\n".join(render() for render in rows)
+    return "\n".join(shown(*each)() for each in ((DECODE, one_token), (ATTENTION, one_layer), (PREFILL, first_token)))
 
 
-BLOCKS = {
+BLOCKS: dict[str, dict[str, Render]] = {
     "README.md": {"speed": readme},
     "docs/speed.md": {
-        "attention": shown(ATTENTION, picture, attention_report.attention_tables, made(ATTENTION), right),
+        "attention": shown(ATTENTION, picture, attention_report.attention_tables, made, right),
         "break-even": shown(ATTENTION, attention_report.break_even_table),
         "losses": shown(ATTENTION, attention_report.losses_table),
-        "decode": shown(DECODE, end_to_end, made(DECODE)),
-        "sketch-decode": shown(SKETCH_DECODE, end_to_end, made(SKETCH_DECODE)),
-        "anchors-decode": shown(ANCHORS_DECODE, end_to_end, made(ANCHORS_DECODE)),
+        "decode": shown(DECODE, end_to_end, made),
+        "sketch-decode": shown("decode-sketch-h200", end_to_end, made),
+        "anchors-decode": shown("decode-anchors-h200", end_to_end, made),
         "engine": shown(DECODE, decode_report.engine_table),
         "kernels": shown(DECODE, longest_kernels),
-        "prefill": first_tokens,
-        "prefill-layer": shown(PREFILL_LAYER, prefill_report.layer_table, measured_on(PREFILL_LAYER)),
-        "prefill-layer-cpu": shown(PREFILL_LAYER_CPU, prefill_report.layer_table, measured_on(PREFILL_LAYER_CPU)),
-        "chats": chatted,
-        "serve": served,
+        "prefill": shown((PREFILL, "prefill-256k-h200"), ttft_table, measured_on),
+        "prefill-layer": shown("prefill-layer-h200", prefill_report.layer_table, measured_on),
+        "prefill-layer-cpu": shown("prefill-layer-cpu", prefill_report.layer_table, measured_on),
+        "chats": shown(CHATS, chatted),
+        "serve": shown(("serve-cpu", "serve-32k-cpu"), served),
     },
-    "docs/vllm.md": {
-        "vllm": shown(
-            IN_VLLM,
-            in_vllm,
-            lambda result: f"{place(IN_VLLM)}: {result['machine']}, vLLM {result['versions']['vllm']}.",
-        )
+    "docs/vllm.md": {"vllm": shown(("vllm-h200", "decode-beside-vllm-h200"), in_vllm)},
+    "docs/host.md": {
+        "busy": shown("busy-machine", busy),
+        "answers": answers("retrieval-32k", "retrieval-host-32k"),
+        "written": shown("generation-recall-cpu", generation_table, briefly_made),
+        "split": shown(("split-sketch-h200", "split-sketch-1m-h200"), split_tables),
     },
-    "results/exact-cpu.md": {
-        "exact": shown(EXACT, exactly, made_exactly),
-        "exact-acceptance": shown(ACCEPTED, accepted_drafts(ACCEPTED)),
+    "results/exact-cpu/README.md": {
+        "exact": shown(EXACT, exact_table, made_exactly),
+        "exact-acceptance": shown("exact-acceptance-cpu", acceptance_table, all_equal),
     },
-    "results/exact-h200.md": {
-        "exact-captured": shown(CAPTURED_EXACT, exactly_captured, made_in_steps),
-        "exact-acceptance-captured": shown(CAPTURED_ACCEPTED, accepted_drafts(CAPTURED_ACCEPTED)),
+    "results/exact-h200/README.md": {
+        "exact-captured": shown("exact-h200", captured_table, made_in_steps),
+        "exact-acceptance-captured": shown("exact-acceptance-h200", acceptance_table, all_equal),
     },
-    "results/prefill-chunk-cpu.md": {
-        "prefill-chunk": shown(PREFILL_CHUNK, prefill_report.layer_table, measured_on(PREFILL_CHUNK))
+    "results/prefill-chunk-cpu/README.md": {
+        "prefill-chunk": shown("prefill-chunk-cpu", prefill_report.layer_table, measured_on)
     },
-    "results/attention-h200.md": {
+    "results/attention-h200/README.md": {
         "dense": shown(ATTENTION, baselines, attention_report.dense_tables),
         "breakdown": shown(ATTENTION, attention_report.breakdown_table),
-        "sketches": shown(SKETCH_ATTENTION, attention_report.attention_tables, made(SKETCH_ATTENTION)),
+        "sketches": shown("attention-sketch-h200", attention_report.attention_tables, made),
     },
+    "results/block-recall-cpu/README.md": {
+        "by-block": shown("block-recall-cpu", block_table, briefly_made),
+        "by-block-answers": answers("retrieval-blocks-32k"),
+    },
+    "results/split-h200/README.md": {"split": shown(("split-h200", "split-512k-h200", "split-1m-h200"), split_tables)},
+    "results/host-cpu/README.md": {
+        "host": shown("host-cpu", points(host_report.point_text), measured_on),
+        "sketches": shown("host-sketch-cpu", points(host_report.point_text), measured_on),
+    },
+    "results/index-st-cpu/README.md": {"index-st": shown("index-st-cpu", points(index_report.point_text), measured_on)},
+    "results/index-p-cpu/README.md": {"index-p": shown("index-p-cpu", points(index_report.point_text), measured_on)},
 }
 
 
-def stale_charts() -> Iterator[tuple[Path, dict[str, Any]]]:
+def stale_charts() -> Iterator[tuple[Path, Result]]:
     """Yield charts that do not match their result, with that result."""
-    result, path = load(ATTENTION), ROOT / CHART
+    source, path = ROOT / "results" / ATTENTION, ROOT / CHART
+    result = stored.load(source) if source.is_dir() else None
     if result is not None and not (path.is_file() and chart.digest(result) in path.read_text()):
         yield path, result
 
 
-def draw(path: Path, result: dict[str, Any]) -> None:
+def draw(path: Path, result: Result) -> None:
     """Replace a chart."""
     path.write_bytes(chart.attention_chart(result))

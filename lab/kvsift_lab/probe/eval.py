@@ -1,6 +1,6 @@
 """Dense exact match of a model directory through stock transformers.
 
-    python -m kvsift_lab.probe.eval lab/recipes/probe_phase2.toml MODEL_DIR OUT.json
+    python -m kvsift_lab.probe.eval MODEL_DIR OUT.json
 
 The context is prefilled once and every question follows it directly, on a copy of the cache. All questions of a context
 run in one forward pass with their answers: each token of the answer must be the most likely one after those before it,
@@ -10,7 +10,6 @@ which is what greedy decoding checks. The hand-written facts are decoded token b
 import json
 import sys
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,55 +22,34 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from kvsift.engine.prompt import answer_text, exact_match, question_text
 from kvsift.texts.prose import document
 from kvsift_lab.eval.tasks import FAMILIES, Question, make_sample, variables
+from kvsift_lab.probe import phase
 from kvsift_lab.probe.tokenizer import WordEncoder
 
 # Written by hand, in wordings that are not among the templates of the facts task.
-HAND_WRITTEN = (
-    ("The access code of the north warehouse is 48213.", "What is the access code of the north warehouse?", "48213"),
-    (
-        "After a long debate the village elected Tilda Brandvold as its mayor.",
-        "Who was elected mayor?",
-        "Tilda Brandvold",
-    ),
-    (
-        "Captain Orsino's parrot answers only to the name Biscuit.",
-        "What is the name of Captain Orsino's parrot?",
-        "Biscuit",
-    ),
-    (
-        "The lighthouse at Skarn Point was switched off in 1963.",
-        "When was the lighthouse at Skarn Point switched off?",
-        "1963",
-    ),
-    ("Our favourite bakery sells its rye bread for 7 crowns.", "How much does the rye bread cost?", "7 crowns"),
-    ("The spare key lies under the blue flower pot.", "What does the spare key lie under?", "the blue flower pot"),
-    (
-        "The secret ingredient of the soup is smoked paprika.",
-        "What is the secret ingredient of the soup?",
-        "smoked paprika",
-    ),
-    (
-        "The meeting with the auditors takes place on Thursday.",
-        "When does the meeting with the auditors take place?",
-        "Thursday",
-    ),
-    ("The wifi password of the guest house is marmot77.", "What is the wifi password of the guest house?", "marmot77"),
-    ("The red suitcase weighs 23 kilograms.", "How much does the red suitcase weigh?", "23 kilograms"),
-    ("Professor Elwood keeps his notes in a tin box.", "Where does Professor Elwood keep his notes?", "a tin box"),
-    ("The first violin was played by Marguerite Olin.", "Who played the first violin?", "Marguerite Olin"),
-    ("The train to Varnburg leaves from platform 9.", "From which platform does the train to Varnburg leave?", "9"),
-    (
-        "The ship that brought the tea was called Morning Star.",
-        "What was the ship that brought the tea called?",
-        "Morning Star",
-    ),
-    ("The combination of the safe is 31-07-55.", "What is the combination of the safe?", "31-07-55"),
-    ("The capital of the island of Trell is Osmer.", "What is the capital of the island of Trell?", "Osmer"),
-    ("The backup server has the address 10.4.77.2.", "What is the address of the backup server?", "10.4.77.2"),
-    ("The gardener planted 340 tulips behind the chapel.", "How many tulips did the gardener plant?", "340"),
-    ("Invoice 7731 must be paid before 12 March.", "When must invoice 7731 be paid?", "12 March"),
-    ("The password for the archive is velvet canyon.", "What is the password for the archive?", "velvet canyon"),
-)
+HAND_WRITTEN = [
+    tuple(line.split(" | "))
+    for line in """\
+The access code of the north warehouse is 48213. | What is the access code of the north warehouse? | 48213
+After a long debate the village elected Tilda Brandvold as its mayor. | Who was elected mayor? | Tilda Brandvold
+Captain Orsino's parrot answers only to the name Biscuit. | What is the name of Captain Orsino's parrot? | Biscuit
+The lighthouse at Skarn Point was switched off in 1963. | When was the lighthouse at Skarn Point switched off? | 1963
+Our favourite bakery sells its rye bread for 7 crowns. | How much does the rye bread cost? | 7 crowns
+The spare key lies under the blue flower pot. | What does the spare key lie under? | the blue flower pot
+The secret ingredient of the soup is smoked paprika. | What is the secret ingredient of the soup? | smoked paprika
+The meeting with the auditors takes place on Thursday. | When does the meeting with the auditors take place? | Thursday
+The wifi password of the guest house is marmot77. | What is the wifi password of the guest house? | marmot77
+The red suitcase weighs 23 kilograms. | How much does the red suitcase weigh? | 23 kilograms
+Professor Elwood keeps his notes in a tin box. | Where does Professor Elwood keep his notes? | a tin box
+The first violin was played by Marguerite Olin. | Who played the first violin? | Marguerite Olin
+The train to Varnburg leaves from platform 9. | From which platform does the train to Varnburg leave? | 9
+The ship that brought the tea was called Morning Star. | What was the ship that brought the tea called? | Morning Star
+The combination of the safe is 31-07-55. | What is the combination of the safe? | 31-07-55
+The capital of the island of Trell is Osmer. | What is the capital of the island of Trell? | Osmer
+The backup server has the address 10.4.77.2. | What is the address of the backup server? | 10.4.77.2
+The gardener planted 340 tulips behind the chapel. | How many tulips did the gardener plant? | 340
+Invoice 7731 must be paid before 12 March. | When must invoice 7731 be paid? | 12 March
+The password for the archive is velvet canyon. | What is the password for the archive? | velvet canyon""".splitlines()
+]
 
 
 @dataclass
@@ -157,8 +135,8 @@ def evaluate_hand_written(judge: Judge, length: int) -> tuple[Score, int]:
     return score, sum(f != exact_match(a, q.answer) for f, a, q in zip(forced, answers, questions))
 
 
-def main(recipe: Path, directory: Path, out: Path) -> None:
-    evaluation = tomllib.loads(recipe.read_text())["evaluation"]
+def main(directory: Path, out: Path) -> None:
+    evaluation = phase("5")["evaluation"]  # the same after each
     judge, results = Judge(directory), {}
     for length in evaluation["lengths"]:
         began = time.monotonic()
@@ -178,4 +156,4 @@ def main(recipe: Path, directory: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     with torch.inference_mode():
-        main(*map(Path, sys.argv[1:4]))
+        main(*map(Path, sys.argv[1:3]))

@@ -1,4 +1,4 @@
-"""Train the embedded model: `python -m kvsift_lab.probe.train RECIPE TOKENIZER_DIR OUT_DIR [START_DIR]`, on one GPU, or
+"""Train the embedded model: `python -m kvsift_lab.probe.train PHASE TOKENIZER_DIR OUT_DIR [START_DIR]`, on one GPU, or
 `python -m torch.distributed.run --nproc_per_node 4 -m kvsift_lab.probe.train ...`, on several: each takes a
 step's tokens.
 
@@ -12,7 +12,6 @@ import multiprocessing as mp
 import os
 import sys
 import time
-import tomllib
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, Qwen3ForCausalLM
 
+from kvsift_lab.probe import phase
 from kvsift_lab.probe.data import KINDS, PROSE, Batch, start_workers
 from kvsift_lab.probe.model import Learned, loss, new_model, rope_tables
 
@@ -29,8 +29,8 @@ LOG_STEPS = 50
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torch.distributed.run
 
 
-def main(recipe: Path, tokenizer_dir: Path, out: Path, start: Path | None = None) -> None:
-    config = tomllib.loads(recipe.read_text())
+def main(phase_name: str, tokenizer_dir: Path, out: Path, start: Path | None = None) -> None:
+    config = phase(phase_name)
     training = config["training"]
     device = torch.device("cuda", RANK) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(config["data"]["seed"])
@@ -204,4 +204,4 @@ class _Report:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:5]))
+    main(sys.argv[1], *map(Path, sys.argv[2:5]))

@@ -1,26 +1,21 @@
 """Chats about long documents on one machine: tokens per second of all, and waits beside each other.
 
-    python -m kvsift_lab.studies.chats cpu results/chats-cpu.json
-    python -m kvsift_lab.studies.chats gpu results/chats-h200.json
-    python -m kvsift_lab.studies.chats gpu-shared results/chats-shared-h200.json
-    python -m kvsift_lab.studies.chats gpu chats.json --tokens 40960 --rounds 2 --plans dense quest:budget=2048
-
 On a CPU the embedded model; on a GPU an 8B model's shape with random weights. Every document is read once; then plans
 are measured in turns: all chats decode; one alone; a second question comes beside the others; another document is read
-beside them. ``vllm_chats.py`` adds the same measurements of vLLM to a result.
+beside them. ``vllm_chats.py`` puts the same load on vLLM.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,29 +25,18 @@ from kvsift import LLM
 from kvsift.batching.row import FinishReason, Row
 from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
-from kvsift.engine.provenance import versions_and_machine
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.models.embedded import embedded_model
 from kvsift.models.transformers_random import random_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine
+from kvsift_lab.bench.bench import Study
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.bench.timing import rotated
+from kvsift_lab.studies.recipes import ChatsRecipe
 
-PLANS = ["dense", "sketch:budget=1024:dense_layers=none", "quest:budget=1024:dense_layers=none"]
-GPU_PLANS = ["dense", "sketch:budget=1024", "quest:budget=2048", PLANS[1], "quest:budget=2048:dense_layers=none"]
-QUOKA = "prefill=quoka:budget=1024:chunk=512,decode=quest:budget=2048"
-RECIPES: dict[str, dict[str, Any]] = {
-    "cpu": {"tokens": 32768, "documents": 4, "chats": 4, "plans": PLANS, "steps": 32, "rounds": 5, "new_tokens": 8192},
-    "gpu": {
-        "tokens": 65536, "documents": 8, "chats": 8, "plans": GPU_PLANS, "steps": 64, "rounds": 5, "new_tokens": 0,
-        "chunk_reads": 3,
-    },
-    "gpu-shared": {
-        "tokens": 131072, "documents": 2, "chats": 8, "plans": GPU_PLANS[:3], "steps": 64, "rounds": 3, "new_tokens": 0,
-        "chunk_reads": 3, "read_beside": [["dense", "quest:budget=2048"], [QUOKA, "quest:budget=2048"]],
-    },
-}  # fmt: skip
-MODEL, MOST = "llama-3-8b", 2000
+MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
 
 
 class Timed:
@@ -75,32 +59,15 @@ class Timed:
         return token, "length" if len(self.times) == self.num_tokens else ""
 
 
-class Times(Protocol):
-    """When the tokens of an answer came."""
-
-    times: list[float]
-
-
-class Asked(Protocol):
-    """A prompt that an engine answers."""
-
-    output: Times
-    num_reused: int
-    error: Exception | None
-
-    @property
-    def is_ended(self) -> bool: ...
-
-
 class MeasuredChats(ABC):
     """Prompts of one recipe over an engine, which reads the documents with the first of them."""
 
-    def __init__(self, recipe: dict[str, Any], documents: list[list[int]], question: list[int]) -> None:
+    def __init__(self, recipe: ChatsRecipe, documents: list[list[int]], question: list[int]) -> None:
         self.recipe, self.documents, self.question = recipe, documents, question
 
     @abstractmethod
     def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Any:
-        """Ask for an answer of so many tokens; returns an ``Asked``."""
+        """Ask for so many tokens; the row has ``output.times``, ``num_reused``, ``is_ended`` and ``error``."""
 
     @abstractmethod
     def step(self) -> None:
@@ -114,7 +81,7 @@ class MeasuredChats(ABC):
     def state(self, row: Any) -> dict[str, Any]:
         """What else to note while all decode."""
 
-    def step_until(self, *rows: Asked, tokens: int) -> None:
+    def step_until(self, *rows: Any, tokens: int) -> None:
         """Take steps until each of these rows has so many tokens."""
         while any(len(row.output.times) < tokens and not row.is_ended for row in rows):
             self.step()
@@ -136,7 +103,7 @@ class MeasuredChats(ABC):
     def measure(self, plan: str, new: list[int]) -> dict[str, Any]:
         """One round of a plan."""
         found: dict[str, Any] = {}
-        rows = [self.start(self.prompt(chat), plan) for chat in range(self.recipe["chats"])]
+        rows = [self.start(self.prompt(chat), plan) for chat in range(self.recipe.chats)]
         self.step_until(*rows, tokens=4)
         found |= self.state(rows[0])
         for name, count in (("all", len(rows)), ("alone", 1)):
@@ -144,7 +111,7 @@ class MeasuredChats(ABC):
             self.step_until(*rows[:count], tokens=len(rows[0].output.times) + 4)
             begun = [len(row.output.times) for row in rows[:count]]
             started = perf_counter()
-            for _ in range(self.recipe["steps"]):
+            for _ in range(self.recipe.steps):
                 self.step()
             made = sum(len(row.output.times) for row in rows[:count]) - sum(begun)
             found[f"{name}_tokens_per_s"] = made / (perf_counter() - started)
@@ -155,7 +122,7 @@ class MeasuredChats(ABC):
         self.step_until(asked, tokens=1)
         found["second_question_alone_s"] = asked.output.times[0] - started
         self.close(asked)
-        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe["chats"])]
+        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe.chats)]
         self.step_until(*rows, tokens=4)
         found |= self.beside(rows, "second_question", again, plan)
         if new:
@@ -165,7 +132,7 @@ class MeasuredChats(ABC):
 
     def read_beside(self, number: int, ids: list[int], new_plan: str, plan: str) -> dict[str, Any]:
         """Another document, the ``number``-th, is read beside all chats but one."""
-        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe["chats"])]
+        rows = [self.start(self.prompt(chat), plan) for chat in range(1, self.recipe.chats)]
         self.step_until(*rows, tokens=4)
         found = self.beside(rows, "new_document", [600 + number, *ids], new_plan)
         self.close(*rows)
@@ -220,18 +187,18 @@ def digits(found: Any) -> Any:
     """Numbers with four digits."""
     if isinstance(found, dict):
         return {key: digits(value) for key, value in found.items()}
-    return (
-        [digits(value) for value in found]
-        if isinstance(found, list)
-        else float(f"{found:.4g}")
-        if isinstance(found, float)
-        else found
-    )
+    if isinstance(found, list):
+        return [digits(value) for value in found]
+    return float(f"{found:.4g}") if isinstance(found, float) else found
 
 
-def gpu_llm(folder: Path, **options: Any) -> LLM:
-    """Random weights of a known shape, with the embedded model's tokenizer."""
-    model = random_model(MODEL, torch.device("cuda"), torch.bfloat16)
+def gpu_llm(bench: str, folder: Path, **options: Any) -> LLM:
+    """Random weights of a known shape, with the embedded model's tokenizer.
+
+    Raises:
+        InputError: naming the bench, if there is no NVIDIA GPU.
+    """
+    model = random_model(MODEL, machine.require_gpu(bench), torch.bfloat16)
     model.config.save_pretrained(folder)
     for path in embedded_model().glob("tokenizer*"):
         (folder / path.name).write_bytes(path.read_bytes())
@@ -241,67 +208,81 @@ def gpu_llm(folder: Path, **options: Any) -> LLM:
     return llm
 
 
-def load_of(recipe: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[list[int]], list[int]]:
+def load_of(recipe: ChatsRecipe, tokenizer: Any) -> tuple[list[int], list[list[int]], list[int]]:
     """Return tokens of a recipe: a text, the documents that are made of it, and the end of every question."""
-    ids = tokenizer(make_document(recipe["tokens"]))["input_ids"]
+    ids = tokenizer(make_document(recipe.tokens))["input_ids"]
     question = tokenizer("\n\nQuestion: What is the access code?\nAnswer:", add_special_tokens=False)["input_ids"]
-    return ids, [[number + 300, *ids] for number in range(recipe["documents"])], question  # no two begin alike
+    return ids, [[number + 300, *ids] for number in range(recipe.documents)], question  # no two share a prefix
 
 
-def saver(result: dict[str, Any], out: Path) -> Callable[..., None]:
-    """Return a function that adds what was found to the lists of a result, prints it and writes the file."""
+class ChatsBench(Study):
+    """Chats of an LLM."""
 
-    def save(**found: Any) -> None:
-        print({key: digits(value) for key, value in found.items()}, flush=True)
-        for key, value in found.items():
-            result.setdefault(key, []).append(digits(value))
-        out.write_text(json.dumps(result, indent=1) + "\n")
+    kind = "chats"
+    recipe: ChatsRecipe
 
-    return save
+    def __init__(self, recipe: ChatsRecipe) -> None:
+        super().__init__(recipe)
+        self._folder, self._on_gpu = TemporaryDirectory(), recipe.load != "cpu"
+        how: dict[str, Any] = {"keep_tokens": 2 * recipe.documents * recipe.tokens, "probe_every": 0}
+        self._llm = (
+            gpu_llm(f"chats --load {recipe.load}", Path(self._folder.name), **how)
+            if self._on_gpu
+            else LLM(device="cpu", **how)
+        )
+        self._llm.load()
 
+    def environment(self) -> dict[str, Any]:
+        own = machine.gpu_environment(None) if self._on_gpu else machine.host_environment() | {"waiting": report()}
+        return own | {"free_bytes": available_bytes(self._llm.device), "grid": self._llm.loop.grid}
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", choices=RECIPES)
-    parser.add_argument("out", type=Path)
-    for name in ("tokens", "documents", "chats", "rounds", "chunk-reads"):
-        parser.add_argument(f"--{name}", type=int, help="instead of the recipe's")
-    parser.add_argument("--plans", nargs="+", help="instead of the recipe's; dense among them")
-    options = parser.parse_args()
-    given = {key: value for key, value in vars(options).items() if key not in ("recipe", "out") and value is not None}
-    recipe, on_gpu = RECIPES[options.recipe] | given, options.recipe != "cpu"
-    how = {"keep_tokens": 2 * recipe["documents"] * recipe["tokens"], "probe_every": 0}
-    with TemporaryDirectory() as folder:
-        llm = gpu_llm(Path(folder), **how) if on_gpu else LLM(device="cpu", **how)
-        llm.load()
-        result: dict[str, Any] = {"kind": "chats", "recipe": recipe, **versions_and_machine(llm.device)}
-        result |= machine.gpu_environment(None) if on_gpu else {"threads": report()}
-        result |= {"free_bytes": available_bytes(llm.device), "grid": llm.loop.grid}
-        run(llm, recipe, saver(result, options.out), on_gpu)
+    def run(self) -> Iterator[dict[str, Any]]:
+        recipe, plans = self.recipe, self.recipe.plans
+        ids, documents, question = load_of(recipe, self._llm.tokenizer)
+        chats = Chats(self._llm, recipe, documents, question)
+        if self._on_gpu:
+            chats.read([7, *ids[:2048]])  # compiles
+        for chat in range(recipe.documents):
+            yield digits({"part": "document", "seconds": chats.read(chats.prompt(chat))})
+        for _ in range(recipe.chunk_reads):  # beside the documents, which takes as much memory as one of them
+            yield digits({"part": "document in chunks of 8192", "seconds": self._read_in_chunks(documents[0])})
+        for number in range(recipe.rounds):
+            for place, plan in enumerate(rotated(plans, number)):
+                new = [400 + number * len(plans) + place, *ids[: recipe.new_tokens]] if recipe.new_tokens else []
+                yield digits({"part": "round", "plan": plan, **chats.measure(plan, new)})
+        for number, (new_plan, plan) in enumerate(recipe.read_beside):
+            yield digits({"part": "beside", **chats.read_beside(number, ids, new_plan, plan)})
 
+    def _read_in_chunks(self, ids: list[int]) -> float:
+        cache, started = self._llm.new_cache(parse_plan("dense"), self.recipe.tokens + 64), perf_counter()
+        self._llm.prefill(cache, ids)
+        torch.cuda.synchronize()
+        return perf_counter() - started
 
-def run(llm: LLM, recipe: dict[str, Any], save: Callable[..., None], on_gpu: bool) -> None:
-    ids, documents, question = load_of(recipe, llm.tokenizer)
-    chats = Chats(llm, recipe, documents, question)
-    if on_gpu:
-        chats.read([7, *ids[:2048]])  # compiles
-    for chat in range(recipe["documents"]):
-        save(read_s=chats.read(chats.prompt(chat)))
-    if on_gpu:
-        for _ in range(recipe["chunk_reads"]):  # beside the documents, which takes as much memory as one of them
-            cache, started = llm.new_cache(parse_plan("dense"), recipe["tokens"] + 64), perf_counter()
-            llm.prefill(cache, documents[0])
-            torch.cuda.synchronize()
-            save(read_in_chunks_of_8192_s=perf_counter() - started)
-            del cache
-    for number in range(recipe["rounds"]):
-        shift = number % len(recipe["plans"])
-        for place, plan in enumerate([*recipe["plans"][shift:], *recipe["plans"][:shift]]):
-            new = [400 + number * len(recipe["plans"]) + place, *ids[: recipe["new_tokens"]]]
-            save(rounds={"plan": plan, **chats.measure(plan, new if recipe["new_tokens"] else [])})
-    for number, (new_plan, plan) in enumerate(recipe.get("read_beside", [])):
-        save(read_beside=chats.read_beside(number, ids, new_plan, plan))
+    def closing(self, result: dict[str, Any]) -> str:
+        return chats_table([result])
 
 
-if __name__ == "__main__":
-    main()
+COLUMNS = ["", "chats", "documents", "plan", "tokens/s", "over dense", "second question alone", "beside the others"]
+TIMES = "all_tokens_per_s", "second_question_alone_s", "second_question_s"
+
+
+def chats_table(results: Sequence[dict[str, Any]]) -> str:
+    """Return what chats beside each other get, medians of the rounds: a row per plan, all results in one table. Loads
+    of one size are compared with the dense plan among them."""
+    rows, dense = [], dict[tuple[Any, ...], float]()
+    for result in results:
+        rounds = defaultdict[str, list[dict[str, Any]]](list)
+        for point in result["points"]:
+            if point["part"] == "round":
+                rounds[point["plan"]].append(point)
+        recipe, [where] = result["recipe"], re.findall(r"H\d+|\d+ cores", result["machine"])
+        load = where, recipe["chats"], f"{recipe['documents']} of {tokens(recipe['tokens'])}"
+        for plan in [each for each in dict.fromkeys([*recipe["plans"], *rounds]) if each in rounds]:
+            speed, *questions = [median(each[key] for each in rounds[plan]) for key in TIMES]
+            if plan == "dense":
+                dense[load] = speed
+            ratio = f"{speed / dense[load]:.2f}x" if plan != "dense" and load in dense else ""
+            times = [f"{seconds:.2f} s" for seconds in questions]
+            rows.append([*map(str, load), f"`{plan}`", f"{speed:,.0f}", ratio, *times])
+    return table(COLUMNS, rows)

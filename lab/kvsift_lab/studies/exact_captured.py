@@ -1,9 +1,5 @@
 """Exact decoding in captured steps beside the fastest dense decoding, with acceptance imposed.
 
-    python -m kvsift_lab.studies.exact_captured results/exact-h200.json [--contexts 131072x1 131072x4x2]
-
-Contexts are tokens x rows, and x rounds that are measured.
-
 An 8B model's shape, whose random weights accept no draft: the tokens of each verification are overwritten so that a
 draft is accepted with a given probability. Everything else is as it is in an answer: drafts, verifications, and what
 the controller decides from the times that it measures. Keys and values of the prompts are random, too. Dense steps
@@ -12,10 +8,8 @@ without ``deterministic=True``, dense steps with it, and exact ones take turns o
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import log
@@ -34,7 +28,6 @@ from kvsift.batching.exact.pace import Paces
 from kvsift.batching.row import Row
 from kvsift.engine.exactness import exact_decoder
 from kvsift.engine.feeds import uploaded
-from kvsift.engine.provenance import versions_and_machine
 from kvsift.engine.session import BLOCK
 from kvsift.engine.slots import Slots, StepKind
 from kvsift.engine.transcript import Request
@@ -42,13 +35,13 @@ from kvsift.models.transformers_cache import SparseCache
 from kvsift.models.transformers_contents import fill
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
+from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.decode_case import with_anchors
+from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.studies.chats import Chats, Timed, digits, gpu_llm
+from kvsift_lab.studies.recipes import CapturedRecipe
 
-CONTEXTS = ["32768x1", "131072x1", "131072x4", "524288x1"]
-PLANS = ["quest:budget=2048:dense_layers=none", "sketch:budget=1024:dense_layers=none"]
-ANCHORS = 6  # layers that select, in a last plan
-ACCEPTED = [0.90, 0.94, 0.97]
+ANCHORS, ANCHORED = 6, "sketch:budget=1024:dense_layers=none"  # layers that select, in a last plan
 
 
 class ImposedRate:
@@ -90,14 +83,14 @@ def imposed_acceptance() -> Iterator[None]:
         yield
 
 
-class CapturedBench:
+class ImposedRows:
     """Rows of one length over the loop of an LLM."""
 
     def __init__(self, llm: LLM, tokens: int, rows: int) -> None:
         self._llm, self._tokens, self._rows = llm, tokens, rows
         ids = random.Random(tokens)  # of a random text, in which nothing is repeated
         self._prompts = [[ids.randrange(3, 4096) for _ in range(tokens)] for _ in range(rows)]
-        self._chats = Chats(llm, {}, [], [])
+        self._chats = Chats(llm, None, [], [])
         self._held: list[Any] = []
         for prompt in self._prompts:  # its pages are kept for the rows that follow
             row = self._row(prompt, "dense", 1)
@@ -161,64 +154,81 @@ class CapturedBench:
         return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--contexts", nargs="+", default=CONTEXTS)
-    parser.add_argument("--plans", nargs="*", default=PLANS)
-    parser.add_argument("--accepted", nargs="+", type=float, default=ACCEPTED)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--new", type=int, default=512, help="some are decoded while other rows are still read")
-    parser.add_argument("--embedded", action="store_true", help="the embedded model, uncaptured, to try the script")
-    options = parser.parse_args()
-    how: dict[str, Any] = {"keep_tokens": 1 << 22, "probe_every": 0, "deterministic": True}
-    with TemporaryDirectory() as folder, imposed_acceptance():
-        if options.embedded:
-            llm = LLM(device="cpu", path="eager", dtype="float32", **how)
+class CapturedBench(Study):
+    """Dense decoding, and exact decoding under each plan at each acceptance, in turns."""
+
+    kind = "exact-captured"
+    recipe: CapturedRecipe
+
+    def __init__(self, recipe: CapturedRecipe) -> None:
+        super().__init__(recipe)
+        self._folder = TemporaryDirectory()
+        how: dict[str, Any] = {"keep_tokens": 1 << 22, "probe_every": 0, "deterministic": True}
+        if recipe.embedded:
+            self._llm = LLM(device="cpu", path="eager", dtype="float32", **how)
         else:
-            llm = gpu_llm(Path(folder), **how)
-        llm.load()
-        anchored = with_anchors(parse_plan(PLANS[-1]), llm.model, ANCHORS, Path(folder) / "anchors.json")
-        plans = [*options.plans, str(anchored)]
-        result: dict[str, Any] = {"kind": "exact", **versions_and_machine(llm.device), "cases": []}
-        result |= {} if options.embedded else machine.gpu_environment(None)
-        for context in options.contexts:
-            tokens, rows, rounds = [*map(int, context.split("x")), options.rounds][:3]
-            bench = CapturedBench(llm, tokens, rows)
-            runs: list[tuple[str, dict[str, Any]]] = [
-                ("dense", {"plan": "dense", "steady": False, "exact": False}),
-                ("dense, deterministic", {"plan": "dense", "steady": True, "exact": False}),
-            ]
-            runs += [
-                (
-                    f"{plan} {share}".replace(f"{folder}/anchors.json", "FILE"),
-                    {"plan": plan, "steady": True, "exact": True, "share": share},
-                )
-                for plan in plans
-                for share in options.accepted
-            ]
-            found: dict[str, list[Any]] = {name: [] for name, _ in runs}
-            paces: defaultdict[float | None, Paces] = defaultdict(Paces)
-            for number in range(rounds + 1):  # the first captures
-                for name, run in runs:
-                    ImposedRate.share = run.get("share")
-                    llm.paces = paces[ImposedRate.share]
-                    arguments = {key: value for key, value in run.items() if key != "share"}
-                    measured = digits(bench.measure(new=options.new, seed=number, **arguments))
-                    if number:
-                        found[name].append(measured)
-            dense = [sample["seconds"] for sample in found["dense"]]
-            for name, samples in found.items():
-                ratio = median(one / sample["seconds"] for one, sample in zip(dense, samples))
-                case = {"tokens": tokens, "rows": rows, "run": name, "ratio": digits(ratio), "samples": samples}
-                print(context, name, f"{ratio:.3f}x", samples[-1], flush=True)
-                result["cases"].append(case)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
-            bench.close()
-            del bench
-            llm.loop.tree.drop(1 << 30, llm.loop.clock())
-            llm.loop.release()
+            self._llm = gpu_llm(self.kind, Path(self._folder.name), **how)
+        self._llm.load()
+
+    def environment(self) -> dict[str, Any]:
+        return machine.host_environment() if self.recipe.embedded else machine.gpu_environment(None)
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        llm, file = self._llm, Path(self._folder.name) / "anchors.json"
+        plans = [*self.recipe.plans, str(with_anchors(parse_plan(ANCHORED), llm.model, ANCHORS, file))]
+        runs: dict[str, tuple[str, bool, float | None]] = {  # plan, steady, share of accepted drafts
+            "dense": ("dense", False, None),
+            "dense, deterministic": ("dense", True, None),
+        } | {
+            f"{plan} {share}".replace(str(file), "FILE"): (plan, True, share)
+            for plan in plans
+            for share in self.recipe.accepted
+        }
+        with imposed_acceptance():
+            for length, rows, *rounds in self.recipe.contexts:
+                samples = self._in_turns(ImposedRows(llm, length, rows), runs, *rounds or [self.recipe.rounds])
+                dense = [sample["seconds"] for sample in samples["dense"]]
+                for name, own in samples.items():
+                    ratio = median(one / sample["seconds"] for one, sample in zip(dense, own))
+                    yield {"tokens": length, "rows": rows, "run": name, "ratio": digits(ratio), "samples": own}
+                llm.loop.tree.drop(1 << 30, llm.loop.clock())
+                llm.loop.release()
+
+    def _in_turns(
+        self, rows: ImposedRows, runs: dict[str, tuple[str, bool, float | None]], rounds: int
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Return the samples of every run; the first round captures."""
+        samples: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+        paces: defaultdict[float | None, Paces] = defaultdict(Paces)
+        for number in range(rounds + 1):
+            for name, (plan, steady, share) in runs.items():
+                ImposedRate.share, self._llm.paces = share, paces[share]
+                found = digits(rows.measure(plan, self.recipe.new, number, steady, exact=share is not None))
+                if number:
+                    samples[name].append(found)
+        rows.close()
+        return samples
+
+    def closing(self, result: dict[str, Any]) -> str:
+        return captured_table(result)
 
 
-if __name__ == "__main__":
-    main()
+COLUMNS = ["tokens", "rows", "decoding", "accepted", "ms per token", "speed-up", "drafts", "ms each", "ms to verify"]
+
+
+def captured_table(result: dict[str, Any]) -> str:
+    """Return the speed of exact decoding over the fastest dense decoding, at acceptances that were imposed."""
+    rows = []
+    for case in sorted(result["points"], key=lambda case: (case["tokens"], case["rows"])):
+        run, _, share = case["run"].rpartition(" ") if case["run"][-1].isdigit() else (case["run"], "", "")
+        samples, verified = case["samples"], Counter[str]()
+        for sample in samples:
+            verified.update(sample.get("verified", {}))
+        ms, draft_ms, verify_ms = (
+            f"{1e3 * median(sample[key] for sample in samples):.2f}" if key in samples[0] else ""
+            for key in ("seconds", "draft_s", "verify_s")
+        )
+        mean = sum(int(drafts) * count for drafts, count in verified.items()) / max(sum(verified.values()), 1)
+        where = [tokens(case["tokens"]), str(case["rows"]), f"`{run}`" if share else run, share]
+        rows.append([*where, ms, f"{case['ratio']:.2f}x", f"{mean:.1f}" if verified else "", draft_ms, verify_ms])
+    return table(COLUMNS, rows)

@@ -1,32 +1,77 @@
-"""Decoding in vLLM, its own attention or a plan's: milliseconds per token and seconds to the first.
+"""Speed of decoding in vLLM with its own attention and with plans.
 
-    python -m kvsift_lab.studies.vllm_decode stock.json                                     # vLLM's FlashAttention
-    python -m kvsift_lab.studies.vllm_decode quest.json --plan quest:budget=2048            # kvsift's backend
-    python -m kvsift_lab.studies.vllm_decode two.json --tp 2 --points 131072x1,131072x4     # over two GPUs
+    kvsift bench vllm-decode --plans "stock;quest:budget=2048" --out results/vllm-h200
+    kvsift bench vllm-decode --tp 2 --points 131072x1,131072x4 --only-decode --out results/vllm-two-gpus-h200
 
-One process per engine, so run them one after the other. Prompts of batches leave attention out (stock and ours alike),
-and with --only-decode all do. Needs vLLM 0.26 and, for the points by default, one NVIDIA GPU of 140 GB.
+Engines run one after the other. Needs vLLM 0.26 and, for the points by default, an NVIDIA GPU of 140 GB. Prompts of
+batches leave attention out (stock and ours alike). For load on ``kvsift serve --engine vllm`` there is ``vllm bench
+serve``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from kvsift_lab.studies.vllm_engine import LLAMA_3_8B, engine
+from kvsift_lab.bench import machine
+from kvsift_lab.bench.bench import Study
+from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.studies.recipes import VllmDecodeRecipe
+from kvsift_lab.studies.vllm_engine import engine, require_vllm
 
-POINTS = "4096x1,32768x1,131072x1,32768x4,131072x4"
 LENGTH = 131072  # the longest sequence
 NEW, UNTIMED = 96, 8  # tokens of an answer; of them, steps before the clock
+POINT = "point of kvsift bench: "
 
 
-def measure(llm: Any, name: str, context: int, batch: int, rng: random.Random, decodes: bool) -> dict[str, Any]:
+class VllmDecode(Study):
+    """A point for each plan, context and batch; every engine has a process of its own."""
+
+    kind = "vllm-decode"
+    recipe: VllmDecodeRecipe
+
+    def environment(self) -> dict[str, Any]:
+        require_vllm()
+        import vllm
+
+        about = machine.environment(machine.require_gpu(self.kind))
+        return about | {"versions": about["versions"] | {"vllm": vllm.__version__}}
+
+    def run(self) -> Iterator[dict[str, Any]]:
+        for plan in self.recipe.plans:
+            given = json.dumps(asdict(replace(self.recipe, plans=(plan,))))
+            command = [sys.executable, "-m", "kvsift_lab.studies.vllm_decode", given]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                assert process.stdout is not None
+                for line in process.stdout:  # vLLM may print, too
+                    if line.startswith(POINT):
+                        yield {"plan": plan, "ranks": self.recipe.tp, **json.loads(line.removeprefix(POINT))}
+            if process.returncode:
+                raise SystemExit(f"the engine of {plan} ended with status {process.returncode}; its error is above")
+
+    def closing(self, result: dict[str, Any]) -> str:
+        return vllm_table(result)
+
+
+def engine_points(recipe: VllmDecodeRecipe) -> Iterator[dict[str, Any]]:
+    """Measure the one engine of this process."""
+    held = max(LENGTH, *(min(context, LENGTH) * batch for context, batch in recipe.points)) + 2048
+    llm = engine(recipe.plans[0], ranks=recipe.tp, tokens=held, dtype="bfloat16", max_model_len=LENGTH)
+    rng = random.Random(1)
+    decode_times(llm, "warm-up", 2000, 1, rng, recipe.only_decode)
+    for context, batch in recipe.points:
+        yield decode_times(llm, f"{context}x{batch}", context, batch, rng, recipe.only_decode or batch > 1)
+
+
+def decode_times(llm: Any, name: str, context: int, batch: int, rng: random.Random, decodes: bool) -> dict[str, Any]:
     """Return times of a batch of prompts that come at once: steps count while all rows decode. With ``decodes`` the
     prompts get no attention."""
     from vllm import SamplingParams
@@ -47,43 +92,33 @@ def measure(llm: Any, name: str, context: int, batch: int, rng: random.Random, d
                 first.setdefault(output.request_id, now)
         if outputs:
             events.append((now, len(outputs)))
-    begun = max(first.values())
-    pairs = pairwise(events)
+    begun, pairs = max(first.values()), pairwise(events)
     steps = [after - before for (before, n), (after, m) in pairs if before > begun and n == m == batch][UNTIMED:]
     ttft_s = None if decodes else begun
     return {"context": context, "batch": batch, "tpot_ms": 1e3 * median(steps), "samples_s": steps, "ttft_s": ttft_s}
 
 
-def main() -> None:
-    """Measure one engine."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--plan", default="")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs that share the heads")
-    parser.add_argument("--points", default=POINTS, help="context x batch, with commas between")
-    parser.add_argument("--only-decode", action="store_true")
-    options = parser.parse_args()
-    sizes = [(int(context), int(batch)) for context, batch in (each.split("x") for each in options.points.split(","))]
-    tokens = max(LENGTH, *(min(context, LENGTH) * batch for context, batch in sizes)) + 2048
-    llm = engine(
-        LLAMA_3_8B, options.plan, ranks=options.tp, tokens=tokens, dtype="bfloat16", max_model_len=LENGTH
-    )  # fmt: skip
-    rng, points = random.Random(1), list[dict[str, Any]]()
-    measure(llm, "warm-up", 2000, 1, rng, options.only_decode)
-    for context, batch in sizes:
-        decodes = options.only_decode or batch > 1
-        points.append(measure(llm, f"{context}x{batch}", context, batch, rng, decodes))
-        print({key: number for key, number in points[-1].items() if key != "samples_s"}, flush=True)
-        run = {"plan": options.plan or "stock", "ranks": options.tp, "gpu": llm_gpu(), "points": points}
-        options.out.write_text(json.dumps(run, indent=1))
-
-
-def llm_gpu() -> str:
-    """Name of the GPUs."""
-    from vllm.platforms import current_platform
-
-    return str(current_platform.get_device_name())
+def vllm_table(result: dict[str, Any], of_llm: dict[str, Any] | None = None) -> str:
+    """Return milliseconds per token in vLLM, its own attention beside plans in the same call, and ``kvsift.LLM``'s in
+    that call, by a result of ``kvsift bench decode``."""
+    stock, own = dict[tuple[Any, ...], float](), dict[tuple[Any, ...], float]()
+    for point in of_llm["points"] if of_llm else ():
+        for variant in point["variants"]:
+            key = of_llm.get("call"), variant["plan"], round(point["context"] / 1024), point["batch"]  # type: ignore[union-attr]
+            own[key] = 1e3 * median(variant["tpot_s"])
+    points, rows = [point for point in result["points"] if point.get("part", "decode") == "decode"], []
+    for point in points:
+        if point["plan"] == "stock":
+            stock[point.get("call"), point["context"], point["batch"]] = point["tpot_ms"]
+    for point in points:
+        call, context, batch, ms = point.get("call"), point["context"], point["batch"], point["tpot_ms"]
+        if point["plan"] != "stock" and (dense := stock.get((call, context, batch))):
+            llm = own.get((call, point["plan"], round(context / 1024), batch))
+            times = [f"{dense:.2f}", f"{ms:.2f}", f"{dense / ms:.2f}x", f"{llm:.2f}" if llm else ""]
+            rows.append([f"`{point['plan']}`", tokens(context), str(batch), *times])
+    return table(["plan", "context", "batch", "vLLM's own", "with the plan", "", "`kvsift.LLM`"], rows)
 
 
 if __name__ == "__main__":
-    main()
+    for point in engine_points(VllmDecodeRecipe(**json.loads(sys.argv[1]))):
+        print(f"{POINT}{json.dumps(point)}", flush=True)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from kvsift.errors import InputError
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5,
@@ -20,25 +23,33 @@ LLAMA_3_8B = {
 SIZES = [1, 2, 4, 8]  # of batches that have graphs
 
 
-def engine(
-    shape: dict[str, Any], plan: str, *, ranks: int = 1, tokens: int | None = None, plans: tuple[str, ...] = (),
-    **options: Any,
-) -> Any:  # fmt: skip
-    """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own without a plan.
+def require_vllm() -> None:
+    """Refuse to measure without it.
+
+    Raises:
+        InputError: saying how to install it.
+    """
+    if find_spec("vllm") is None:
+        raise InputError("this bench measures vLLM, which is not installed: pip install 'vllm==0.26.*'.")
+
+
+def engine(plan: str, *, ranks: int = 1, tokens: int | None = None, **options: Any) -> Any:
+    """Return a ``vllm.LLM`` whose attention is kvsift's, or vLLM's own where the plan is "stock".
 
     Args:
-        shape: of the model, as config.json has it.
         ranks: GPUs that share the heads.
         tokens: that the KV cache holds; by default as many as fit.
-        plans: which requests may name.
         options: of vLLM, instead of those here.
     """
+    is_ours = plan != "stock"
+    if not is_ours:  # vLLM takes its newer model runner only where no plugin is loaded
+        os.environ.setdefault("VLLM_PLUGINS", "")
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     from vllm import LLM
     from vllm.platforms import current_platform
 
     directory = Path(tempfile.mkdtemp(prefix="random-llama-"))
-    (directory / "config.json").write_text(json.dumps(shape))
+    (directory / "config.json").write_text(json.dumps(LLAMA_3_8B))
     base: dict[str, Any] = {
         "model": str(directory), "load_format": "random_weights",
         "worker_extension_cls": "kvsift_lab.studies.vllm_worker.WorkerExtension",
@@ -48,9 +59,9 @@ def engine(
     if current_platform.is_cpu():  # to try a script out
         base |= {"enforce_eager": True}
     else:
-        base |= {"attention_backend": "CUSTOM" if plan else "FLASH_ATTN"}
+        base |= {"attention_backend": "CUSTOM" if is_ours else "FLASH_ATTN"}
         base |= {"num_gpu_blocks_override": tokens and tokens // 16}
         base |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}}
-    if plan:
-        base |= {"additional_config": {"kvsift": {"plan": plan, "plans": plans, "log_every_s": 5}}}
+    if is_ours:
+        base |= {"additional_config": {"kvsift": {"plan": plan, "log_every_s": 5}}}
     return LLM(**(base | options))

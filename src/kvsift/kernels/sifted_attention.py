@@ -2,7 +2,7 @@
 
 The launch is CUDA C++ (the folder ``sift``). The three Triton kernels do the same and take every shape, but their fixed
 costs are more than the traffic of a whole step: at 32K tokens and 32 KV heads of an H200 they take 45.6 microseconds,
-the launch 25.6, and the bytes 14.9 (results/attention-h200.json).
+the launch 25.6, and the bytes 14.9 (results/attention-h200).
 """
 
 from __future__ import annotations

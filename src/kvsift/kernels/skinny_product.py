@@ -44,8 +44,8 @@ def on_tensor_cores(outs: int, ins: int, num_warps: int, depth: int) -> Tiling:
 
 
 def choose_tiling(num_out: int, num_in: int, rows: int, steady: bool = False) -> Tiling:
-    """Return the best tiling of a weight for this many rows, measured on Hopper (results/linear-h200.json.xz for one
-    row, results/rows-h200.json.xz for more). With ``steady`` a single row gets the bits that it gets beside others."""
+    """Return the best tiling of a weight for this many rows, measured on Hopper (results/linear-h200 for one
+    row, results/rows-h200 for more). With ``steady`` a single row gets the bits that it gets beside others."""
     if rows > 1 or steady:
         if num_out <= 2048:
             return on_tensor_cores(16, 512, 2, 4)

@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from kvsift_lab.bench import BENCHES, stored
 from kvsift_lab.docs import speed
-from kvsift_lab.eval.packed import read_stored
 from lab.bench.fake_results import attention_result, decode_result, prefill_layer_result, prefill_result
 
 IN_VLLM = {
-    "machine": "NVIDIA H200", "versions": {"vllm": "0.26.0"}, "runs": [
-        {"call": call, "plan": plan, "points": [{"context": 32768, "batch": 4, "tpot_ms": call * times}]}
+    "machine": "NVIDIA H200", "versions": {"vllm": "0.26.0"}, "points": [
+        {"call": call, "plan": plan, "context": 32768, "batch": 4, "tpot_ms": call * times}
         for call, plan, times in ((1, "sketch", 3.0), (1, "stock", 6.0), (2, "stock", 4.0), (2, "quest", 4.5))
     ],
-    "kvsift_llm": {"call": 2, "points": [
-        {"context": 32768, "batch": 4, "variants": [{"plan": "quest", "tpot_s": [0.007, 0.005, 0.006]}]}
-    ]},
 }  # fmt: skip
+BESIDE_VLLM = {"call": 2, "points": [
+    {"context": 32768, "batch": 4, "variants": [{"plan": "quest", "tpot_s": [0.007, 0.005, 0.006]}]}
+]}  # fmt: skip
 CHATS = {
     "machine": "NVIDIA H200", "commit": "0123456789",
-    "recipe": {"chats": 8, "documents": 2, "tokens": 131072, "plans": ["dense", "quest"]}, "rounds": [
-        {"plan": plan, "all_tokens_per_s": speed, "second_question_alone_s": 0.1, "second_question_s": 0.2}
+    "recipe": {"chats": 8, "documents": 2, "tokens": 131072, "plans": ["dense", "quest"]}, "points": [
+        {"part": "round", "plan": plan, "all_tokens_per_s": speed, "second_question_alone_s": 0.1,
+         "second_question_s": 0.2}
         for plan, speed in (("dense", 300), ("quest", 900), ("dense", 300), ("quest", 960), ("quest", 100))
     ],
 }  # fmt: skip
 ACCEPTED = {
-    "cases": [
+    "points": [
         {"length": 4096, "task": task, "plan": "sketch", "tokens": tokens, "drafts_accepted": right,
          "drafts_wrong": wrong, "repeats_accepted": repeats, "repeated": 2 * repeats}
         for task, tokens, right, wrong, repeats in (("needle", 9, 3, 0, 0), ("vt", 10, 9, 1, 4), ("cwe", 20, 6, 4, 0))
     ]
 }  # fmt: skip
 EXACT = {
-    "context": 32000, "machine": {"threads": 2, "level": "avx512"}, "commit": "0123456789", "rows": [
+    "recipe": {"tokens": 32000}, "threads": 2, "level": "avx512", "commit": "0123456789", "points": [
         {"task": "prose", "plan": plan, "tokens": 30, "accepted": share, "speedup": 1.5,
          "speedup_without_repeats": 1.25, "dense_seconds": [0.010, 0.011], "last": [{"verified": {"0": 2, "3": 8}}]}
         for plan, share in (("sketch", 0.95), ("dense", None))
     ],
 }  # fmt: skip
 RESULTS = Path(__file__).parents[3] / "results"
+ALSO = (  # results that the table of a page is made of as they are
+    "serve-cpu", "busy-machine", "generation-recall-cpu", "host-cpu", "host-sketch-cpu",
+    "index-st-cpu", "index-p-cpu", "split-h200", "split-sketch-h200",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 CAPTURED_EXACT = {
     "machine": "NVIDIA H200", "commit": "0123456789ab", "versions": {"torch": "2.11.0"},
     "gpu": {"power.limit": "700.00 W"},
-    "cases": [
+    "points": [
         {"tokens": 131072, "rows": 4, "run": "dense", "ratio": 1.0, "samples": [{"seconds": 0.02}] * 2},
         {
             "tokens": 131072, "rows": 4, "run": "sketch 0.94", "ratio": 2.0,
@@ -73,23 +78,29 @@ def measured(folder: Path) -> None:
         "prefill-chunk-cpu": prefill_layer_result(whole=False),
         "prefill-layer-cpu": prefill_layer_result(),
         "attention-sketch-h200": attention_result(), "decode-sketch-h200": decode_result(),
-        "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM,
+        "decode-anchors-h200": decode_result(), "vllm-h200": IN_VLLM, "decode-beside-vllm-h200": BESIDE_VLLM,
         "chats-h200": CHATS, "exact-cpu": EXACT, "exact-acceptance-cpu": ACCEPTED,
         "exact-h200": CAPTURED_EXACT, "exact-acceptance-h200": ACCEPTED,
-        "serve-cpu": json.loads(read_stored(RESULTS / "serve-cpu.json")),
+        **{name: stored.load(RESULTS / name) for name in ALSO},
     }  # fmt: skip
     for name, result in results.items():
-        (folder / "results" / f"{name}.json").write_text(json.dumps(result))
+        stored.save(folder / "results" / name, result)
 
 
 def rendered(pages: ModuleType) -> dict[str, str]:
-    return {name: render() for blocks in pages.BLOCKS.values() for name, render in blocks.items()}
+    """Every block that a bench makes: not those of evaluations, and of studies that are history."""
+    own = {name for blocks in pages.BLOCKS.values() for name in blocks} - {"answers", "by-block", "by-block-answers"}
+    return {name: render() for blocks in pages.BLOCKS.values() for name, render in blocks.items() if name in own}
 
 
 def test_without_results_pages_say_how_to_make_them(pages: ModuleType) -> None:
     for text in rendered(pages).values():
-        assert text.startswith(("Not measured yet: `kvsift bench ", "Not measured yet: `python -m kvsift_lab.studies."))
-        assert "make docs" in text
+        for line in text.splitlines():
+            bench = re.fullmatch(
+                r"Not measured yet: `kvsift bench ([a-z-]+) --out results/\S+`, then `make docs`.", line
+            )
+            assert bench is not None
+            assert bench[1] in BENCHES
     assert list(pages.stale_charts()) == []
 
 
@@ -109,7 +120,7 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     )
     assert "32/8 heads, 32K: `quest-minmax` " in layer
     assert "fastest dense kernel (sdpa-cudnn) " in layer
-    assert "`quoka:budget=1024` 0.600 s (2.00x); dense 1.200 s. `results/prefill-h200.json`: NVIDIA H200" in first
+    assert "`quoka:budget=1024` 0.600 s (2.00x); dense 1.200 s. `results/prefill-h200`: NVIDIA H200" in first
     assert "| 32K | 1.200 | chunks of 8192 | 0.600 | 2.00x | 4.00x |" in text["prefill"]
     assert "| 256K | 1.200 |" in text["prefill"]
     assert "| 32K | `quoka:budget=1024` | 1.00 |  | 10.00x |" in text["prefill-layer"]
@@ -125,7 +136,7 @@ def test_results_become_tables(pages: ModuleType, tmp_path: Path) -> None:
     assert "| 128K | 4 | dense |  | 20.00 | 1.00x |  |  |  |" in text["exact-captured"]
     assert "| 128K | 4 | `sketch` | 0.94 | 10.00 | 2.00x | 5.0 | 5.00 | 21.00 |" in text["exact-captured"]
     assert "commit 0123456789; 1 to 2 rounds" in text["exact-captured"]
-    assert "`results/exact-acceptance-h200.json`: " in text["exact-acceptance-captured"]
+    assert "`results/exact-acceptance-h200`: " in text["exact-acceptance-captured"]
     for name in ("break-even", "serve", "breakdown", "losses", "decode", "engine", "kernels"):
         assert text[name].count("|---") >= 1, name
 
@@ -137,5 +148,5 @@ def test_a_chart_is_drawn_once_for_each_result(pages: ModuleType, tmp_path: Path
         pages.draw(path, result)
     assert (tmp_path / pages.CHART).is_file()
     assert list(pages.stale_charts()) == []
-    (tmp_path / "results" / pages.ATTENTION).write_text(json.dumps(attention_result(fixed_us=1.0)))
+    stored.save(tmp_path / "results" / pages.ATTENTION, attention_result(fixed_us=1.0))
     assert [path.name for path, _ in pages.stale_charts()] == ["attention-h200.svg"]

@@ -16,7 +16,6 @@ from kvsift_lab.bench import BENCHES, load
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.prefill import PrefillLayerRecipe
-from kvsift_lab.eval.packed import read_stored
 
 from kvsift import InputError
 
@@ -114,10 +113,10 @@ def test_help_imports_neither_torch_nor_transformers(arguments: list[str]) -> No
 
 
 def _stored() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    for path in sorted(RESULTS.glob("*.json*")):
-        result = json.loads(read_stored(path.with_suffix("") if path.suffix == ".xz" else path))
-        if isinstance(result, dict) and result.get("kind") in {*BENCHES, "prefill layer"}:
-            yield path.name, result["kind"], result["recipe"]
+    for path in sorted(RESULTS.glob("*/summary.json")):
+        result = json.loads(path.read_text())
+        if result.get("kind") in {*BENCHES, "prefill layer"}:
+            yield path.parent.name, result["kind"], result["recipe"]
 
 
 def _tuples(value: Any) -> Any:

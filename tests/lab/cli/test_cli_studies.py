@@ -1,0 +1,119 @@
+"""Studies run by their command, their points say what was measured, and their tables what the points say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli.watched import Refused, Run
+from kvsift_lab.bench import stored
+from kvsift_lab.studies.recall import summary_table
+from kvsift_lab.studies.recipes import ChatsRecipe
+
+RECIPE = """
+tasks = ["passkey"]
+length = 700
+questions_per_task = 1
+questions_per_context = 1
+device = "cpu"
+dtype = "bfloat16"
+references = false
+plans = [
+  "quest:budget={budget}",
+  "quest:score_by=minmax_fp8:budget={budget}",
+  "quest:prefilter=1:block_pages=4:budget={budget}",
+]
+budgets = [64, 690]
+settings = ":sinks=4:window=16"
+"""
+
+
+@pytest.mark.slow
+def test_plans_are_compared_on_the_same_queries(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    assert run("bench", "summary-recall", "--recipe", "recipe.toml", "--out", "result").code == 0
+    result = stored.load(tmp_path / "result")
+    assert {"recipe", "evaluation", "commit", "versions", "machine"} <= result.keys()
+    quest, large, eighth, _, blocks, all_blocks = result["points"]
+    steps = {sample["steps"] for point in result["points"] for sample in point["samples"]}
+    assert len(steps) == 1
+    assert steps.pop() >= 3
+    assert eighth["bytes_read"] == quest["bytes_read"] / 2
+    assert blocks["bytes_read"] < quest["bytes_read"]
+    assert quest["overlap"] == large["overlap"] == all_blocks["overlap"] == 1.0
+    assert blocks["overlap"] < 1.0
+    assert quest["recovery"] < large["recovery"] <= 1.0
+    assert quest["recall"] < large["recall"] <= 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "row"),
+    [
+        (
+            ("exact", "--tokens", 1500, "--new", 8, "--rounds", 1, "--plans", "sketch:budget=256:dense_layers=none"),
+            "| facts | `sketch:budget=256:dense_layers=none` | ",
+        ),
+        (("exact-acceptance", "--lengths", 2048, "--tasks", "needle", "--plans", "sketch"), "| 2,048 | needle | "),
+        (
+            ("exact-captured", "--embedded", "--contexts", "1024x1", "--accepted", "0.9", "--rounds", 1, "--new", 16,
+             "--plans", "quest:budget=256:dense_layers=none"),
+            "| 1K | 1 | `quest:budget=256:dense_layers=none` | 0.9 | ",
+        ),
+        (
+            ("chats", "--tokens", 1024, "--documents", 1, "--chats", 2, "--rounds", 1, "--plans", "dense"),
+            "cores | 2 | 1 of 1K | `dense` | ",
+        ),
+        (("generation-recall", "--length", 2048, "--tokens", 20), "| graph, never audited | "),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_a_study_ends_with_its_table(run: Run, tmp_path: Path, arguments: tuple[Any, ...], row: str) -> None:
+    outcome = run("bench", *arguments, "--out", "result")
+    assert outcome.code == 0, outcome.err
+    assert row in outcome.out
+    assert stored.load(tmp_path / "result")["kind"] == arguments[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("chats", "--load", "gp"), "did you mean 'gpu'?"),
+        (("chats", "--engine", "sglang"), "--engine sglang must be kvsift or vllm."),
+        (("chats", "--load", "gpu"), "kvsift bench chats --load gpu times an NVIDIA GPU"),
+        (("chats", "--engine", "vllm"), "this bench measures vLLM, which is not installed"),
+        (("exact-captured",), "kvsift bench exact-captured times an NVIDIA GPU"),
+        (("exact-captured", "--contexts", "4096"), "--contexts 4096: give contexts x batches"),
+        (("exact-captured", "--accepted", "2"), "--accepted 2: give numbers between 0 and 1"),
+        (("exact-acceptance", "--tasks", "needl"), "did you mean 'needle'?"),
+        (("busy", "--settings", "spinn"), "did you mean 'spin'?"),
+        (("summary-recall", "--recipe", "no.toml"), "the recipe no.toml cannot be read"),
+        (("vllm-decode",), "this bench measures vLLM, which is not installed"),
+    ],
+)  # fmt: skip
+def test_what_a_study_cannot_do_is_refused(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr("kvsift_lab.studies.vllm_engine.find_spec", lambda name: None)
+    assert says in refused("bench", *arguments)
+
+
+def test_a_load_may_differ_from_the_one_of_its_name() -> None:
+    given = {name: spec.default for name, spec in ChatsRecipe.options().items()}
+    recipe = ChatsRecipe.from_options(given | {"load": "gpu-shared", "tokens": 4096, "plans": "dense;quest:budget=512"})
+    assert recipe.stored() | {"tokens": 4096, "documents": 2, "chats": 8, "steps": 64} == recipe.stored()
+    assert recipe.stored()["plans"] == ("dense", "quest:budget=512")
+
+
+def test_the_table_of_summaries_shows_bytes_as_shares() -> None:
+    means = {"recovery": 0.75, "overlap": 1.0, "recall": 0.75}
+    points = [
+        {"name": "quest", "budget": 64, **means, "bytes_read": 400},
+        {"name": "quest:prefilter=2", "budget": 64, **means, "bytes_read": 100},
+    ]
+    tables = summary_table({"points": points}).split("\n\n")
+    assert len(tables) == 4
+    assert tables[0] == "| top-10 token recall | 64 |\n|---|---|\n| quest | 0.750 |\n| quest:prefilter=2 | 0.750 |"
+    assert tables[3].endswith("| quest | 1.000 |\n| quest:prefilter=2 | 0.250 |")
+    assert tables[2].startswith("| pages that quest selects too |")
