@@ -14,7 +14,7 @@ from kvsift.errors import InputError
 
 def report(
     context: typer.Context,
-    results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval, or older result files.")],
+    results: Annotated[list[Path], typer.Argument(help="Results directories of kvsift eval.")],
     out: Annotated[Path, typer.Option("--out", "--output", help="The page, one self-contained HTML file.")] = Path(
         "report.html"
     ),

@@ -97,32 +97,6 @@ def prefill_table(result: dict[str, Any]) -> str:
     return markdown(["plan", *tasks, "all", "visible tokens in prefill"], rows)
 
 
-RECALL_MEASURES = {
-    "recall": "top-10 token recall",
-    "recovery": "attention mass recovered",
-    "overlap": "pages that {first} selects too",
-    "bytes_read": "bytes read to select, of those of {first}",
-}
-
-
-def recall_table(result: dict[str, Any]) -> str:
-    """Return a table per measure of a recall result: a row per plan, a column per budget, means over questions."""
-    names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
-    cells: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for sample in result["samples"]:
-        for measure in RECALL_MEASURES:
-            cells[measure, names[sample["plan"]], sample["budget"]].append(sample[measure])
-    means = {key: sum(values) / len(values) for key, values in cells.items()}
-    tables = []
-    for measure, title in RECALL_MEASURES.items():
-        whole = {b: means[measure, plans[0], b] if measure == "bytes_read" else 1.0 for b in budgets}
-        rows = [
-            [plan, *(f"{means[measure, plan, budget] / whole[budget]:.3f}" for budget in budgets)] for plan in plans
-        ]
-        tables.append(markdown([title.format(first=plans[0]), *budgets], rows))
-    return "\n\n".join(tables)
-
-
 def fidelity_table(result: dict[str, Any]) -> str:
     """Return a table per length of predictions: a row per plan, a column per budget, mean KL(dense || plan) and how
     often the likeliest token agrees, over contexts that all plans have finished."""

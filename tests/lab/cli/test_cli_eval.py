@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from multiprocessing import active_children
@@ -17,6 +16,7 @@ from kvsift_lab.eval import runner
 from kvsift_lab.eval.recipe import EvalRecipe
 from kvsift_lab.eval.results import ResultsDirectory
 from kvsift_lab.eval.runner import RunProgress
+from lab.eval.samples import sample
 
 RECIPE = """
 tasks = ["passkey"]
@@ -182,30 +182,31 @@ def test_a_context_that_fails_ends_the_run_in_one_line(run: Run, recipe: Path) -
     assert active_children() == []
 
 
-def older(folder: Path) -> Path:
-    """A result of the command that came before this one."""
-    sample = {"task": "passkey", "seed": 0, "question": 0, "plan": "dense", "budget": None, "correct": True}
-    sample |= {"depth": 0.5, "expected": "1", "answer": "1", "density": 1.0, "visible_tokens": 500.0}
-    recipe = {"tasks": ["passkey"], "length": 500, "plans": ["dense"], "budgets": [64], "settings": ""}
-    made = {"kind": "quality", "recipe": recipe, "commit": "0", "versions": {}, "machine": "m", "samples": [sample]}
-    path = folder / "older.json"
-    path.write_text(json.dumps(made))
+def result_in(folder: Path, task: str = "passkey") -> Path:
+    """A results directory with one sample."""
+    path = folder / "result"
+    recipe = EvalRecipe(1, 1, ("dense",), (64,), ("passkey",), (500,), references=False)
+    results = ResultsDirectory(path, recipe, "")
+    results.sessions.append({"started": "", "workers": 1, "commit": "0", "versions": {}, "machine": "m"})
+    results.write_summary({"contexts": []})
+    results.append(sample(task=task, length=500, density=1.0, visible_tokens=500.0))
+    results.close()
     return path
 
 
-def test_a_report_of_an_older_result(run: Run, tmp_path: Path) -> None:
-    outcome = run("report", older(tmp_path), "--out", "page.html")
+def test_a_report_of_a_result(run: Run, tmp_path: Path) -> None:
+    outcome = run("report", result_in(tmp_path), "--out", "page.html")
     assert (outcome.code, outcome.out) == (0, "page.html\n")
     assert "passkey, 500 tokens" in (tmp_path / "page.html").read_text()
 
 
 def test_an_earlier_report_is_not_overwritten_silently(run: Run, refused: Refused, tmp_path: Path) -> None:
-    earlier = tmp_path / "report.html"
+    earlier, result = tmp_path / "report.html", result_in(tmp_path)
     earlier.write_text("mine")
-    said = refused("report", older(tmp_path))
+    said = refused("report", result)
     assert said == "report.html exists. Give --out report.html to replace it, or another name."
     assert earlier.read_text() == "mine"
-    assert run("report", older(tmp_path), "--out", "report.html").code == 0
+    assert run("report", result, "--out", "report.html").code == 0
     assert earlier.read_text() != "mine"
 
 
@@ -221,7 +222,7 @@ def test_the_directory_that_was_given_to_eval_is_taken_by_report(run: Run, recip
 
 
 def test_kvpress_folders_instead_of_a_page(run: Run, tmp_path: Path) -> None:
-    outcome = run("report", older(tmp_path), "--kvpress", "folders")
+    outcome = run("report", result_in(tmp_path), "--kvpress", "folders")
     assert outcome.out == "folders/kvsift__500__kvsift--embedded__no_press__0.00\n"
     assert not (tmp_path / "report.html").exists()
 
@@ -231,9 +232,9 @@ def test_what_is_no_result_has_no_report(refused: Refused, recipe: Path, monkeyp
         raise AssertionError("a page was made")
 
     monkeypatch.setattr("kvsift_lab.eval.page.page", page)
-    assert "cannot be read" in refused("report", recipe)
+    assert "is not a results directory" in refused("report", recipe)
     assert "is not a results directory" in refused("report", ".")
-    assert refused("report", older(recipe.parent), "--out", "no/page.html").startswith(
+    assert refused("report", result_in(recipe.parent), "--out", "no/page.html").startswith(
         "--out no/page.html: the directory"
     )
 
@@ -250,7 +251,7 @@ def full_disk() -> Iterator[None]:
 def test_a_report_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
     run: Run, tmp_path: Path, full_disk: None
 ) -> None:
-    result = older(tmp_path)
+    result = result_in(tmp_path)
     outcome = run("report", result, "--out", "page.html")
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == (
@@ -262,8 +263,9 @@ def test_a_report_on_a_full_disk_ends_in_a_sentence_and_leaves_no_half_of_it(
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "{}", '{"kind": "quality"'])
 def test_a_result_of_any_depth_or_kind_is_refused_in_a_sentence(refused: Refused, tmp_path: Path, text: str) -> None:
-    (tmp_path / "deep.json").write_text(text)
-    assert "deep.json" in refused("report", "deep.json")
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "summary.json").write_text(text)
+    assert "deep" in refused("report", "deep")
 
 
 def test_a_result_that_is_not_there_says_so(refused: Refused) -> None:
@@ -272,10 +274,7 @@ def test_a_result_that_is_not_there_says_so(refused: Refused) -> None:
 
 
 def test_samples_of_another_recipe_are_refused_in_a_sentence(run: Run, recipe: Path, tmp_path: Path) -> None:
-    made = json.loads(older(tmp_path).read_text())
-    made["samples"][0]["task"] = "pass\x1b[2Jkey"
-    (tmp_path / "older.json").write_text(json.dumps(made))
-    outcome = run("report", "older.json")
+    outcome = run("report", result_in(tmp_path, "pass\x1b[2Jkey"))
     assert outcome.code == 2
     assert outcome.err.startswith("kvsift: a sample has the task 'pass\\x1b[2Jkey', which is not")
 
@@ -336,5 +335,5 @@ def test_a_recipe_whose_name_would_lead_out_of_the_results_is_refused(refused: R
 
 
 def test_a_name_with_escape_sequences_does_not_reach_the_terminal(run: Run, tmp_path: Path) -> None:
-    outcome = run("report", older(tmp_path), "--out", "page\x1b[2J.html")
+    outcome = run("report", result_in(tmp_path), "--out", "page\x1b[2J.html")
     assert (outcome.code, outcome.out) == (0, "page\\x1b[2J.html\n")
