@@ -2,7 +2,8 @@
 
     python -m kvsift_lab.probe.pack PHASE1/training.json ... PHASE5/training.json EVAL.json
 
-Weights, packed by ``kvsift.models.embedded.pack``, and tokenizer are in src/kvsift/embedded already; the card's numbers come from the JSON file and results/ruler.
+Weights, packed by ``kvsift.models.embedded.pack``, and tokenizer are in src/kvsift/embedded already; the card's numbers
+come from the JSON file and results/ruler.
 """
 
 import hashlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from kvsift.models.embedded import WEIGHTS, embedded_model
 from kvsift_lab.bench.numbers import document, table
 from kvsift_lab.eval.result_files import load_result
 from kvsift_lab.probe import ROOT, phase
