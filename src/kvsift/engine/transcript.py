@@ -136,7 +136,7 @@ class Transcript:
         self.times.append(time)
         if token in request.ends or token in request.stop_ids:
             self.done = True
-            return self._new_text() if request.streamed else ""
+            return self._new_text() if request.stops or request.streamed else ""
         self.new_ids.append(token)
         if request.logprobs is not None:
             assert logits is not None, "the caller has refused logprobs"
@@ -151,7 +151,7 @@ class Transcript:
         if self.done:
             return ""
         self.done, self.finish_reason = True, reason
-        return self._new_text() if self.request.streamed else ""
+        return self._new_text() if self.request.stops or self.request.streamed else ""
 
     def _new_text(self) -> str:
         """Return what is certain now: no later token changes it, and no stop begins in it."""
