@@ -75,8 +75,10 @@ class TokenLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, token: int, logits: Tensor, num_top: int) -> TokenLogprobs:
-        """Those of logits [vocabulary]."""
-        logprobs = logits.double().log_softmax(-1)
+        """Those of logits [vocabulary]. NaN and infinite ones, which settings may have replaced since, have
+        no probability, or all."""
+        finite = logits.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        logprobs = finite.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         values, tokens = logprobs.topk(min(num_top, len(logprobs)))
         return cls(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist())))
 
