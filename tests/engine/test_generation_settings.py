@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine.tiny_directory import text_of
+from engine.tiny_tokenizers import byte_level, cycle, parrot
 from transformers import AutoModelForCausalLM
 
 from kvsift import LLM, InputError, Sampling
@@ -94,6 +96,38 @@ def test_stop_strings_of_the_checkpoint_join_those_of_a_request(llama: Path, tmp
     for stop in (None, "never"):
         answer = llm.generate(PROMPTS[0], max_new_tokens=NEW, stop=stop)
         assert (answer.text, answer.finish_reason) == (text[: text.index(middle)], "stop")
+
+
+@pytest.mark.parametrize("skips", [None, True, False])
+def test_a_stop_string_of_the_checkpoint_that_is_a_special_token_ends_the_answer(
+    skips: bool | None, tmp_path: Path
+) -> None:
+    tokenizer = byte_level()
+    directory = parrot(tmp_path, tokenizer, cycle(tokenizer.convert_tokens_to_ids(["H", "i", "<|im_end|>", "."])))
+    settings = {"stop_strings": ["", "<|im_end|>"]}
+    (directory / "generation_config.json").write_text(json.dumps(settings))
+    answer = LLM(directory, "dense").generate("H", max_new_tokens=9, skip_special_tokens=skips)
+    assert (answer.text, answer.finish_reason) == ("i", "stop")
+
+
+def test_stop_strings_that_are_no_texts_are_refused_with_the_name_of_the_file(llama: Path, tmp_path: Path) -> None:
+    llm = LLM(with_settings(llama, tmp_path, {"stop_strings": 5}), "dense")
+    with pytest.raises(InputError, match=r"generation_config.json of the model has stop_strings=5"):
+        llm.generate("Why?")
+
+
+@pytest.mark.parametrize("settings", [{"remove_invalid_values": True}, {"suppress_tokens": [40]}])
+def test_log_probabilities_are_numbers_where_settings_replace_logits_that_are_not(
+    settings: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    directory = with_settings(llama, tmp_path, settings)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[40] = torch.nan
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **settings}))
+    answer = LLM(directory, "dense").generate("Why?", max_new_tokens=3, logprobs=2)
+    assert all(isfinite(value) for each in answer.logprobs for _, value in [(each.token, each.logprob), *each.top])
 
 
 def test_what_is_not_applied_is_named_once_when_the_model_is_loaded(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine.tiny_tokenizers import SPACE, unigram
 
 from kvsift.engine.token_text import CONTEXT_TOKENS, FOLD_TOKENS, TokenDecoder
 from kvsift.engine.transcript import Request, Transcript, undecided
@@ -103,6 +104,17 @@ def test_what_may_begin_a_stop_is_held_back(text: str, stops: tuple[str, ...], c
 def test_a_stop_that_begins_before_a_character_in_parts_is_in_no_piece(tokenizer: Any) -> None:
     transcript, pieces = said(tokenizer, "foo\n☃ bar", streamed=True, stops=("\n☃",))
     assert transcript.text == "".join(pieces) == "foo"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_stop_in_white_space_at_the_end_of_an_answer_is_found(streamed: bool) -> None:
+    """A tokenizer that cleans up holds such white space back until the end."""
+    cleaning = unigram(cleans=True)
+    first, space, end = cleaning.convert_tokens_to_ids(["t", SPACE, "</s>"])
+    transcript = Transcript(Request([first], 9, ends={end}, stops=(" ",), streamed=streamed), cleaning)
+    for token in (first, space, end):
+        transcript.take(token, 0.0)
+    assert (transcript.text, transcript.finish_reason) == ("t", "stop")
 
 
 def test_times_are_those_of_the_tokens(tokenizer: Any) -> None:

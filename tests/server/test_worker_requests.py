@@ -60,6 +60,18 @@ def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template(
     assert tuple(opened.reply.transcript.request.stops) == stops
 
 
+@pytest.mark.parametrize(("ignore_eos", "stops"), [(False, ("never", "###")), (True, ("never",))])
+def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
+    worker: Worker, ignore_eos: bool, stops: tuple[str, ...]
+) -> None:
+    worker._llm.load()
+    assert worker._llm._settings is not None
+    worker._llm._settings.stops = ("###",)
+    worker._take({**message(1), "ignore_eos": ignore_eos, "stop": ["never"]})
+    [opened] = worker._rows
+    assert tuple(opened.reply.transcript.request.stops) == stops
+
+
 def test_no_other_sample_of_a_request_runs_that_the_line_has_no_room_for(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

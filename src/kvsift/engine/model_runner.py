@@ -155,25 +155,27 @@ class ModelRunner(Uncopied):
 
     def request(
         self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None,
-        started: float | None = None,
+        started: float | None = None, ignores_ends: bool = False,
     ) -> Request:  # fmt: skip
         """The request of one prompt; the settings of the model's generation_config.json hold for it, and it ends at the
-        model's end-of-text tokens. ``offsets`` are for passages. Its time begins at ``started``, or now."""
+        model's end-of-text tokens and stop strings unless it ignores them. ``offsets`` are for passages. Its time
+        begins at ``started``, or now."""
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
         started = perf_counter() if started is None else started
         deadline = None if options.timeout_s is None else started + options.timeout_s
         self.load()
-        settings, ends = self._settings, self._end_ids()
+        settings = self._settings
         assert settings is not None, "the model is loaded"
+        ends, stops = (frozenset[int](), ()) if ignores_ends else (self._end_ids(), settings.stops)
         return Request(
             ids,
             options.max_new_tokens,
             sampling,
             ends,
-            self._stop_ids(options, ends),
-            (*options.stops, *settings.stops),
+            self._stop_ids(options, ends, stops),
+            (*options.stops, *stops),
             streamed,
             options.logprobs,
             deadline,
@@ -304,8 +306,8 @@ class ModelRunner(Uncopied):
         assert self._settings is not None, "the model is loaded"
         return self._settings.ends
 
-    def _stop_ids(self, options: GenerateOptions, ends: Collection[int]) -> frozenset[int]:
-        """Return the tokens that end an answer by an option.
+    def _stop_ids(self, options: GenerateOptions, ends: Collection[int], stops: Sequence[str]) -> frozenset[int]:
+        """Return the tokens that end an answer by an option, or as special tokens among the model's own stops.
 
         Raises:
             InputError: for a stop that no text can have, since a token in it is left out of the text, and for tokens
@@ -324,7 +326,7 @@ class ModelRunner(Uncopied):
         named = {*(options.stop_token_ids or ())}
         if vocabulary is not None and max(named, default=0) >= vocabulary:
             raise InputError(f"stop_token_ids has {max(named)}, and the vocabulary {vocabulary} tokens, from 0 on.")
-        return decoder.special.intersection(map(decoder.added.get, options.stops)) | named
+        return decoder.special.intersection(map(decoder.added.get, (*options.stops, *stops))) | named
 
 
 def _settings_of(model: Any, tokenizer: Any) -> GenerationSettings:

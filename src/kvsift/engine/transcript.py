@@ -75,8 +75,10 @@ class TokenLogprobs(NamedTuple):
 
     @classmethod
     def of(cls, token: int, logits: Tensor, num_top: int) -> TokenLogprobs:
-        """Those of logits [vocabulary]."""
-        logprobs = logits.double().log_softmax(-1)
+        """Those of logits [vocabulary]. NaN and infinite ones, which settings may have replaced since, have
+        no probability, or all."""
+        finite = logits.double().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        logprobs = finite.log_softmax(-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
         values, tokens = logprobs.topk(min(num_top, len(logprobs)))
         return cls(token, float(logprobs[token]), list(zip(tokens.tolist(), values.tolist())))
 
@@ -136,7 +138,7 @@ class Transcript:
         self.times.append(time)
         if token in request.ends or token in request.stop_ids:
             self.done = True
-            return self._new_text() if request.streamed else ""
+            return self._new_text() if request.stops or request.streamed else ""
         self.new_ids.append(token)
         if request.logprobs is not None:
             assert logits is not None, "the caller has refused logprobs"
@@ -151,7 +153,7 @@ class Transcript:
         if self.done:
             return ""
         self.done, self.finish_reason = True, reason
-        return self._new_text() if self.request.streamed else ""
+        return self._new_text() if self.request.stops or self.request.streamed else ""
 
     def _new_text(self) -> str:
         """Return what is certain now: no later token changes it, and no stop begins in it."""

@@ -83,8 +83,10 @@ class GenerationSettings:
     def __init__(self, config: Any, ends: Collection[int]) -> None:
         self._config, self.ends = config, frozenset(ends)
         self.applied, self.ignored = _named(config, APPLIED), _named(config, IGNORED)
-        stops = config.stop_strings or ()
-        self.stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        stops = [config.stop_strings] if isinstance(config.stop_strings, str) else config.stop_strings or ()
+        if not isinstance(stops, list | tuple) or not all(isinstance(stop, str) for stop in stops):
+            raise InputError(f"{FILE} of the model has stop_strings={stops!r:.80}, and they are a list of texts.")
+        self.stops = tuple(filter(None, stops))
         try:
             self.processors(1, 1, torch.device("cpu"))
         except (TypeError, ValueError) as error:

@@ -25,7 +25,8 @@ MOST_REASON = 200  # characters of a refusal that quotes a request
 QUOTED = re.compile(r"bytearray\(b(.*)\)", re.DOTALL)  # in messages of h11
 
 # Warnings of uvicorn are about single requests, which anybody may send without end, and the client is told in any case.
-LOGGER = logging.getLogger("uvicorn.error.requests")
+# The levels of loggers below uvicorn's own are reset by ``uvicorn.Config``.
+LOGGER = logging.getLogger("kvsift.requests")
 LOGGER.setLevel(logging.ERROR)
 
 

@@ -245,9 +245,9 @@ class Worker:
                 logprobs=message["logprobs"],
                 exact=message["exact"],
             )
-            request = self._llm.request(ids, options, streamed=True, offsets=offsets)
-            if message["ignore_eos"]:
-                request = replace(request, ends=())
+            request = self._llm.request(
+                ids, options, streamed=True, offsets=offsets, ignores_ends=bool(message["ignore_eos"])
+            )
             sent = message["sent"].get(str(index), ())
             reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips=is_chat)
             who = {"client": message["client"], "salt": message["salt"]}
