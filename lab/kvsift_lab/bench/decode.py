@@ -10,8 +10,8 @@ from typing import Any
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, Variant, ms, ratio
+from kvsift_lab.numbers import table, tokens
 
 MODEL = "Hugging Face model directory, or a model's name on huggingface.co, such as Qwen/Qwen3-4B; replaces --shape."
 LABELS = {"dense": "dense", "sifted": "sparse", "auto": "auto"}  # of variants, by their names in results

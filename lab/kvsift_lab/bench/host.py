@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, conditions, middle
+from kvsift_lab.numbers import table, tokens
 
 NO_INDEX = "none"
 INDEX = "What finds the keys of a retrieval step: auto, graph, flat, ..., none."

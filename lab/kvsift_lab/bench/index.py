@@ -11,8 +11,8 @@ from typing import Any
 
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, conditions, middle
+from kvsift_lab.numbers import table, tokens
 
 DUMPED = "P"
 DUMP = "File of kvsift bench dump; may be given more than once."

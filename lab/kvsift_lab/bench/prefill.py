@@ -11,8 +11,8 @@ from typing import Any
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, Variant, ms, ratio
+from kvsift_lab.numbers import table, tokens
 
 PLANS = "prefill=quoka:budget=1024:chunk=512:dense_layers=none;prefill=critiprefill:budget=1024:page_size=32"
 PART = "ttft: the whole model. layer: attention of one layer. chunk: of one chunk in it."

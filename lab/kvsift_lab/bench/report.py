@@ -7,7 +7,7 @@ from math import isfinite
 from statistics import median
 from typing import Any
 
-from kvsift_lab.bench.numbers import spread, table
+from kvsift_lab.numbers import spread, table
 
 QUIET = 0.05  # share of the processors that other processes take, at most
 FEWEST_QUIET = 3  # rounds; with fewer, all rounds count, and the result says so

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, ms
+from kvsift_lab.numbers import table, tokens
 
 PLANS = "quest:budget=1024:dense_layers=none;sketch:budget=1024:dense_layers=none"
 MODEL = "Hugging Face model directory or name; without it, the embedded model. With --url, that of the server."

@@ -9,11 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvsift_lab.bench import stored
-from kvsift_lab.bench.numbers import table
+from kvsift_lab import stored
 from kvsift_lab.eval.intervals import wilson
-from kvsift_lab.eval.result_files import load_result
+from kvsift_lab.eval.results import load_result
 from kvsift_lab.eval.tables import budget_table, fidelity_table, finished_by_all, prefill_table, quality_table
+from kvsift_lab.numbers import table
 from kvsift_lab.studies.recall import summary_table
 
 RESULTS = Path(__file__).parents[3] / "results"

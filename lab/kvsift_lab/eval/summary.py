@@ -9,8 +9,7 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.eval.intervals import design_effect, interval
-from kvsift_lab.eval.recipe import Job
-from kvsift_lab.eval.results import Result, job_of
+from kvsift_lab.eval.recipe import Job, Result
 from kvsift_lab.eval.scorers import score
 
 UNEQUAL = 0.05  # the largest difference of counted tokens in a column without a warning
@@ -190,8 +189,8 @@ def left_out(recipe: dict[str, Any], samples: Iterable[Result], jobs: Iterable[J
     counts: dict[Job, int] = defaultdict(int)
     totals: dict[Job, int] = {}
     for sample in samples:
-        counts[job_of(sample)] += 1
-        totals[job_of(sample)] = sample["questions"] * len(recipe["rows"])
+        counts[Job.of(sample)] += 1
+        totals[Job.of(sample)] = sample["questions"] * len(recipe["rows"])
     return [
         {**job._asdict(), "samples": counts[job], "of": totals.get(job)}
         for job in jobs

@@ -8,11 +8,7 @@ from math import exp
 from statistics import fmean
 from typing import Any
 
-
-def markdown(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table."""
-    texts = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
+from kvsift_lab.numbers import table
 
 
 def quality_table(result: dict[str, Any]) -> str:
@@ -33,7 +29,7 @@ def quality_table(result: dict[str, Any]) -> str:
                 [plan, *(_cell(own.get((plan, None)) or own.get((plan, budget))) for budget in budgets)]
                 for plan in plans
             ]
-            tables.append(markdown([f"{task}{where} ({num_questions} questions)", *budgets], rows))
+            tables.append(table([f"{task}{where} ({num_questions} questions)", *budgets], rows))
     return "\n\n".join(tables)
 
 
@@ -54,7 +50,7 @@ def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
         ]
         if (task, length) in levels:
             rows.append(["chance", *[f"{levels[task, length]:.2f}"] * len(budgets)])
-        parts.append(markdown([f"{task}{where}, {most} samples", *budgets], rows))
+        parts.append(table([f"{task}{where}, {most} samples", *budgets], rows))
         if [task, length] in tables["unsolved"]:
             parts.append("Dense is not measurably better than chance here: this table does not compare plans.")
     return "\n\n".join(parts)
@@ -75,7 +71,7 @@ def budget_table(result: dict[str, Any], budget: int) -> str:
         recovery = _mean(s["recovery"] for s in samples if s["recovery"] is not None)
         recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
         rows.append([plan, *tasks, f"{visible:,.0f}", recovered])
-    return markdown([f"budget {budget}", *columns, "visible tokens", "attention mass recovered"], rows)
+    return table([f"budget {budget}", *columns, "visible tokens", "attention mass recovered"], rows)
 
 
 def prefill_table(result: dict[str, Any]) -> str:
@@ -94,7 +90,7 @@ def prefill_table(result: dict[str, Any]) -> str:
         visible = _mean(s["prefill_visible_tokens"] for s in samples if s["prefill_visible_tokens"])
         name = row["plan"].replace(f":budget={row['budget']}", "").replace(":dense_layers=none", "")
         rows.append([f"`{name}`", *cells, "all" if visible is None else f"{visible:,.0f}"])
-    return markdown(["plan", *tasks, "all", "visible tokens in prefill"], rows)
+    return table(["plan", *tasks, "all", "visible tokens in prefill"], rows)
 
 
 def fidelity_table(result: dict[str, Any]) -> str:
@@ -112,7 +108,7 @@ def fidelity_table(result: dict[str, Any]) -> str:
         for plan in dict.fromkeys(name for of, name, _ in cells if of == length):
             means = [map(fmean, zip(*cells[length, plan, budget])) for budget in budgets]
             rows.append([plan, *(f"{kl:.4f} ({same:.2f})" for kl, same in means)])
-        tables.append(markdown([f"{length:,} tokens: KL (agreement)", *budgets], rows))
+        tables.append(table([f"{length:,} tokens: KL (agreement)", *budgets], rows))
     return "\n\n".join(tables)
 
 

@@ -15,9 +15,10 @@ from statistics import fmean
 from typing import Any
 
 from kvsift.models.embedded import WEIGHTS, embedded_model
-from kvsift_lab.bench.numbers import document, table
-from kvsift_lab.eval.result_files import load_result
+from kvsift_lab.eval.results import load_result
+from kvsift_lab.numbers import table
 from kvsift_lab.probe import ROOT, phase
+from kvsift_lab.stored import document
 
 MODEL, RESULTS = ROOT / "src/kvsift/embedded", ROOT / "results/embedded-model/summary.json"
 ONE, FOUR = "one NVIDIA H200", "four NVIDIA H100"

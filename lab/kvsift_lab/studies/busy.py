@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from kvsift.errors import unknown
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table
 from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import table
 from kvsift_lab.studies.busy_worker import PLANS
 from kvsift_lab.studies.recipes import BusyRecipe
 

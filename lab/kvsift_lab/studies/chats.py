@@ -32,8 +32,8 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import table, tokens
 from kvsift_lab.studies.recipes import ChatsRecipe
 
 MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
