@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from statistics import median, quantiles
 from typing import Any
 
@@ -15,6 +16,14 @@ def spread(samples: Sequence[float]) -> float:
         return 0.0
     first, _, third = quantiles(samples, n=4, method="inclusive")
     return (third - first) / median(samples)
+
+
+def grouped(items: Iterable[Any], *keys: str) -> dict[Any, list[Any]]:
+    """Return records by the value of a key, or by the values of several, in their order."""
+    groups: dict[Any, list[Any]] = {}
+    for item in items:
+        groups.setdefault(itemgetter(*keys)(item), []).append(item)
+    return groups
 
 
 def tokens(number: int) -> str:

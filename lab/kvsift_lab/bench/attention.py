@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift.errors import unknown
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
 from kvsift_lab.bench.report import Point, Variant, cell, ratio, us
@@ -54,12 +53,8 @@ class AttentionRecipe(r.BenchRecipe):
         from kvsift.kernels.sketch import SKETCHES
         from kvsift_lab.bench.attention_variants import BASELINES
 
-        for kind in self.score_by:
-            if kind not in (*SUMMARIES, *SKETCHES):
-                raise unknown("summary", kind, (*SUMMARIES, *SKETCHES))
-        for name in self.baselines:
-            if name not in BASELINES:
-                raise unknown("baseline", name, BASELINES)
+        r.require_known("summary", self.score_by, (*SUMMARIES, *SKETCHES))
+        r.require_known("baseline", self.baselines, BASELINES)
         r.require_some(self.score_by, self.shapes, self.contexts, names="shape, context and summary")
         self.points()
 

@@ -11,6 +11,7 @@ from kvsift.errors import InputError
 from kvsift_lab.eval.intervals import design_effect, interval
 from kvsift_lab.eval.recipe import Job, Result
 from kvsift_lab.eval.scorers import score
+from kvsift_lab.numbers import grouped
 
 UNEQUAL = 0.05  # the largest difference of counted tokens in a column without a warning
 GUESSES = 32  # answers of other questions per question, for the score of chance
@@ -72,10 +73,8 @@ def design_effects(groups: Iterable[Sequence[Result]]) -> dict[str, float | None
     """Return the design effect of each task over all lengths and plans; a group is the samples of a cell."""
     cells: dict[str, list[list[list[float]]]] = defaultdict(list)
     for samples in groups:
-        contexts: dict[int, list[float]] = defaultdict(list)
-        for sample in samples:
-            contexts[sample["seed"]].append(sample["score"])
-        cells[samples[0]["task"]].append(list(contexts.values()))
+        contexts = grouped(samples, "seed").values()
+        cells[samples[0]["task"]].append([[sample["score"] for sample in context] for context in contexts])
     return {
         task: 1.0 if all(len(context) == 1 for cell in own for context in cell) else design_effect(own)
         for task, own in cells.items()

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from kvsift.errors import unknown
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
+from kvsift_lab.bench.host_timing import OtherProcesses
 from kvsift_lab.bench.timing import rotated
 from kvsift_lab.numbers import table
 from kvsift_lab.studies.busy_worker import PLANS
@@ -76,14 +76,12 @@ class MeasuringProcess:
 
     def measure(self, tokens: int, questions: int) -> dict[str, Any]:
         """Return samples, and the share of the processors that other processes used."""
-        started, busy, own = time.perf_counter(), busy_s(), self._own_s()
+        load = OtherProcesses(self.process.pid, os.sched_getaffinity(0))
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"tokens": tokens, "questions": questions}) + "\n")
         self.process.stdin.flush()
         sample = self._answer()
-        others = busy_s() - busy - (self._own_s() - own)
-        processors = len(os.sched_getaffinity(0))
-        return {**sample, "others": round(max(0.0, others / processors / (time.perf_counter() - started)), 3)}
+        return {**sample, "others": load.share()}
 
     def end(self) -> None:
         self.process.kill()
@@ -95,21 +93,6 @@ class MeasuringProcess:
         if not line:
             raise SystemExit("kvsift bench busy: the process of a setting ended; its error is above")
         return dict(json.loads(line))
-
-    def _own_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def busy_s() -> float:
-    """Return the busy seconds of this process's processors since the system started."""
-    own, total = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *fields = line.split()
-        if name in own:
-            user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-            total += user + nice + system + irq + softirq + steal
-    return total / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
