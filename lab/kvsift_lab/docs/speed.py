@@ -17,6 +17,7 @@ from kvsift_lab.bench import host as host_report
 from kvsift_lab.bench import index as index_report
 from kvsift_lab.bench import prefill as prefill_report
 from kvsift_lab.bench import serve as serve_report
+from kvsift_lab.bench.report import commit_of
 from kvsift_lab.docs.quality import result_of
 from kvsift_lab.eval.tables import quality_table
 from kvsift_lab.numbers import table, tokens
@@ -61,11 +62,6 @@ def shown(names: str | tuple[str, ...], *parts: Callable[..., str]) -> Render:
 
 def place(result: Result) -> str:
     return f"`results/{result['name']}`"
-
-
-def commit_of(result: Result) -> str:
-    """Return the commit of a result, and whether its tree had changes."""
-    return result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
 
 
 def made(result: Result) -> str:

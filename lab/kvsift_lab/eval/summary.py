@@ -185,13 +185,11 @@ def unequal(cells: Iterable[dict[str, Any]]) -> list[str]:
 
 def left_out(recipe: dict[str, Any], samples: Iterable[Result], jobs: Iterable[Job]) -> list[dict[str, Any]]:
     """Return the unfinished contexts."""
-    counts: dict[Job, int] = defaultdict(int)
-    totals: dict[Job, int] = {}
-    for sample in samples:
-        counts[Job.of(sample)] += 1
-        totals[Job.of(sample)] = sample["questions"] * len(recipe["rows"])
-    return [
-        {**job._asdict(), "samples": counts[job], "of": totals.get(job)}
-        for job in jobs
-        if counts[job] < totals.get(job, 1)
-    ]
+    left = []
+    by_job = grouped(samples, *Job._fields)
+    for job in jobs:
+        own = by_job.get(job, [])
+        total = own[-1]["questions"] * len(recipe["rows"]) if own else None
+        if len(own) < (1 if total is None else total):
+            left.append({**job._asdict(), "samples": len(own), "of": total})
+    return left

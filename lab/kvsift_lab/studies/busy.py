@@ -22,6 +22,7 @@ from kvsift.errors import unknown
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.host_timing import OtherProcesses
+from kvsift_lab.bench.report import FEWEST_QUIET, commit_of, quiet_rounds
 from kvsift_lab.bench.timing import rotated
 from kvsift_lab.numbers import table
 from kvsift_lab.studies.busy_worker import PLANS
@@ -30,7 +31,6 @@ from kvsift_lab.studies.recipes import BusyRecipe
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 QUIET = 0.1  # share of the processors in other processes: rounds without loops that have more do not count
 WORKER = "kvsift_lab.studies.busy_worker"
-FEWEST_QUIET = 3  # rounds; with fewer, all count, and the table says so
 
 
 class Setting(NamedTuple):
@@ -166,31 +166,25 @@ def busy_table(result: dict[str, Any]) -> str:
 def conditions(result: dict[str, Any]) -> str:
     """Return a line on the machine and the rounds."""
     recipe, name = result["recipe"], result["settings"][0]["name"]
-    quiet = len(quiet_rounds(result, name))
+    quiet = sum(each["samples"][name]["others"] <= QUIET for each in result["points"] if not each["busy"])
     counted = f"{quiet} of {recipe['rounds']} rounds without loops were quiet and count"
     if quiet < FEWEST_QUIET:
         counted = (
             f"THE MACHINE WAS BUSY: only {quiet} of {recipe['rounds']} rounds without loops were quiet, and all count"
         )
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("python", "torch"))
-    commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
     return (
         f"{result['machine']}, {result['processors']} of them used; {recipe['loops']} busy loops; a context of "
-        f"{recipe['context']:,} tokens; {versions}, commit {commit}. Medians; {counted}. In brackets: quiet, against "
-        "libgomp's default in the same round; beside the loops, against the quiet machine."
+        f"{recipe['context']:,} tokens; {versions}, commit {commit_of(result)}. Medians; {counted}. "
+        "In brackets: quiet, against libgomp's default in the same round; beside the loops, against the quiet machine."
     )
-
-
-def quiet_rounds(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the samples of all settings in rounds without loops in which the processors were free for this one."""
-    samples = [each["samples"] for each in result["points"] if not each["busy"]]
-    return [each for each in samples if each[name]["others"] <= QUIET]
 
 
 def rounds_of(result: dict[str, Any], name: str, busy: bool) -> list[dict[str, Any]]:
     """Return the samples of the rounds that count for this setting: the quiet ones, or all if these are too few."""
-    quiet = [] if busy else quiet_rounds(result, name)
-    return quiet if len(quiet) >= FEWEST_QUIET else [e["samples"] for e in result["points"] if e["busy"] == busy]
+    samples = [each["samples"] for each in result["points"] if each["busy"] == busy]
+    counted = range(len(samples)) if busy else quiet_rounds([each[name]["others"] for each in samples], QUIET)
+    return [samples[number] for number in counted]
 
 
 def _itl_ms(result: dict[str, Any], name: str, plan: str, busy: bool) -> float | None:
