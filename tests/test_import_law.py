@@ -1,5 +1,6 @@
 """Imports point down: cli > server | texts > engine > batching > models | vllm > layer > plan > methods | stores >
-indexes > kernels > native > types; and the laboratory is above everything: cli > docs > probe | studies > bench > eval.
+indexes > kernels > native > types; and the laboratory is above everything: cli > docs > probe | studies > bench >
+eval > stored > numbers.
 
 Folders side by side never import each other and nothing below imports the laboratory. Outside it, only the transformers
 adapter imports transformers and only the plugin vllm. What a user waits for first, ``import kvsift`` and ``kvsift
@@ -46,13 +47,15 @@ LAYERS = {
     "__init__": 12,  # re-exports; of it others may read __version__ alone
     "__main__": 12,
     # the laboratory
-    "lab.eval": 13,
-    "lab.bench": 14,
-    "lab.studies": 15,
-    "lab.probe": 15,
-    "lab.docs": 16,
-    "lab.cli": 17,
-    "lab.__init__": 18,
+    "lab.numbers": 13,
+    "lab.stored": 14,
+    "lab.eval": 15,
+    "lab.bench": 16,
+    "lab.studies": 17,
+    "lab.probe": 17,
+    "lab.docs": 18,
+    "lab.cli": 19,
+    "lab.__init__": 20,
 }
 
 

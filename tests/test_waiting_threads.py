@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvsift_lab.bench import stored
+from kvsift_lab import stored
 from kvsift_lab.studies.busy import busy_table, conditions
 
 from kvsift import threads

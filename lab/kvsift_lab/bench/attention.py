@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift.errors import unknown
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
-from kvsift_lab.bench.numbers import break_even, spread, table, tokens
 from kvsift_lab.bench.report import Point, Variant, cell, ratio, us
+from kvsift_lab.numbers import spread, table, tokens
 
 DENSE = "sdpa-flash,sdpa-cudnn,flashinfer,ours-dense"
 CHART = "Draw the result here, SVG; needs matplotlib."
@@ -53,12 +53,8 @@ class AttentionRecipe(r.BenchRecipe):
         from kvsift.kernels.sketch import SKETCHES
         from kvsift_lab.bench.attention_variants import BASELINES
 
-        for kind in self.score_by:
-            if kind not in (*SUMMARIES, *SKETCHES):
-                raise unknown("summary", kind, (*SUMMARIES, *SKETCHES))
-        for name in self.baselines:
-            if name not in BASELINES:
-                raise unknown("baseline", name, BASELINES)
+        r.require_known("summary", self.score_by, (*SUMMARIES, *SKETCHES))
+        r.require_known("baseline", self.baselines, BASELINES)
         r.require_some(self.score_by, self.shapes, self.contexts, names="shape, context and summary")
         self.points()
 
@@ -166,6 +162,25 @@ def dense_tables(result: dict[str, Any]) -> str:
             rows.append([tokens(point["context"]), us(common), *(us(seconds.get(name)) for name in names)])
         parts.append(f"{heads(points[0])} heads:\n\n{table(['context', 'floor', *names], rows)}")
     return "\n\n".join(parts)
+
+
+def break_even(contexts: Sequence[int], dense: Sequence[float], sparse: Sequence[float]) -> float | None:
+    """Return the tokens from which sparse stays faster, by linear interpolation between contexts.
+
+    Args:
+        contexts: ascending.
+        dense, sparse: seconds at these contexts.
+
+    Returns:
+        The length; 0 if sparse is faster at the shortest context and all others, None if it is not at the longest.
+    """
+    points = [(context, d - s) for context, d, s in zip(contexts, dense, sparse)]
+    if not points or points[-1][1] <= 0:
+        return None
+    for (short, loss), (long, gain) in reversed(list(pairwise(points))):
+        if loss <= 0:
+            return short + (long - short) * -loss / (gain - loss)
+    return 0.0
 
 
 def break_evens(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import torch
 
 from kvsift.errors import InputError
 from kvsift_lab.bench import machine
-from kvsift_lab.bench.recipe import BenchRecipe
 
 
 class Study(ABC):
@@ -69,11 +68,9 @@ class Study(ABC):
 class Bench(Study):
     """A study of points of which each is measured alone, and of which one may fail."""
 
-    recipe: BenchRecipe
-
-    @abstractmethod
     def points(self) -> Iterable[Any]:
-        """Return what is measured, in order."""
+        """Return what is measured, in order: the contexts, by default."""
+        return sorted(self.recipe.contexts)
 
     def facts(self, point: Any) -> dict[str, Any]:
         """Return what identifies a point in the result; a number is a context."""

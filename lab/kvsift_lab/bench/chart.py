@@ -9,7 +9,7 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.bench.attention import OURS_DENSE, best_dense, floors, labels, medians, shapes, sparse_names
-from kvsift_lab.bench.numbers import tokens
+from kvsift_lab.numbers import tokens
 
 COLOURS = {"quest-minmax": "#0b6e4f", "quest-minmax_fp8": "#d1495b", "sketch-bits1": "#3d5a98", OURS_DENSE: "#333333"}
 GREYS = {"sdpa-flash": "#9aa5b1", "sdpa-cudnn": "#5f7c99", "flashinfer": "#c3a86b", "flashinfer-tc": "#a07d2c"}

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, Variant, ms, ratio
+from kvsift_lab.numbers import table, tokens
 
 MODEL = "Hugging Face model directory, or a model's name on huggingface.co, such as Qwen/Qwen3-4B; replaces --shape."
 LABELS = {"dense": "dense", "sifted": "sparse", "auto": "auto"}  # of variants, by their names in results
@@ -51,8 +51,7 @@ class DecodeRecipe(r.BenchRecipe):
         from kvsift.models.transformers_random import SHAPES
         from kvsift.plan.syntax import parse_plan
 
-        if self.random and self.model not in SHAPES:
-            raise unknown("shape", self.model, SHAPES)
+        r.require_known("shape", [self.model] if self.random else [], SHAPES)
         r.require_some(self.contexts, self.batches, names="context and batch")
         plan = parse_plan(self.plan)
         reason = "it skips nothing" if rule_of(plan) is None else reason_against(plan)

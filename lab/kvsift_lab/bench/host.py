@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, conditions, middle
+from kvsift_lab.numbers import table, tokens
 
 NO_INDEX = "none"
 INDEX = "What finds the keys of a retrieval step: auto, graph, flat, ..., none."
@@ -55,12 +55,10 @@ class HostRecipe(r.BenchRecipe):
 
         r.require_some(self.contexts, names="context")
         r.check_groups(self.num_query_heads, self.num_kv_heads)
-        if self.data not in SYNTHETIC:
-            raise unknown("data set", self.data, SYNTHETIC)
+        r.require_known("data set", [self.data], SYNTHETIC)
         if self.budget < self.page_size:
             raise InputError(f"a budget of {self.budget} tokens is less than a page of {self.page_size}; give more.")
-        if self.index not in (NO_INDEX, *CONTENDERS):
-            raise unknown("index", self.index, [NO_INDEX, *CONTENDERS])
+        r.require_known("index", [self.index], [NO_INDEX, *CONTENDERS])
         if short := [context for context in self.contexts if context < 2 * self.budget]:
             raise InputError(
                 f"{short[0]} tokens are less than twice the budget, {self.budget}: there is little to select. Give "

@@ -28,7 +28,6 @@ from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host import NO_INDEX, HostRecipe, point_text
 from kvsift_lab.bench.host_timing import cold_rounds
 from kvsift_lab.bench.index_cases import CONTENDERS, Case, keys_scored, synthetic
-from kvsift_lab.bench.machine import host_environment
 
 
 class HostBench(Bench):
@@ -36,12 +35,6 @@ class HostBench(Bench):
 
     recipe: HostRecipe
     kind = "host"
-
-    def environment(self) -> dict[str, Any]:
-        return host_environment()
-
-    def points(self) -> Sequence[int]:
-        return sorted(self.recipe.contexts)
 
     def measure(self, point: int) -> dict[str, Any]:
         recipe = self.recipe

@@ -9,7 +9,7 @@ round measures it. The load of other processes is recorded too; medians leave ou
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -90,41 +90,50 @@ def read_bandwidth() -> float:
 
 
 class OtherProcesses:
-    """Time of all processors, from now on, of processes other than this one and its descendants, and stolen time."""
+    """Time of processors, from now on, of processes other than one and its descendants, and stolen time.
 
-    def __init__(self) -> None:
-        self._started, self._before = perf_counter(), _seconds()
+    Args:
+        root: id of that process; this one by default.
+        processors: numbers of those that count; all by default.
+    """
+
+    def __init__(self, root: int | None = None, processors: Collection[int] = ()) -> None:
+        self._root, self._count = root or os.getpid(), len(processors) or os.cpu_count() or 1
+        self._lines = {f"cpu{number}" for number in processors} or {"cpu"}  # the latter is the sum of all
+        self._started, self._before = perf_counter(), self._seconds()
 
     @property
     def elapsed_s(self) -> float:
         return perf_counter() - self._started
 
     def share(self) -> float | None:
-        """Return it as a share of all time of the processors so far; None if the system does not count it."""
-        now = _seconds()
+        """Return it as a share of all their time so far; None if the system does not count it."""
+        now = self._seconds()
         if now is None or self._before is None:
             return None
         busy, own = (after - before for after, before in zip(now, self._before))
-        return round(max(0.0, busy - own) / (os.cpu_count() or 1) / self.elapsed_s, 3)
+        return round(max(0.0, busy - own) / self._count / self.elapsed_s, 3)
 
-
-def _seconds() -> tuple[float, float] | None:
-    """Return busy seconds of all processors since boot, and those of this process and its living descendants."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-    busy = user + nice + system + irq + softirq + steal
-    parents, ticks = {}, {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    def _seconds(self) -> tuple[float, float] | None:
+        """Return busy seconds of the processors since boot, and those of the process and its living descendants."""
         try:
-            words = path.read_text().rsplit(")", 1)[1].split()
-        except OSError:  # it has ended
-            continue
-        pid = int(path.parent.name)
-        parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
-    own = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in own} - own:
-        own |= more
-    return busy / os.sysconf("SC_CLK_TCK"), sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")
+            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+        except OSError:
+            return None
+        busy = 0
+        for name, *fields in lines:
+            if name in self._lines:
+                user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
+                busy += user + nice + system + irq + softirq + steal
+        parents, ticks = {}, {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                words = path.read_text().rsplit(")", 1)[1].split()
+            except OSError:  # it has ended
+                continue
+            pid = int(path.parent.name)
+            parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
+        own = {self._root}
+        while more := {pid for pid, parent in parents.items() if parent in own} - own:
+            own |= more
+        return busy / os.sysconf("SC_CLK_TCK"), sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")

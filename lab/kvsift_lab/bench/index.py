@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, conditions, middle
+from kvsift_lab.numbers import grouped, table, tokens
 
 DUMPED = "P"
 DUMP = "File of kvsift bench dump; may be given more than once."
@@ -53,12 +52,8 @@ class IndexRecipe(r.BenchRecipe):
         from kvsift_lab.bench.index_cases import CONTENDERS
         from kvsift_lab.bench.index_data import SYNTHETIC
 
-        for name in self.data:
-            if name not in (*SYNTHETIC, DUMPED):
-                raise unknown("data set", name, (*SYNTHETIC, DUMPED))
-        for name in self.indexes:
-            if name not in CONTENDERS:
-                raise unknown("index", name, CONTENDERS)
+        r.require_known("data set", self.data, (*SYNTHETIC, DUMPED))
+        r.require_known("index", self.indexes, CONTENDERS)
         r.require_some(self.data, self.indexes, self.ks, names="data set, index and k")
         r.require_some(self.contexts or not set(self.data) & set(SYNTHETIC), names="context")
         if (DUMPED in self.data) != bool(self.dumps):
@@ -87,11 +82,8 @@ def point_text(point: Point, known: Collection[str] = ()) -> str:
 
 def reasons(point: Point) -> dict[str, list[str]]:
     """Return the names of indexes that were not measured, by reason."""
-    names: dict[str, list[str]] = defaultdict(list)
-    for row in point["indexes"]:
-        if "reason" in row:
-            names[row["reason"]].append(row["name"])
-    return names
+    missing = [row for row in point["indexes"] if "reason" in row]
+    return {reason: [row["name"] for row in rows] for reason, rows in grouped(missing, "reason").items()}
 
 
 def point_table(point: Point) -> str:

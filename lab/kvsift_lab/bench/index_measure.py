@@ -33,7 +33,6 @@ from kvsift_lab.bench.index_cases import (
     recall,
     synthetic,
 )
-from kvsift_lab.bench.machine import host_environment
 from kvsift_lab.bench.qk_dump import Dump
 
 IndexPoint = tuple[Case, int, dict[str, Any]]  # to search for k keys; indexes of this case that serve any k, by name
@@ -50,9 +49,6 @@ class IndexBench(Bench):
         for path in recipe.dumps:
             Dump(Path(path))  # refuses what is not a dump
         return cls(recipe)
-
-    def environment(self) -> dict[str, Any]:
-        return host_environment()
 
     def points(self) -> Iterator[IndexPoint]:
         for layer in self._layers():

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, Variant, ms, ratio
+from kvsift_lab.numbers import table, tokens
 
 PLANS = "prefill=quoka:budget=1024:chunk=512:dense_layers=none;prefill=critiprefill:budget=1024:page_size=32"
 PART = "ttft: the whole model. layer: attention of one layer. chunk: of one chunk in it."
@@ -26,11 +26,7 @@ class PrefillRecipe(r.BenchRecipe):
     measured_by = "kvsift_lab.bench.prefill_measure:PrefillBench"
 
     contexts: tuple[int, ...] = r.contexts("32K,64K,128K")
-    plans: tuple[str, ...] = r.option(
-        PLANS,
-        "Plans, with ; between them.",
-        parse=lambda text, flag: tuple(filter(None, map(str.strip, text.split(";")))),
-    )
+    plans: tuple[str, ...] = r.plans(PLANS)
     part: str = r.option("ttft", PART, stored=False)
     shape: str = r.shape()
     heads: str = r.option("32/8", "Of a layer: query heads/KV heads.", stored=False)
@@ -44,8 +40,7 @@ class PrefillRecipe(r.BenchRecipe):
     def __post_init__(self) -> None:
         from kvsift.models.transformers_random import SHAPES
 
-        if self.shape not in SHAPES:
-            raise unknown("shape", self.shape, SHAPES)
+        r.require_known("shape", [self.shape], SHAPES)
         r.require_some(self.contexts, self.plans, self.chunks, names="context, plan and chunk size")
         refuse_dense(self.plans)
 

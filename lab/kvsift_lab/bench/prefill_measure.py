@@ -5,7 +5,7 @@ Keys, values and queries of a layer are random: reads and operations do not depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
@@ -57,9 +57,6 @@ class PrefillBench(Bench):
 
     def environment(self) -> dict[str, Any]:
         return machine.environment(self.model.device)
-
-    def points(self) -> Sequence[int]:
-        return sorted(self.recipe.contexts)
 
     def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
         return point_text(point)
@@ -148,9 +145,6 @@ class PrefillLayerBench(Bench):
 
     def environment(self) -> dict[str, Any]:
         return machine.environment(self.device)
-
-    def points(self) -> Sequence[int]:
-        return sorted(self.recipe.contexts)
 
     def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
         return point_text(point)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, field, fields
 from typing import Any, ClassVar, NamedTuple
 
-from kvsift.errors import InputError
+from kvsift.errors import InputError, unknown
 from kvsift_lab.bench import load
 
 COLD_BYTES = 192 << 20  # read between two samples on a CPU: more than a cache holds
@@ -155,6 +155,17 @@ def require_some(*lists: object, names: str) -> None:
     """
     if not all(lists):
         raise InputError(f"there is nothing to measure: name at least one {names}.")
+
+
+def require_known(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse a name that is not known.
+
+    Raises:
+        InputError: with the nearest known one.
+    """
+    for name in given:
+        if name not in known:
+            raise unknown(what, name, known)
 
 
 def check_groups(num_query_heads: int, num_kv_heads: int) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
 from statistics import median
 from typing import Any
 
-from kvsift_lab.bench.numbers import spread, table
+from kvsift_lab.numbers import spread, table
 
 QUIET = 0.05  # share of the processors that other processes take, at most
 FEWEST_QUIET = 3  # rounds; with fewer, all rounds count, and the result says so
@@ -68,15 +68,22 @@ def name_of(variant: Variant) -> str:
     return f"{variant['score_by']} {variant['name']}" if "score_by" in variant else str(variant["name"])
 
 
-def quiet_rounds(others: Sequence[float | None]) -> list[int]:
-    """Return the rounds that count: those without load from other processes, or all if these are too few."""
-    quiet = [number for number, share in enumerate(others) if share is None or share <= QUIET]
+def quiet_rounds(others: Sequence[float | None], most: float = QUIET) -> list[int]:
+    """Return the rounds that count: those with at most such a share of load from other processes, or all if these are
+    too few."""
+    quiet = [number for number, share in enumerate(others) if share is None or share <= most]
     return quiet if len(quiet) >= FEWEST_QUIET else list(range(len(others)))
 
 
 def middle(samples: Sequence[float], others: Sequence[float | None]) -> float:
     """Return the median over quiet rounds."""
     return median(samples[number] for number in quiet_rounds(others))
+
+
+def commit_of(result: Mapping[str, Any]) -> str:
+    """Return the commit of a result or a session in ten characters, and whether its tree had changes."""
+    commit: str = result["commit"]
+    return commit[:10] + (" with changes" if commit.endswith("+changes") else "")
 
 
 def conditions(bandwidth: Sequence[float], others: Sequence[float | None]) -> str:

@@ -14,8 +14,8 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.report import Point, ms
+from kvsift_lab.numbers import table, tokens
 
 PLANS = "quest:budget=1024:dense_layers=none;sketch:budget=1024:dense_layers=none"
 MODEL = "Hugging Face model directory or name; without it, the embedded model. With --url, that of the server."
@@ -36,11 +36,7 @@ class ServeRecipe(r.BenchRecipe):
 
     contexts: tuple[int, ...] = r.contexts("8K,32K")
     clients: int = r.option(4, "Chats at once.", minimum=1)
-    plans: tuple[str, ...] = r.option(
-        PLANS,
-        "Plans, with ; between them.",
-        parse=lambda text, flag: tuple(filter(None, map(str.strip, text.split(";")))),
-    )
+    plans: tuple[str, ...] = r.plans(PLANS)
     tokens: int = r.option(192, "Of each answer.", minimum=8)
     questions: int = r.option(1, "Of each client in a turn, one after the other.", minimum=1)
     rate: float = r.option(0.0, "Questions per second, at random times; 0: each client asks when it has its answer.")

@@ -55,9 +55,6 @@ class ServeBench(Bench):
     def environment(self) -> dict[str, Any]:
         return {"model": self._model_name, **host_environment()}
 
-    def points(self) -> Sequence[int]:
-        return sorted(self.recipe.contexts)
-
     def run(self) -> Iterator[dict[str, Any]]:
         with ExitStack() as stack:
             self._url = (self.recipe.url or stack.enter_context(running_server(self.recipe))).rstrip("/")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
 from kvsift_lab.bench import report
 from kvsift_lab.bench.report import Point, Variant, ms
@@ -44,12 +44,9 @@ class SplitRecipe(r.BenchRecipe):
         from kvsift.plan.placement import Placement
 
         Placement("split", host_values=self.host_values)
-        if self.shape not in SHAPES:
-            raise unknown("shape", self.shape, SHAPES)
+        r.require_known("shape", [self.shape], SHAPES)
         r.require_some(self.contexts, names="context")
-        for kind in self.kinds:
-            if kind not in KINDS:
-                raise unknown("kind", kind, KINDS)
+        r.require_known("kind", self.kinds, KINDS)
         if not 0 < self.scanned < 1:
             raise InputError(f"scanned={self.scanned} must be a share of the keys, between 0 and 1.")
 

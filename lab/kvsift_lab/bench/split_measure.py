@@ -91,9 +91,6 @@ class SplitBench(Bench):
         threads = {"host_threads": torch.get_num_threads(), "level": native.level()}
         return threads | machine.environment(self.model.device)
 
-    def points(self) -> Sequence[int]:
-        return sorted(self.recipe.contexts)
-
     def text(self, point: dict[str, Any], result: dict[str, Any]) -> str:
         return point_text(point)
 

@@ -64,7 +64,7 @@ def bench_command(name: str) -> Any:
 
 def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None, as_json: bool) -> None:
     """Measure point by point: print and keep each, then print and draw what follows from all."""
-    from kvsift_lab.bench import stored
+    from kvsift_lab import stored
 
     if output is not None and stored.is_folder(output):
         stored.check(output)
@@ -76,7 +76,7 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
     o.require_writable(chart_path, "--chart")
     o.use_threads(getattr(recipe, "threads", None))
     from kvsift_lab.bench.machine import opening
-    from kvsift_lab.bench.numbers import document
+    from kvsift_lab.stored import document
 
     def say(text: str) -> None:
         if text and not as_json:
@@ -107,7 +107,7 @@ def chart(
 ) -> None:
     """Draw attention over context length: microseconds with floors, and speed-up."""
     from kvsift_lab.bench.chart import attention_chart
-    from kvsift_lab.bench.stored import load as load_result
+    from kvsift_lab.stored import load as load_result
 
     o.require_writable(output, "--out")
     if output.suffix not in (".svg", ".png"):

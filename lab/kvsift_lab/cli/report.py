@@ -23,7 +23,7 @@ def report(
     ] = None,
 ) -> None:
     """Render results: scores against visible tokens, depths, layers, times, recipe and machine."""
-    from kvsift_lab.eval.result_files import load_result, result_paths
+    from kvsift_lab.eval.results import load_result, result_paths
 
     loaded = [(path.stem, load_result(path)) for given in results for path in result_paths(given)]
     if kvpress is not None:

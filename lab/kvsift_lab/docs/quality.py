@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvsift_lab.bench import stored
-from kvsift_lab.bench.numbers import table
+from kvsift_lab import stored
+from kvsift_lab.bench.report import commit_of
 from kvsift_lab.eval.intervals import wilson
-from kvsift_lab.eval.result_files import load_result
+from kvsift_lab.eval.results import load_result
 from kvsift_lab.eval.tables import budget_table, fidelity_table, finished_by_all, prefill_table, quality_table
+from kvsift_lab.numbers import grouped, table
 from kvsift_lab.studies.recall import summary_table
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -122,10 +123,8 @@ def _uncertainty(results: list[dict[str, Any]]) -> str:
     """State the results of a table, and the uncertainty of a cell."""
     paths, most = [], 0
     for result in results:
-        counts: dict[Any, int] = defaultdict(int)
-        for sample in result["samples"]:
-            counts[sample["plan"], sample["task"], sample["length"]] += 1
-        most, left = max(most, *counts.values()), result["left_out"]
+        counts = map(len, grouped(result["samples"], "plan", "task", "length").values())
+        most, left = max(most, *counts), result["left_out"]
         missing = f" ({len(left)} contexts left out for lack of time)" if left else ""
         paths.append(f"`results/{Path(result['path']).name}`{missing}")
     effects: dict[str, float | None] = {}
@@ -153,8 +152,8 @@ def commits(results: Iterable[dict[str, Any]]) -> str:
     named = []
     for result in results:
         used = {sample.get("session", 0) for sample in result["samples"]}
-        named += [session["commit"] for number, session in enumerate(result["sessions"]) if number in used]
-    short = dict.fromkeys(f"{c[:10]}{' with changes' if c.endswith('+changes') else ''}" for c in named)
+        named += [commit_of(session) for number, session in enumerate(result["sessions"]) if number in used]
+    short = dict.fromkeys(named)
     return f"{'commit' if len(short) == 1 else 'commits'} {', '.join(short)}"
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from kvsift.cli.methods import budget_knobs, budget_note, method_rows, own_budget, spelled, state_note
 from kvsift.kernels import page_summary
-from kvsift_lab.bench.numbers import table
 from kvsift_lab.docs import quality, speed
 from kvsift_lab.eval.tasks import TASKS
+from kvsift_lab.numbers import table
 
 ROOT = Path(__file__).parents[3]
 

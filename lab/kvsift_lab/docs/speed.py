@@ -9,16 +9,18 @@ from statistics import median
 from typing import Any
 
 from kvsift.errors import InputError
-from kvsift_lab.bench import BENCHES, chart, stored
+from kvsift_lab import stored
+from kvsift_lab.bench import BENCHES, chart
 from kvsift_lab.bench import attention as attention_report
 from kvsift_lab.bench import decode as decode_report
 from kvsift_lab.bench import host as host_report
 from kvsift_lab.bench import index as index_report
 from kvsift_lab.bench import prefill as prefill_report
 from kvsift_lab.bench import serve as serve_report
-from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.bench.report import commit_of
 from kvsift_lab.docs.quality import result_of
 from kvsift_lab.eval.tables import quality_table
+from kvsift_lab.numbers import table, tokens
 from kvsift_lab.studies.busy import busy_table, conditions
 from kvsift_lab.studies.chats import chats_table
 from kvsift_lab.studies.exact import acceptance_table, exact_table
@@ -60,11 +62,6 @@ def shown(names: str | tuple[str, ...], *parts: Callable[..., str]) -> Render:
 
 def place(result: Result) -> str:
     return f"`results/{result['name']}`"
-
-
-def commit_of(result: Result) -> str:
-    """Return the commit of a result, and whether its tree had changes."""
-    return result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
 
 
 def made(result: Result) -> str:

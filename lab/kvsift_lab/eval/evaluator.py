@@ -18,8 +18,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.threads import use as use_threads
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.plan_rows import PlanRow
-from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.results import Done, Result
+from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result
 from kvsift_lab.eval.scorers import score
 from kvsift_lab.eval.tasks import Question, Sample
 

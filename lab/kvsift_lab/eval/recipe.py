@@ -26,12 +26,24 @@ LISTS = {"tasks": str, "plans": str, "budgets": int, "lengths": int}
 LEAST = {"questions_per_task": 1, "questions_per_context": 1, "seed": 0}
 
 
+Result = dict[str, Any]
+"""One sample: question, plan, answer, score and counters."""
+
+Done = frozenset[tuple[str, int]]
+"""(plan, question) of the finished samples of a context."""
+
+
 class Job(NamedTuple):
     """One context; ``length`` is None for the sample number ``seed`` of a file."""
 
     task: str
     length: int | None
     seed: int
+
+    @classmethod
+    def of(cls, sample: Result) -> Job:
+        """Return the job of a sample."""
+        return cls(sample["task"], sample["length"], sample["seed"])
 
 
 @dataclass(frozen=True)

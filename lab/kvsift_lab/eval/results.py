@@ -10,171 +10,24 @@ The samples of a finished result are compressed with xz, to a twentieth: samples
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvsift.engine.atomic_files import reason, settle, write_atomically
+from kvsift.engine.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
-from kvsift_lab.eval.recipe import EvalRecipe, Job, digest
+from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result, digest
+from kvsift_lab.eval.summary import tables_of
 from kvsift_lab.eval.tables import score_table
+from kvsift_lab.stored import SUMMARY, SampleFile, compressed, read_json, stored, whole_lines
 
-SAMPLES, SUMMARY, TABLES, RECIPE = "samples.jsonl", "summary.json", "tables.md", "recipe.toml"
+SAMPLES, TABLES, RECIPE = "samples.jsonl", "tables.md", "recipe.toml"
 NOT_PART_OF_A_RESULT = {"device"}
 MAY_GROW = {"tasks", "lengths", "plans", "budgets", "rows", "questions_per_task"}  # by further values
-
-Result = dict[str, Any]
-"""One sample: question, plan, answer, score and counters."""
-
-Done = frozenset[tuple[str, int]]
-"""(plan, question) of the finished samples of a context."""
-
-
-def compressed(path: Path) -> Path:
-    """Return the path of a file that is compressed with xz."""
-    return path.with_name(path.name + ".xz")
-
-
-def stored(path: Path) -> Path:
-    """Return the path, or that of the compressed file if only that exists."""
-    return compressed(path) if not path.exists() and compressed(path).exists() else path
-
-
-def read_stored(path: Path) -> bytes:
-    """Return the content of a file, plain or compressed; of ``name`` and ``name.xz``, the plain one.
-
-    Raises:
-        OSError: if it cannot be read.
-        InputError: if it is damaged.
-    """
-    source = stored(path)
-    return _decompressed(source) if source.suffix == ".xz" else source.read_bytes()
-
-
-def read_json(path: Path) -> Any:
-    """Return the document of a JSON file, plain or compressed with xz: ``name.json`` or ``name.json.xz``.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no JSON; RecursionError if it is nested too deeply.
-        InputError: if it is damaged.
-    """
-    return json.loads(read_stored(path))
-
-
-def whole_lines(path: Path) -> bytes:
-    """Return the finished lines of a file, plain or compressed. A killed process may leave both: the longer one counts,
-    since lines are only appended after all of them are in the plain one.
-
-    Raises:
-        OSError: if it is missing or cannot be read.
-        InputError: if it is damaged.
-    """
-    lines = _decompressed(compressed(path)) if compressed(path).exists() else b""
-    if path.exists() or not lines:
-        lines = max(path.read_bytes(), lines, key=len)
-    return lines[: lines.rfind(b"\n") + 1]
-
-
-def _decompressed(source: Path) -> bytes:
-    try:
-        import lzma
-
-        return lzma.decompress(source.read_bytes())
-    except ImportError:  # some builds of Python have none
-        raise InputError(f"{source} is compressed and this Python has no lzma. Unpack it: xz -d {source}") from None
-    except lzma.LZMAError as error:
-        raise InputError(f"{source} cannot be unpacked ({error}). Copy it from its source again.") from None
-
-
-class SampleFile:
-    """A file of whole lines, open for appending in one process at a time. An unfinished line of a killed process is
-    dropped; a compressed file is decompressed before the first appended line.
-
-    Attributes:
-        text: its whole lines.
-        dropped: bytes of the unfinished line after them.
-
-    Raises:
-        InputError: if another process is appending, or the compressed file is damaged.
-        OSError: if it cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = _locked(path)
-        try:
-            lines, plain = whole_lines(path), path.read_bytes()
-            self.text = lines.decode(errors="replace")
-            self._compressed = not plain.startswith(lines)  # the plain file is empty, or a part of a copy
-            self.dropped = 0 if self._compressed else len(plain) - len(lines)
-            # what is to be written before the first line, and where
-            self._before, self._stop = (lines, 0) if self._compressed else (b"", len(lines))
-            if not self._compressed:
-                os.ftruncate(self._file, self._stop)
-                compressed(path).unlink(missing_ok=True)
-                settle(path.parent)
-        except BaseException:
-            os.close(self._file)
-            raise
-
-    def append(self, line: str) -> None:
-        """Append a line and flush it to the disk.
-
-        Raises:
-            OSError: if the disk is full; the lines are unchanged then.
-        """
-        data, written = self._before + (line + "\n").encode(), 0
-        try:
-            while written < len(data):
-                written += os.pwrite(self._file, data[written:], self._stop + written)
-            os.fsync(self._file)
-        except OSError:
-            os.ftruncate(self._file, self._stop)  # needs no room
-            raise
-        self._before, self._stop = b"", self._stop + len(data)
-        if self._compressed:
-            settle(self.path.parent)
-            compressed(self.path).unlink()
-            self._compressed = False
-
-    def close(self, finished: bool = False) -> None:
-        """Release the lock; compress the file if it is ``finished``.
-
-        Raises:
-            OSError: if the disk is full; the file stays plain then.
-        """
-        try:
-            if finished and not self._compressed and self._stop:
-                import lzma
-
-                lines = self.path.read_bytes()
-                write_atomically(compressed(self.path), lzma.compress(lines, preset=6 | lzma.PRESET_EXTREME))
-                self._compressed = True
-            if self._compressed:
-                self.path.unlink(missing_ok=True)
-        finally:
-            os.close(self._file)
-
-
-def _locked(path: Path) -> int:
-    """Open the file under an exclusive lock; create it if missing."""
-    while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(file)
-            raise InputError(f"another process is writing to {path}. Wait for it, or give another --out.") from None
-        if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-            return file
-        os.close(file)  # another process has compressed it between the two steps
 
 
 class ResultsDirectory:
@@ -278,7 +131,7 @@ class ResultsDirectory:
             self._lines.close(self._finished)
 
     def _note(self, sample: Result) -> None:
-        self._done.setdefault(job_of(sample), set()).add((sample["plan"], sample["question"]))
+        self._done.setdefault(Job.of(sample), set()).add((sample["plan"], sample["question"]))
 
     def _disk_error(self, error: OSError) -> InputError:
         return InputError(
@@ -297,7 +150,7 @@ def parse_samples(text: str, path: Path) -> list[Result]:
     for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             sample = json.loads(line)
-            job_of(sample)
+            Job.of(sample)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(
                 f"line {number} of {path} is not a sample: another program wrote it, or the disk lost it. Remove the "
@@ -305,11 +158,6 @@ def parse_samples(text: str, path: Path) -> list[Result]:
             ) from None
         samples.append(sample)
     return samples
-
-
-def job_of(sample: Result) -> Job:
-    """Return the job of a sample."""
-    return Job(sample["task"], sample["length"], sample["seed"])
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -325,6 +173,34 @@ def read_summary(path: Path) -> dict[str, Any]:
     if not isinstance(summary, dict) or summary.get("kind") != "evaluation":
         raise InputError(f"{path / SUMMARY} is not a summary of an evaluation.")
     return summary
+
+
+def result_paths(path: Path) -> list[Path]:
+    """Return a result, or the results directories inside of a directory that is none, by name: what ``--out`` names."""
+    if not path.is_dir() or stored(path / SUMMARY).exists():
+        return [path]
+    return sorted(inner for inner in path.iterdir() if stored(inner / SUMMARY).exists()) or [path]
+
+
+def load_result(path: Path) -> dict[str, Any]:
+    """Return one evaluation: path, recipe, rows, samples, sessions and tables.
+
+    Raises:
+        InputError: if it is no results directory.
+    """
+    if not path.exists():
+        raise InputError(f"the result {path} does not exist. Name a directory that kvsift eval wrote.")
+    summary = read_summary(path)
+    try:
+        text = whole_lines(path / SAMPLES).decode(errors="replace")
+    except OSError as error:
+        raise InputError(f"{path / SAMPLES} cannot be read: {error.strerror}.") from None
+    samples = parse_samples(text, stored(path / SAMPLES))
+    jobs = [Job(*job) for job in summary["contexts"]]
+    last = {key: summary["sessions"][-1][key] for key in ("commit", "versions", "machine")}
+    tables = tables_of(summary["recipe"], samples, jobs)  # the summary of a killed run is older than its samples
+    return {**summary, **last, **tables, "rows": summary["recipe"]["rows"], "samples": samples,
+            "path": str(path)}  # fmt: skip
 
 
 def document_of(recipe: EvalRecipe) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from kvsift.threads import per_process
 from kvsift_lab.eval.contexts import Contexts
-from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.results import Done, Result, ResultsDirectory, document_of, job_of
+from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result
+from kvsift_lab.eval.results import ResultsDirectory, document_of
 from kvsift_lab.eval.summary import left_out, tables_of
 from kvsift_lab.eval.workers import run_jobs
 
@@ -49,7 +49,7 @@ class Meter:
 
     def add(self, sample: Result) -> RunProgress:
         """Count a sample."""
-        job, num_samples = job_of(sample), sample["questions"] * self._num_rows
+        job, num_samples = Job.of(sample), sample["questions"] * self._num_rows
         self._counts[job] += 1
         self._contexts += self._counts[job] == num_samples
         self._work += self._weights.get(job, 0.0) / num_samples
@@ -115,7 +115,7 @@ def _fill(
         results.write_summary(tables)
         return tables
 
-    unfinished = {job_of(context) for context in left_out(document, results.samples, jobs)}
+    unfinished = {Job.of(context) for context in left_out(document, results.samples, jobs)}
     missing = [(job, results.done(job)) for job in jobs if job in unfinished]
     if not missing:
         return summarise()  # without this session, which made no sample

@@ -41,7 +41,7 @@ def rouge_l(prediction: str, reference: str) -> float:
     overlap: set[str] = set()
     for one in references:
         for other in predicted:
-            overlap.update(common_words(one, other))
+            overlap.update(one[index] for index in common_indices(one, other, keep_first=True))
     precision = len(overlap) / len({word for sentence in predicted for word in sentence})
     recall = len(overlap) / len({word for sentence in references for word in sentence})
     return 2 * precision * recall / (precision + recall + 1e-8)
@@ -55,7 +55,7 @@ def rouge_lsum(prediction: str, reference: str) -> float:
         return 0.0
     num_words, hits = ours.total() + theirs.total(), 0
     for line in references:
-        shared = set().union(*(_common_indices(line, other) for other in predicted))
+        shared = set().union(*(common_indices(line, other, keep_first=False) for other in predicted))
         for word in (line[index] for index in sorted(shared)):
             if ours[word] and theirs[word]:
                 hits, ours[word], theirs[word] = hits + 1, ours[word] - 1, theirs[word] - 1
@@ -64,20 +64,6 @@ def rouge_lsum(prediction: str, reference: str) -> float:
 
 def _lines(text: str) -> list[list[str]]:
     return [_WORD.findall(line.lower()) for line in text.split("\n") if line]
-
-
-def _common_indices(first: list[str], second: list[str]) -> set[int]:
-    """Return the indices in ``first`` of a longest common subsequence; of several, the last in ``second``."""
-    table, indices, i, j = _lengths(first, second), set(), len(first), len(second)
-    while i and j:
-        if first[i - 1] == second[j - 1]:
-            i, j = i - 1, j - 1
-            indices.add(i)
-        elif table[i][j - 1] > table[i - 1][j]:
-            j -= 1
-        else:
-            i -= 1
-    return indices
 
 
 def _lengths(first: list[str], second: list[str]) -> list[list[int]]:
@@ -91,19 +77,20 @@ def _lengths(first: list[str], second: list[str]) -> list[list[int]]:
     return table
 
 
-def common_words(first: list[str], second: list[str]) -> set[str]:
-    """Return the words of a longest common subsequence; of several, the one that keeps the end of ``first``."""
-    table = _lengths(first, second)
-    words, i, j = set(), len(first), len(second)
+def common_indices(first: list[str], second: list[str], keep_first: bool) -> set[int]:
+    """Return the indices in ``first`` of a longest common subsequence; of several, the one that keeps the end of
+    ``first``, or that of ``second``."""
+    table, indices, i, j = _lengths(first, second), set(), len(first), len(second)
     while i and j:
+        without_first, without_second = table[i - 1][j], table[i][j - 1]
         if first[i - 1] == second[j - 1]:
             i, j = i - 1, j - 1
-            words.add(first[i])
-        elif table[i - 1][j] > table[i][j - 1]:
+            indices.add(i)
+        elif without_first > without_second or (without_first == without_second and not keep_first):
             i -= 1
         else:
             j -= 1
-    return words
+    return indices
 
 
 def _sentences(text: str) -> list[list[str]]:

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvsift.errors import InputError
 from kvsift_lab.eval.intervals import design_effect, interval
-from kvsift_lab.eval.recipe import Job
-from kvsift_lab.eval.results import Result, job_of
+from kvsift_lab.eval.recipe import Job, Result
 from kvsift_lab.eval.scorers import score
+from kvsift_lab.numbers import grouped
 
 UNEQUAL = 0.05  # the largest difference of counted tokens in a column without a warning
 GUESSES = 32  # answers of other questions per question, for the score of chance
@@ -73,10 +73,8 @@ def design_effects(groups: Iterable[Sequence[Result]]) -> dict[str, float | None
     """Return the design effect of each task over all lengths and plans; a group is the samples of a cell."""
     cells: dict[str, list[list[list[float]]]] = defaultdict(list)
     for samples in groups:
-        contexts: dict[int, list[float]] = defaultdict(list)
-        for sample in samples:
-            contexts[sample["seed"]].append(sample["score"])
-        cells[samples[0]["task"]].append(list(contexts.values()))
+        contexts = grouped(samples, "seed").values()
+        cells[samples[0]["task"]].append([[sample["score"] for sample in context] for context in contexts])
     return {
         task: 1.0 if all(len(context) == 1 for cell in own for context in cell) else design_effect(own)
         for task, own in cells.items()
@@ -187,13 +185,11 @@ def unequal(cells: Iterable[dict[str, Any]]) -> list[str]:
 
 def left_out(recipe: dict[str, Any], samples: Iterable[Result], jobs: Iterable[Job]) -> list[dict[str, Any]]:
     """Return the unfinished contexts."""
-    counts: dict[Job, int] = defaultdict(int)
-    totals: dict[Job, int] = {}
-    for sample in samples:
-        counts[job_of(sample)] += 1
-        totals[job_of(sample)] = sample["questions"] * len(recipe["rows"])
-    return [
-        {**job._asdict(), "samples": counts[job], "of": totals.get(job)}
-        for job in jobs
-        if counts[job] < totals.get(job, 1)
-    ]
+    left = []
+    by_job = grouped(samples, *Job._fields)
+    for job in jobs:
+        own = by_job.get(job, [])
+        total = own[-1]["questions"] * len(recipe["rows"]) if own else None
+        if len(own) < (1 if total is None else total):
+            left.append({**job._asdict(), "samples": len(own), "of": total})
+    return left

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import exp
 from statistics import fmean
 from typing import Any
 
-
-def markdown(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a table."""
-    texts = [f"| {' | '.join(map(str, cells))} |" for cells in (head, *rows)]
-    return "\n".join([texts[0], "|---" * len(head) + "|", *texts[1:]])
+from kvsift_lab.numbers import grouped, table
 
 
 def quality_table(result: dict[str, Any]) -> str:
     """Return a table per task and length: a row per plan, a column per budget: right answers, or the mean
     score where an answer may be partly right."""
-    names, plans, budgets = _names(result), _plans(result), result["recipe"]["budgets"]
-    cells: dict[tuple[str, Any, str, int | None], list[float]] = defaultdict(list)
-    for sample in result["samples"]:
-        cells[sample["task"], sample["length"], names[sample["plan"]], sample["budget"]].append(sample["score"])
-    lengths = list(dict.fromkeys(sample["length"] for sample in result["samples"])) or [None]
+    plans, budgets = _plans(result), result["recipe"]["budgets"]
+    cells = grouped(_named(result), "task", "length", "name", "budget")
+    lengths = {sample["length"] for sample in result["samples"]} or {None}
     tables = []
     for task in _tasks(result):
         for length in sorted(lengths, key=lambda length: length or 0):
-            own = {key[2:]: scores for key, scores in cells.items() if key[:2] == (task, length)}
-            num_questions = max((len(scores) for scores in own.values()), default=0)
+            own = {key[2:]: samples for key, samples in cells.items() if key[:2] == (task, length)}
+            num_questions = max(map(len, own.values()), default=0)
             where = f" at {length:,}" if len(lengths) > 1 and length else ""
             rows = [
                 [plan, *(_cell(own.get((plan, None)) or own.get((plan, budget))) for budget in budgets)]
                 for plan in plans
             ]
-            tables.append(markdown([f"{task}{where} ({num_questions} questions)", *budgets], rows))
+            tables.append(table([f"{task}{where} ({num_questions} questions)", *budgets], rows))
     return "\n\n".join(tables)
 
 
@@ -41,20 +35,17 @@ def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
     """Return a table per task and length of a summary: scores with 95 % intervals and counted tokens, and the score of
     chance."""
     parts = []
-    groups: dict[tuple[str, Any], dict[tuple[str, int | None], dict[str, Any]]] = defaultdict(dict)
-    for cell in tables["cells"]:
-        groups[cell["task"], cell["length"]][cell["name"], cell["budget"]] = cell
     levels = {(row["task"], row["length"]): row["score"] for row in tables["chance"]}
-    for (task, length), cells in groups.items():
-        where = f" at {length:,}" if length else ""
-        most = max(cell["num_samples"] for cell in cells.values())
+    for (task, length), own in grouped(tables["cells"], "task", "length").items():
+        cells, where = {(cell["name"], cell["budget"]): cell for cell in own}, f" at {length:,}" if length else ""
+        most = max(cell["num_samples"] for cell in own)
         rows = [
             [name, *(_interval_cell(cells.get((name, None)) or cells.get((name, budget))) for budget in budgets)]
             for name in dict.fromkeys(name for name, _ in cells)
         ]
         if (task, length) in levels:
             rows.append(["chance", *[f"{levels[task, length]:.2f}"] * len(budgets)])
-        parts.append(markdown([f"{task}{where}, {most} samples", *budgets], rows))
+        parts.append(table([f"{task}{where}, {most} samples", *budgets], rows))
         if [task, length] in tables["unsolved"]:
             parts.append("Dense is not measurably better than chance here: this table does not compare plans.")
     return "\n\n".join(parts)
@@ -62,20 +53,16 @@ def score_table(tables: dict[str, Any], budgets: Sequence[int]) -> str:
 
 def budget_table(result: dict[str, Any], budget: int) -> str:
     """Return the table of one budget: a row per plan, a column per task, visible tokens and recovery."""
-    names, columns = _names(result), _tasks(result)
-    by_plan: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for sample in result["samples"]:
-        if sample["budget"] in (None, budget):
-            by_plan[names[sample["plan"]]].append(sample)
-    rows = []
+    columns, rows = _tasks(result), []
+    by_plan = grouped((sample for sample in _named(result) if sample["budget"] in (None, budget)), "name")
     for plan in _plans(result):
-        samples = by_plan[plan]
-        tasks = [_cell([s["score"] for s in samples if s["task"] == task]) for task in columns]
+        samples = by_plan.get(plan, [])
+        by_task = grouped(samples, "task")
         visible = _mean(s["sparse_layer_visible_tokens"] or s["visible_tokens"] for s in samples)
         recovery = _mean(s["recovery"] for s in samples if s["recovery"] is not None)
         recovered = "-" if recovery is None else f"{100 * recovery:.0f} %"
-        rows.append([plan, *tasks, f"{visible:,.0f}", recovered])
-    return markdown([f"budget {budget}", *columns, "visible tokens", "attention mass recovered"], rows)
+        rows.append([plan, *map(_cell, map(by_task.get, columns)), f"{visible:,.0f}", recovered])
+    return table([f"budget {budget}", *columns, "visible tokens", "attention mass recovered"], rows)
 
 
 def prefill_table(result: dict[str, Any]) -> str:
@@ -83,36 +70,30 @@ def prefill_table(result: dict[str, Any]) -> str:
     tokens per prompt token in sparse layers."""
     present = {sample["task"] for sample in result["samples"]}
     tasks = [task for task in _tasks(result) if task in present]
-    by_plan: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for sample in result["samples"]:
-        by_plan[sample["plan"]].append(sample)
-    rows = []
+    by_plan, rows = grouped(result["samples"], "plan"), []
     for row in result["rows"]:
-        samples = by_plan[row["plan"]]
-        cells = [_cell([s["score"] for s in samples if s["task"] == task]) for task in tasks]
-        cells.append(_cell([s["score"] for s in samples]))
+        samples = by_plan.get(row["plan"], [])
+        by_task = grouped(samples, "task")
         visible = _mean(s["prefill_visible_tokens"] for s in samples if s["prefill_visible_tokens"])
         name = row["plan"].replace(f":budget={row['budget']}", "").replace(":dense_layers=none", "")
-        rows.append([f"`{name}`", *cells, "all" if visible is None else f"{visible:,.0f}"])
-    return markdown(["plan", *tasks, "all", "visible tokens in prefill"], rows)
+        cells = [*map(by_task.get, tasks), samples]
+        rows.append([f"`{name}`", *map(_cell, cells), "all" if visible is None else f"{visible:,.0f}"])
+    return table(["plan", *tasks, "all", "visible tokens in prefill"], rows)
 
 
 def fidelity_table(result: dict[str, Any]) -> str:
     """Return a table per length of predictions: a row per plan, a column per budget, mean KL(dense || plan) and how
     often the likeliest token agrees, over contexts that all plans have finished."""
-    names, budgets = _names(result), result["recipe"]["budgets"]
-    cells: dict[tuple[int, str, int | None], list[tuple[float, float]]] = defaultdict(list)
-    for sample in finished_by_all(result):
-        if "kl" in sample and sample["budget"] is not None:
-            key = (sample["length"], names[sample["plan"]], sample["budget"])
-            cells[key].append((sample["kl"], sample["agreement"]))
+    budgets, finished = result["recipe"]["budgets"], finished_by_all({**result, "samples": _named(result)})
+    compared = [sample for sample in finished if "kl" in sample and sample["budget"] is not None]
     tables = []
-    for length in sorted({length for length, _, _ in cells}):
+    for length, samples in sorted(grouped(compared, "length").items()):
         rows = []
-        for plan in dict.fromkeys(name for of, name, _ in cells if of == length):
-            means = [map(fmean, zip(*cells[length, plan, budget])) for budget in budgets]
+        for plan, own in grouped(samples, "name").items():
+            by_budget = grouped(own, "budget")
+            means = [[fmean(s[key] for s in by_budget[budget]) for key in ("kl", "agreement")] for budget in budgets]
             rows.append([plan, *(f"{kl:.4f} ({same:.2f})" for kl, same in means)])
-        tables.append(markdown([f"{length:,} tokens: KL (agreement)", *budgets], rows))
+        tables.append(table([f"{length:,} tokens: KL (agreement)", *budgets], rows))
     return "\n\n".join(tables)
 
 
@@ -130,9 +111,10 @@ def _mean(values: Iterable[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _cell(scores: Sequence[float] | None) -> str:
-    if not scores:
+def _cell(samples: Sequence[dict[str, Any]] | None) -> str:
+    if not samples:
         return "-"
+    scores = [sample["score"] for sample in samples]
     if set(scores) <= {0, 1}:
         return f"{sum(scores):.0f}/{len(scores)}"
     return f"{sum(scores) / len(scores):.2f} ({len(scores)})"
@@ -152,9 +134,10 @@ def _tasks(result: dict[str, Any]) -> list[str]:
     return [*result["recipe"]["tasks"], *(file["name"] for file in result["recipe"].get("files", ()))]
 
 
-def _names(result: dict[str, Any]) -> dict[str, str]:
-    """Return the mapping from plans of samples to names of rows."""
-    return {row["plan"]: row["name"] for row in result["rows"]}
+def _named(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples with the names of their rows."""
+    names = {row["plan"]: row["name"] for row in result["rows"]}
+    return [{**sample, "name": names[sample["plan"]]} for sample in result["samples"]]
 
 
 def _plans(result: dict[str, Any]) -> list[str]:

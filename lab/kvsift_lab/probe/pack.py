@@ -9,15 +9,15 @@ come from the JSON file and results/ruler.
 import hashlib
 import json
 import sys
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from kvsift.models.embedded import WEIGHTS, embedded_model
-from kvsift_lab.bench.numbers import document, table
-from kvsift_lab.eval.result_files import load_result
+from kvsift_lab.eval.results import load_result
+from kvsift_lab.numbers import grouped, table
 from kvsift_lab.probe import ROOT, phase
+from kvsift_lab.stored import document
 
 MODEL, RESULTS = ROOT / "src/kvsift/embedded", ROOT / "results/embedded-model/summary.json"
 ONE, FOUR = "one NVIDIA H200", "four NVIDIA H100"
@@ -88,13 +88,14 @@ def _num_parameters(config: dict[str, Any]) -> int:
 
 def _published() -> tuple[int, str]:
     """How many contexts a cell has at most, and a table of the dense rows of results/ruler."""
-    scores: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for sample in load_result(ROOT / "results/ruler")["samples"]:
-        if sample["plan"] == "dense":
-            scores[sample["task"], sample["length"]].append(100 * sample["score"])
-    tasks, lengths = (sorted(set(keys)) for keys in zip(*scores))
-    rows = [[task, *(f"{fmean(scores[task, length]):.0f}" for length in lengths)] for task in tasks]
-    return max(map(len, scores.values())), table(["task", *(f"{length // 1024}K" for length in lengths)], rows)
+    dense = (sample for sample in load_result(ROOT / "results/ruler")["samples"] if sample["plan"] == "dense")
+    cells = grouped(dense, "task", "length")
+    tasks, lengths = (sorted(set(keys)) for keys in zip(*cells))
+    rows = [
+        [task, *(f"{fmean(100 * sample['score'] for sample in cells[task, length]):.0f}" for length in lengths)]
+        for task in tasks
+    ]
+    return max(map(len, cells.values())), table(["task", *(f"{length // 1024}K" for length in lengths)], rows)
 
 
 def _phase(number: int, phase: dict[str, Any]) -> str:

@@ -15,22 +15,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from kvsift.errors import unknown
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table
+from kvsift_lab.bench.host_timing import OtherProcesses
+from kvsift_lab.bench.report import FEWEST_QUIET, commit_of, quiet_rounds
 from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import table
 from kvsift_lab.studies.busy_worker import PLANS
 from kvsift_lab.studies.recipes import BusyRecipe
 
 VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 QUIET = 0.1  # share of the processors in other processes: rounds without loops that have more do not count
 WORKER = "kvsift_lab.studies.busy_worker"
-FEWEST_QUIET = 3  # rounds; with fewer, all count, and the table says so
 
 
 class Setting(NamedTuple):
@@ -76,14 +76,12 @@ class MeasuringProcess:
 
     def measure(self, tokens: int, questions: int) -> dict[str, Any]:
         """Return samples, and the share of the processors that other processes used."""
-        started, busy, own = time.perf_counter(), busy_s(), self._own_s()
+        load = OtherProcesses(self.process.pid, os.sched_getaffinity(0))
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"tokens": tokens, "questions": questions}) + "\n")
         self.process.stdin.flush()
         sample = self._answer()
-        others = busy_s() - busy - (self._own_s() - own)
-        processors = len(os.sched_getaffinity(0))
-        return {**sample, "others": round(max(0.0, others / processors / (time.perf_counter() - started)), 3)}
+        return {**sample, "others": load.share()}
 
     def end(self) -> None:
         self.process.kill()
@@ -95,21 +93,6 @@ class MeasuringProcess:
         if not line:
             raise SystemExit("kvsift bench busy: the process of a setting ended; its error is above")
         return dict(json.loads(line))
-
-    def _own_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def busy_s() -> float:
-    """Return the busy seconds of this process's processors since the system started."""
-    own, total = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
-    for line in Path("/proc/stat").read_text().splitlines():
-        name, *fields = line.split()
-        if name in own:
-            user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-            total += user + nice + system + irq + softirq + steal
-    return total / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
@@ -183,31 +166,25 @@ def busy_table(result: dict[str, Any]) -> str:
 def conditions(result: dict[str, Any]) -> str:
     """Return a line on the machine and the rounds."""
     recipe, name = result["recipe"], result["settings"][0]["name"]
-    quiet = len(quiet_rounds(result, name))
+    quiet = sum(each["samples"][name]["others"] <= QUIET for each in result["points"] if not each["busy"])
     counted = f"{quiet} of {recipe['rounds']} rounds without loops were quiet and count"
     if quiet < FEWEST_QUIET:
         counted = (
             f"THE MACHINE WAS BUSY: only {quiet} of {recipe['rounds']} rounds without loops were quiet, and all count"
         )
     versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("python", "torch"))
-    commit = result["commit"][:10] + (" with changes" if result["commit"].endswith("+changes") else "")
     return (
         f"{result['machine']}, {result['processors']} of them used; {recipe['loops']} busy loops; a context of "
-        f"{recipe['context']:,} tokens; {versions}, commit {commit}. Medians; {counted}. In brackets: quiet, against "
-        "libgomp's default in the same round; beside the loops, against the quiet machine."
+        f"{recipe['context']:,} tokens; {versions}, commit {commit_of(result)}. Medians; {counted}. "
+        "In brackets: quiet, against libgomp's default in the same round; beside the loops, against the quiet machine."
     )
-
-
-def quiet_rounds(result: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return the samples of all settings in rounds without loops in which the processors were free for this one."""
-    samples = [each["samples"] for each in result["points"] if not each["busy"]]
-    return [each for each in samples if each[name]["others"] <= QUIET]
 
 
 def rounds_of(result: dict[str, Any], name: str, busy: bool) -> list[dict[str, Any]]:
     """Return the samples of the rounds that count for this setting: the quiet ones, or all if these are too few."""
-    quiet = [] if busy else quiet_rounds(result, name)
-    return quiet if len(quiet) >= FEWEST_QUIET else [e["samples"] for e in result["points"] if e["busy"] == busy]
+    samples = [each["samples"] for each in result["points"] if each["busy"] == busy]
+    counted = range(len(samples)) if busy else quiet_rounds([each[name]["others"] for each in samples], QUIET)
+    return [samples[number] for number in counted]
 
 
 def _itl_ms(result: dict[str, Any], name: str, plan: str, busy: bool) -> float | None:

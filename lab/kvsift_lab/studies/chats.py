@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
@@ -32,8 +31,8 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table, tokens
 from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import grouped, table, tokens
 from kvsift_lab.studies.recipes import ChatsRecipe
 
 MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
@@ -272,10 +271,7 @@ def chats_table(results: Sequence[dict[str, Any]]) -> str:
     of one size are compared with the dense plan among them."""
     rows, dense = [], dict[tuple[Any, ...], float]()
     for result in results:
-        rounds = defaultdict[str, list[dict[str, Any]]](list)
-        for point in result["points"]:
-            if point["part"] == "round":
-                rounds[point["plan"]].append(point)
+        rounds = grouped((point for point in result["points"] if point["part"] == "round"), "plan")
         recipe, [where] = result["recipe"], re.findall(r"H\d+|\d+ cores", result["machine"])
         load = where, recipe["chats"], f"{recipe['documents']} of {tokens(recipe['tokens'])}"
         for plan in [each for each in dict.fromkeys([*recipe["plans"], *rounds]) if each in rounds]:

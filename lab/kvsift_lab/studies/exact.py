@@ -28,8 +28,8 @@ from kvsift.engine.result import Answer
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table
 from kvsift_lab.eval.tasks import make_sample, task_names
+from kvsift_lab.numbers import table
 from kvsift_lab.studies.recipes import AcceptanceRecipe, ExactRecipe
 
 TEXTS = {"greedy": None, "temperature 1": Sampling(1.0, seed=11)}

@@ -37,7 +37,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.decode_case import with_anchors
-from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.numbers import table, tokens
 from kvsift_lab.studies.chats import Chats, Timed, digits, gpu_llm
 from kvsift_lab.studies.recipes import CapturedRecipe
 

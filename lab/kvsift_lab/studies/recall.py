@@ -38,10 +38,10 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.recipe import EvalRecipe, Job
 from kvsift_lab.eval.tasks import make_sample
+from kvsift_lab.numbers import table
 from kvsift_lab.studies.exact import without_end
 from kvsift_lab.studies.recipes import GenerationRecallRecipe, SummaryRecallRecipe
 

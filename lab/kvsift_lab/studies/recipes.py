@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvsift.errors import InputError, unknown
+from kvsift.errors import InputError
 from kvsift_lab.bench import recipe as r
 
 K = 1 << 10
@@ -59,8 +59,7 @@ class ChatsRecipe(r.BenchRecipe):
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> r.BenchRecipe:
         """Return the load of a name, with what is given instead."""
-        if given["load"] not in CHATS:
-            raise unknown("load", given["load"], CHATS)
+        r.require_known("load", [given["load"]], CHATS)
         if given["engine"] not in ("kvsift", "vllm"):
             raise InputError(f"--engine {given['engine']} must be kvsift or vllm.")
         own = {key: value for key, value in given.items() if value is not None}

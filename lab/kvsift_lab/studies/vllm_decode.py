@@ -23,7 +23,7 @@ from typing import Any
 
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.bench.numbers import table, tokens
+from kvsift_lab.numbers import table, tokens
 from kvsift_lab.studies.recipes import VllmDecodeRecipe
 from kvsift_lab.studies.vllm_engine import engine, require_vllm
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format
-from kvsift.methods import checks, old_names
+from kvsift.methods.checks import whole
+from kvsift.methods.old_names import adopt, mark, moved, read
 from kvsift.methods.segment_batch import SegmentRequests
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Part, Selection
@@ -34,12 +35,12 @@ class Method:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        old_names.adopt(cls)
+        adopt(cls)
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            return old_names.read(self, name)
+            return read(self, name)
 
     @property
     def traits(self) -> Traits:
@@ -105,7 +106,7 @@ class Method:
     def checkpoint(self, state: Any) -> None:
         """Remember the present length: the sequence may be rolled back to it. Only states that discard something need
         this; ``crop`` alone rolls back the others."""
-        old_names.mark(state)
+        mark(state)
 
     def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
         """Receive the span of tokens that were answered in a phase, for states that depend on the phase or on earlier
@@ -176,7 +177,7 @@ class ChunkedMethod(Method):
     chunk: int = 128
 
     def __post_init__(self) -> None:
-        checks.whole("chunk", self.chunk, 16)
+        whole("chunk", self.chunk, 16)
 
     @property
     def segment_size(self) -> int:  # type: ignore[override]
@@ -192,4 +193,4 @@ def seen_by_all(start: int, num_queries: int) -> int:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        return old_names.moved(name)
+        return moved(name)

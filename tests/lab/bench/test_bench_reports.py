@@ -9,7 +9,7 @@ import pytest
 from kvsift_lab.bench import attention as attention_report
 from kvsift_lab.bench import chart
 from kvsift_lab.bench import decode as decode_report
-from kvsift_lab.bench.numbers import document
+from kvsift_lab.stored import document
 from lab.bench.fake_results import attention_result, decode_result
 
 from kvsift import InputError

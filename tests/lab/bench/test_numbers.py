@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from kvsift_lab.bench.numbers import break_even, spread, tokens
+from kvsift_lab.bench.attention import break_even
 from kvsift_lab.bench.timing import WARM_UP_ROUNDS, Timer, host_clock, interleaved
+from kvsift_lab.numbers import spread, tokens
 
 CONTEXTS = [1000, 2000, 4000]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -199,3 +202,13 @@ def test_work_of_this_process_and_its_children_is_not_that_of_others() -> None:
     sum(number * number for number in range(2_000_000))
     share = meter.share()
     assert share is None or 0 <= share <= 1.05
+
+
+def test_work_beside_a_named_process_is_that_of_others() -> None:
+    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    meter = OtherProcesses(idle.pid, os.sched_getaffinity(0))
+    while meter.elapsed_s < 0.2:
+        pass
+    share = meter.share()
+    idle.communicate(b"\n")
+    assert share is None or share > 0

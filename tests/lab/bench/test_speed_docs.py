@@ -7,7 +7,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from kvsift_lab.bench import BENCHES, stored
+from kvsift_lab import stored
+from kvsift_lab.bench import BENCHES
 from kvsift_lab.docs import speed
 from lab.bench.fake_results import attention_result, decode_result, prefill_layer_result, prefill_result
 

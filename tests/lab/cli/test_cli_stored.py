@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from cli.watched import Refused
-from kvsift_lab.bench import stored
-from kvsift_lab.bench.numbers import document
+from kvsift_lab import stored
+from kvsift_lab.stored import document
 
 RESULT: dict[str, Any] = {
     "kind": "toy",

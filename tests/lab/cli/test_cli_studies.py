@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from cli.watched import Refused, Run
-from kvsift_lab.bench import stored
+from kvsift_lab import stored
 from kvsift_lab.studies.recall import summary_table
 from kvsift_lab.studies.recipes import ChatsRecipe
 

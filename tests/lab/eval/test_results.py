@@ -16,18 +16,9 @@ from typing import Any
 
 import pytest
 from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.result_files import load_result
-from kvsift_lab.eval.results import (
-    ResultsDirectory,
-    SampleFile,
-    compressed,
-    job_of,
-    read_json,
-    read_stored,
-    read_summary,
-    whole_lines,
-)
+from kvsift_lab.eval.results import ResultsDirectory, load_result, read_summary
 from kvsift_lab.eval.summary import tables_of
+from kvsift_lab.stored import SampleFile, compressed, read_json, whole_lines
 from lab.eval.samples import recipe_of, recipe_text, sample
 
 from kvsift import InputError
@@ -132,7 +123,7 @@ def test_a_recipe_that_asks_for_more_goes_on_and_a_smaller_one_does_not(
     first.close()
     larger = recipe_of(tmp_path, grown)
     second = opened(tmp_path, larger)
-    assert second.done(job_of(sample())) == {(sample()["plan"], sample()["question"])}
+    assert second.done(Job.of(sample())) == {(sample()["plan"], sample()["question"])}
     second.write_summary({})
     second.close()
     opened(tmp_path, larger).close()
@@ -408,7 +399,7 @@ def test_a_kill_at_any_step_loses_nothing(
     assert again.text.encode() in kept
     again.append("next")
     again.close(finished=True)
-    assert read_stored(path).endswith(b"next\n")
+    assert whole_lines(path).endswith(b"next\n")
     assert contents(tmp_path).keys() <= {"samples.jsonl.xz", "samples.jsonl.xz.partial"}
 
 

@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 import pytest
 from kvsift_lab.eval import runner
 from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.result_files import load_result
-from kvsift_lab.eval.results import SAMPLES
+from kvsift_lab.eval.results import SAMPLES, load_result
 from kvsift_lab.eval.runner import Meter, RunProgress, run
 from lab.eval.samples import recipe_of, recipe_text
 from lab.eval.samples import sample as made

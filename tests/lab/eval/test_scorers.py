@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from kvsift_lab.eval.scorers import SCORERS, cleaned, dataset_score, score
-from kvsift_lab.eval.scorers_longbench import common_words
+from kvsift_lab.eval.scorers_longbench import common_indices
 from kvsift_lab.eval.tasks import TASKS
 
 from kvsift.errors import InputError
@@ -160,8 +160,9 @@ def test_control_characters_become_newlines() -> None:
 
 
 def test_of_equally_long_subsequences_the_end_of_the_reference_counts() -> None:
-    assert common_words(["a", "b"], ["b", "a"]) == {"b"}
-    assert common_words(list("abcde"), list("acxye")) == {"a", "c", "e"}
+    assert common_indices(["a", "b"], ["b", "a"], keep_first=True) == {1}
+    assert common_indices(["a", "b"], ["b", "a"], keep_first=False) == {0}
+    assert common_indices(list("abcde"), list("acxye"), keep_first=True) == {0, 2, 4}
 
 
 def test_long_sentences_are_no_problem() -> None:

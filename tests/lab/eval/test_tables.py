@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvsift_lab.eval.result_files import load_result
+from kvsift_lab.eval.results import load_result
 from kvsift_lab.eval.tables import prefill_table, quality_table, score_table
 
 ROOT = Path(__file__).parents[3]

@@ -21,7 +21,7 @@ SETUPS = {
 
 
 def page(results: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Return the page of results of ``result_files.load_result``, by name.
+    """Return the page of results of ``results.load_result``, by name.
 
     Raises:
         InputError: if a result has no scores.

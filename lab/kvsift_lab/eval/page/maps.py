@@ -9,6 +9,7 @@ from typing import Any
 
 from kvsift_lab.eval.page.means import PlanMean
 from kvsift_lab.eval.page.parts import Fold, Parts, Table, heat
+from kvsift_lab.numbers import grouped
 
 BINS = 10, 5  # of the depth; the most that the samples fill
 WIDEST = 24  # columns
@@ -24,10 +25,8 @@ Values = dict[tuple[int, int, str, int], list[float]]
 
 def depths(result: dict[str, Any], means: Sequence[PlanMean]) -> Parts:
     """Return a folded map per task with depths: a row per plan, a column per length and depth."""
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for sample in result["samples"]:
-        if sample["length"] and sample.get("depth") is not None and "nll" not in sample:
-            groups[sample["task"]].append(sample)
+    deep = [s for s in result["samples"] if s["length"] and s.get("depth") is not None and "nll" not in s]
+    groups = grouped(deep, "task")
     rows = {row["plan"]: (row["name"], row["budget"]) for row in result["rows"]}
     order = {(mean.name, mean.budget): mean for mean in means}
     parts: Parts = []

@@ -10,6 +10,7 @@ from statistics import fmean, median, quantiles
 from typing import Any
 
 from kvsift_lab.eval.page.parts import percent
+from kvsift_lab.numbers import grouped
 
 ORDER = "ceiling", "plan", "floor"
 
@@ -51,12 +52,7 @@ class PlanMean:
 
 def means_of(result: dict[str, Any]) -> list[PlanMean]:
     """Return the means of all plans at all budgets and lengths: dense, oracles, plans, floors."""
-    samples: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
-    cells: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
-    for sample in result["samples"]:
-        samples[sample["length"], sample["plan"]].append(sample)
-    for cell in result["cells"]:
-        cells[cell["length"], cell["plan"]].append(cell)
+    samples, cells = (grouped(result[key], "length", "plan") for key in ("samples", "cells"))
     lengths = sorted({length for length, _ in cells}, key=lambda length: length or 0)
     rows = sorted(result["rows"], key=lambda row: (ORDER.index(row["role"]), row["phase"] is not None))  # stable
     several = len({row["budget"] for row in rows if row["budget"] is not None}) > 1
@@ -65,8 +61,8 @@ def means_of(result: dict[str, Any]) -> list[PlanMean]:
         num_tasks = len({cell["task"] for cell in result["cells"] if cell["length"] == length})
         for row in rows:
             if own := cells.get((length, row["plan"])):
-                complete = len(own) == num_tasks
-                means.append(_mean(row, length, own if complete else [], samples[length, row["plan"]], several))
+                complete, answers = own if len(own) == num_tasks else [], samples.get((length, row["plan"]), [])
+                means.append(_mean(row, length, complete, answers, several))
     return means
 
 

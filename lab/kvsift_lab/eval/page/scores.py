@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from math import exp
@@ -12,6 +11,7 @@ from typing import Any
 from kvsift_lab.eval.page.charts import ChartPoint, Level, Series, legend, line_chart
 from kvsift_lab.eval.page.means import PlanMean, at_length, dense_of, lengths_of, percent_of_dense, place
 from kvsift_lab.eval.page.parts import Cell, Figure, Fold, Parts, SideBySide, Table, shown
+from kvsift_lab.numbers import grouped
 
 MOST_LINES = 9  # of one chart, to stay distinguishable
 TASKS = 5  # columns of marks that fit a screen
@@ -51,9 +51,7 @@ def _tint(own: PlanMean | None, means: Sequence[PlanMean], length: int | None) -
 
 def against_tokens(result: dict[str, Any], means: Sequence[PlanMean]) -> Parts:
     """Return lines over budgets for few plans, otherwise a row of marks per plan; and every number in tables."""
-    groups: Groups = defaultdict(list)
-    for cell in result["cells"]:
-        groups[cell["task"], cell["length"]].append(cell)
+    groups: Groups = grouped(result["cells"], "task", "length")
     if not groups:
         return ["There is no sample yet."]
     numbers = Fold("Every number", [_numbers(where, cells) for where, cells in groups.items()])
