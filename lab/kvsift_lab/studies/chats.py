@@ -41,10 +41,10 @@ MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
 class Timed:
     """An output that takes the likeliest token, whatever it is, and the times."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, tokenizer: Any) -> None:
         self.num_tokens = num_tokens
         self.times: list[float] = []
-        self.transcript = Transcript(Request([0], num_tokens), tokenizer=None)  # says how tokens are chosen
+        self.transcript = Transcript(Request([0], num_tokens), tokenizer)  # says how tokens are chosen
 
     def read(self, num_tokens: int) -> None:
         pass
@@ -166,7 +166,7 @@ class Chats(MeasuredChats):
         self.llm = llm
 
     def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Row:
-        row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens))
+        row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens, self.llm.tokenizer))
         self.llm.loop.submit(row)
         return row
 

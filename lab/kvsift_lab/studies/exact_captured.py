@@ -111,7 +111,7 @@ class ImposedRows:
         fill(cache, numbers, drawn, device, self._llm.chunk_size)
 
     def _row(self, prompt: list[int], plan: str, new: int, exact: bool = False) -> Any:
-        row = Row(prompt, parse_plan(plan), new, Timed(new))
+        row = Row(prompt, parse_plan(plan), new, Timed(new, self._llm.tokenizer))
         row.exact = exact_decoder(self._llm, Request(prompt, new, exact=exact), row.plan)
         return row
 

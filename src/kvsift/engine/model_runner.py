@@ -101,6 +101,14 @@ class ModelRunner(Uncopied):
         self.load()
         return self._model
 
+    @property
+    def generation_settings(self) -> GenerationSettings:
+        """What the model's generation_config.json asks for."""
+        model = self.model
+        if self._settings is None:  # of a model that was made, not loaded
+            self._settings = _settings_of(model, self.tokenizer)
+        return self._settings
+
     def check_text(self, text: str) -> None:
         """Refuse a text whose first part has too many tokens already: all of it would take seconds to tokenize.
 
@@ -165,9 +173,7 @@ class ModelRunner(Uncopied):
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
         started = perf_counter() if started is None else started
         deadline = None if options.timeout_s is None else started + options.timeout_s
-        self.load()
-        settings = self._settings
-        assert settings is not None, "the model is loaded"
+        settings = self.generation_settings
         ends, stops = (frozenset[int](), ()) if ignores_ends else (self._end_ids(), settings.stops)
         return Request(
             ids,
@@ -206,8 +212,7 @@ class ModelRunner(Uncopied):
             InputError: if captured steps are required.
         """
         self.load()
-        assert self._settings is not None, "the model is loaded"
-        return self.fast_path.composed_reason(plan, self._model, self._settings)
+        return self.fast_path.composed_reason(plan, self._model, self.generation_settings)
 
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a row under a plan has pages of its own; None if they may be in a pool with those of others."""
@@ -303,8 +308,7 @@ class ModelRunner(Uncopied):
 
     def _end_ids(self) -> frozenset[int]:
         """Return the tokens of the model that end an answer."""
-        assert self._settings is not None, "the model is loaded"
-        return self._settings.ends
+        return self.generation_settings.ends
 
     def _stop_ids(self, options: GenerateOptions, ends: Collection[int], stops: Sequence[str]) -> frozenset[int]:
         """Return the tokens that end an answer by an option, or as special tokens among the model's own stops.
