@@ -116,6 +116,18 @@ def test_processes_that_unpack_at_once_leave_one_whole_model(tmp_path: Path, mon
     }
 
 
+def test_another_card_or_tokenizer_is_not_taken_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("kvsift.models.embedded.files", lambda package: tmp_path / package)
+    source = tmp_path / "kvsift" / "embedded"
+    source.mkdir(parents=True)
+    save_file({"odd": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / WEIGHTS)
+    pack(tmp_path / WEIGHTS, source / "weights.npz")
+    for text in ("older", "newer"):
+        (source / "README.md").write_text(text)
+        assert (embedded_model.__wrapped__() / "README.md").read_text() == text
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

@@ -30,9 +30,8 @@ def embedded_model() -> Path:
         InputError: if it has to be written and the cache of the user cannot be.
     """
     source = Path(str(files("kvsift") / "embedded"))
-    digest = hashlib.sha256((source / PACKED).read_bytes()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = home / "kvsift" / digest / "embedded"
+    target = home / "kvsift" / _digest(source) / "embedded"
     if not target.is_dir():
         try:
             _write(source, target)
@@ -62,13 +61,21 @@ def unpack(packed: Path, weights: Path) -> None:
         weights.write_bytes(planes["header"].tobytes() + bits.tobytes())
 
 
+def _digest(source: Path) -> str:
+    """Name the contents of all files, so that a newer kvsift never takes up what an older one unpacked."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in source.iterdir() if path.is_file()):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def _write(source: Path, target: Path) -> None:
     """Write the directory beside its place and move it there as a whole, since several processes may do so at once."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=target.parent))
     try:
         for file in source.iterdir():
-            if file.name != PACKED:
+            if file.is_file() and file.name != PACKED:
                 shutil.copyfile(file, made / file.name)
         unpack(source / PACKED, made / WEIGHTS)
         made.chmod(0o755)
