@@ -14,8 +14,6 @@ from kvsift.cli.calibrate_layers import LayerChoices, calibrate_layers, print_la
 from kvsift.cli.escaping import plain
 from kvsift.cli.option_groups import expand
 
-CHARACTERS_PER_TOKEN = 8  # an upper bound; surplus text is not used
-
 
 @expand
 def calibrate(
@@ -52,6 +50,7 @@ def calibrate(
     o.use_threads(threads)
     from kvsift.engine.calibration import calibrate as run
     from kvsift.engine.llm import LLM
+    from kvsift.texts.calibration import CHARACTERS, prose_of
 
     llm = LLM(model, "dense", device=device, dtype=dtype)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
@@ -61,7 +60,8 @@ def calibrate(
             if layers:
                 facts = calibrate_layers(llm, texts, out, tokens, length, chosen, show)
             else:
-                facts = run(llm, texts or {"prose": _prose(tokens)}, out, tokens=tokens, length=length, progress=show)
+                sources = texts or {"prose": prose_of(CHARACTERS * tokens)}
+                facts = run(llm, sources, out, tokens=tokens, length=length, progress=show)
     if as_json:
         print(json.dumps(facts, indent=2))
     elif layers:
@@ -69,15 +69,3 @@ def calibrate(
     else:
         architecture, tokens = facts["model"].partition(",")[0], facts["recipe"]["tokens"]
         print(plain(f"{out}: {facts['layers']} layers of {architecture}, from {tokens:,} tokens of text"))
-
-
-def _prose(tokens: int) -> str:
-    """Return the beginning of endless prose, the same on one version of Python."""
-    from random import Random
-
-    from kvsift.texts.prose import prose
-
-    text, pieces = "", prose(Random(0))
-    while len(text) < CHARACTERS_PER_TOKEN * tokens:
-        text += next(pieces)
-    return text

@@ -45,6 +45,10 @@ class ProgressBar:
         """Show the prefilled tokens of a prompt."""
         self._show("reading", done, total, f"{done:,} of {total:,} tokens")
 
+    def working(self, what: str, done: int, total: int) -> None:
+        """Show an activity of several parts."""
+        self._show(what, done, total, f"{done:,} of {total:,}")
+
     def answering(self, done: int, total: int, text: str = "") -> None:
         """Show the number of finished answers and the text of the current one."""
         words = plain(" ".join(text[-200:].split()))

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from time import perf_counter
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 
 from kvsift.batching.row import CacheReport
 from kvsift.engine.decode_paths import decode_beside, row_beside
@@ -20,7 +20,7 @@ from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, St
 from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, require_text
 from kvsift.engine.result import Answer
-from kvsift.engine.saved_document import SavedDocument, check_saving, check_target, save
+from kvsift.engine.saved_document import check_saving, check_target, save
 from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.engine.transcript import Transcript
@@ -35,6 +35,25 @@ from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import parse_plan
 
 LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
+
+
+class Contents(Protocol):
+    """What fills the cache of a document instead of a prefill, for instance a ``SavedDocument``."""
+
+    @property
+    def rotation(self) -> int | None:
+        """See ``SparseCache.rotation``."""
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that the prefill took."""
+
+    @property
+    def read_stats(self) -> dict[str, Any]:
+        """Counters of the prefill."""
+
+    def fill(self, cache: SparseCache, runner: ModelRunner) -> None:
+        """Fill an empty cache with the tokens of the document."""
 
 
 class Document(Uncopied):
@@ -191,8 +210,8 @@ class Document(Uncopied):
                 )
             save(path, runner, self.prefill(self._plan), self.text, self._ids, self.read_s, self.read_stats)
 
-    def restore(self, saved: SavedDocument) -> None:
-        """Fill the cache with a saved document instead of a prefill."""
+    def restore(self, saved: Contents) -> None:
+        """Fill the cache instead of a prefill."""
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
@@ -266,9 +285,16 @@ class Document(Uncopied):
         )
         return self._go_on(ids, None, on_text, question_phase, options)
 
+    def tpot(self, plan: Plan, num_tokens: int) -> float:
+        """Seconds per token of an answer of so many tokens under a plan, whatever they are."""
+        options: Options = {"plan": plan, "max_new_tokens": num_tokens}
+        answer = self._go_on([*self._ids, self._ids[-1]], None, None, "decode", options, ignores_ends=True)
+        assert answer.tpot_s is not None, "an answer of several tokens has a time per token"
+        return answer.tpot_s
+
     def _go_on(
         self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,
-        question_phase: Phase, options: Options,
+        question_phase: Phase, options: Options, ignores_ends: bool = False,
     ) -> Answer:  # fmt: skip
         checks.function("on_text", on_text)
         [chosen] = GenerateOptions.of(options).split(1)
@@ -280,7 +306,7 @@ class Document(Uncopied):
             more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
             with inference():
                 cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
-            request = runner.request(ids, chosen, on_text is not None, offsets, started)
+            request = runner.request(ids, chosen, on_text is not None, offsets, started, ignores_ends)
             return self._answer(cache, Transcript(request, runner.tokenizer), started, question_phase, on_text)
 
     @contextmanager

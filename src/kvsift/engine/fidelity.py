@@ -1,16 +1,22 @@
-"""How far the predictions of a plan are from those of dense decoding over the same text."""
+"""How far the predictions of plans are from those of dense decoding over the same texts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import sqrt
+from statistics import NormalDist, fmean, stdev
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsift.engine.document import Document
 from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import ProgressCallback
+from kvsift.models.inference import inference
+from kvsift.models.transformers import SparseCache
+from kvsift.native.product import MAX_ROWS
 from kvsift.plan.plan import Plan
 
 
@@ -27,6 +33,124 @@ class Fidelity:
     nll: float
     kl: float
     agreement: float
+
+
+class DecodedText(NamedTuple):
+    """Token ids of a text, of which those from ``start`` on are decoded."""
+
+    ids: Sequence[int]
+    start: int
+
+
+class Scores(NamedTuple):
+    """Means over the first ``tokens`` predictions after each text, in the order of the texts.
+
+    Attributes:
+        tokens: scored after each text.
+        kl, agreement, nll: of ``Fidelity``.
+        recovery: share of attention on what was read, where steps were probed; else NaN.
+    """
+
+    tokens: int
+    kl: list[float]
+    agreement: list[float]
+    nll: list[float]
+    recovery: list[float]
+
+
+class _Decoded(NamedTuple):
+    """What was decoded under a plan after each text: a tensor [texts] for each token."""
+
+    plan: Plan
+    caches: Sequence[SparseCache]
+    kl: list[Tensor]
+    agreement: list[Tensor]
+    nll: list[Tensor]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.kl)
+
+
+class FidelityScorer:
+    """Scores plans against dense decoding over the ends of texts, which are prefilled once.
+
+    The texts are decoded side by side, so that their weights are read once. What is compared is what each text would
+    have predicted alone, up to rounding on a GPU.
+
+    Args:
+        runner: of the model, for instance an ``LLM``; its plan is not used.
+        texts: of which as many tokens are scored as the shortest end has.
+        progress: called with the prefilled tokens and all tokens to prefill.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, texts: Sequence[DecodedText], progress: ProgressCallback | None = None
+    ) -> None:
+        self._runner = runner
+        self.num_tokens = min(len(text.ids) - text.start for text in texts)
+        self.targets = torch.tensor([text.ids[text.start : text.start + self.num_tokens] for text in texts])
+        # a token is decoded to predict the next one, so the first that is decoded is the last before the targets
+        self._fed = torch.tensor([text.ids[text.start - 1 : text.start - 1 + self.num_tokens] for text in texts])
+        self._documents = [Document(runner, list(text.ids[: text.start - 1]), _not_asked, Plan()) for text in texts]
+        total, done = sum(document.num_tokens for document in self._documents), 0
+        for document in self._documents:
+            with inference():
+                document.prefill(Plan(), self.num_tokens)
+            done += document.num_tokens
+            if progress is not None:
+                progress(done, total)
+        self._last: _Decoded | None = None
+        self._dense = self._predicted_densely()
+
+    @torch.inference_mode()
+    def score(self, plan: Plan, tokens: int | None = None) -> Scores:
+        """Compare a plan with dense decoding over the first so many tokens after each text, or all. Of a plan that was
+        scored last, only more tokens are decoded."""
+        tokens = self.num_tokens if tokens is None else tokens
+        if self._last is None or self._last.plan != plan or self._last.tokens > tokens:
+            caches = [document.prefill(plan, self.num_tokens) for document in self._documents]
+            for cache in caches:
+                cache.stats.clear()
+            self._last = _Decoded(plan, caches, [], [], [])
+        last, first = self._last, self._last.tokens
+        for step, logits in enumerate(decoded(self._runner, last.caches, self._fed[:, first:tokens]), first):
+            predicted, dense = logits.float().log_softmax(-1), self._dense[:, step].to(logits.device)
+            last.kl.append((dense.exp() * (dense - predicted)).nan_to_num(0.0).sum(-1).cpu())
+            last.agreement.append((predicted.argmax(-1) == dense.argmax(-1)).float().cpu())
+            last.nll.append(-predicted.cpu().gather(1, self.targets[:, step : step + 1]).squeeze(1))
+        means = (torch.stack(each).mean(0).tolist() for each in (last.kl, last.agreement, last.nll))
+        return Scores(tokens, *means, [_recovery(cache.stats.report()) for cache in last.caches])
+
+    @torch.inference_mode()
+    def _predicted_densely(self) -> Tensor:
+        """Log-probabilities on the host, float32 [texts, tokens, vocabulary]."""
+        caches = [document.prefill(Plan(), self.num_tokens) for document in self._documents]
+        fused = self._runner.fast_path.fused(self._runner.model)
+        if fused is None:
+            steps = [logits.float().log_softmax(-1).cpu() for logits in decoded(self._runner, caches, self._fed)]
+            return torch.stack(steps, 1)
+        rows = []
+        for cache, fed in zip(caches, self._fed):
+            cache.run.exact = "dense"  # several tokens in one pass, as exact decoding verifies
+            parts = [fused.verify(part.to(self._runner.device), cache) for part in fed.split(MAX_ROWS)]
+            cache.run.exact = ""
+            rows.append(torch.cat([part.float().log_softmax(-1).cpu() for part in parts]))
+        return torch.stack(rows)
+
+
+def decoded(runner: ModelRunner, caches: Sequence[SparseCache], tokens: Tensor) -> Iterator[Tensor]:
+    """Decode known tokens [caches, steps], one per cache in each step; yields logits [caches, vocabulary]."""
+    fused = runner.fast_path.fused(runner.model)
+    together = fused is not None and not any(cache.run.plan.wants_hidden for cache in caches)
+    for column in tokens.T:
+        if fused is None or not together:
+            passes = [runner.prefill(cache, [int(token)], phase="decode") for cache, token in zip(caches, column)]
+            yield torch.cat(passes)[:, -1]
+            continue
+        column = column.to(runner.device)
+        parts = range(0, len(caches), MAX_ROWS)
+        yield torch.cat([fused.decode(column[at : at + MAX_ROWS], caches[at : at + MAX_ROWS])[:, 0] for at in parts])
 
 
 @torch.inference_mode()
@@ -47,8 +171,8 @@ def predictions(
         counters of the run.
     """
     cache = document.prefill(plan, len(targets))
-    logits = [runner.prefill(cache, [token], phase="decode")[0, -1] for token in (last, *targets[:-1])]
-    return torch.stack(logits).float().log_softmax(-1).cpu(), cache.stats.report()
+    logits = torch.cat(list(decoded(runner, [cache], torch.tensor([[last, *targets[:-1]]]))))
+    return logits.float().log_softmax(-1).cpu(), cache.stats.report()
 
 
 def fidelity(predicted: Tensor, dense: Tensor, targets: Sequence[int]) -> Fidelity:
@@ -57,3 +181,32 @@ def fidelity(predicted: Tensor, dense: Tensor, targets: Sequence[int]) -> Fideli
     divergence = torch.nn.functional.kl_div(predicted, dense, reduction="batchmean", log_target=True)
     agreement = (predicted.argmax(-1) == dense.argmax(-1)).float().mean()
     return Fidelity(nll, float(divergence), float(agreement))
+
+
+def bounds(means: Sequence[float], level: float = 0.9) -> tuple[float, float]:
+    """One-sided bounds, each with this confidence, of the mean that independent texts share: Student's t."""
+    if len(means) < 2:
+        return float("-inf"), float("inf")
+    margin = t_quantile(level, len(means) - 1) * stdev(means) / sqrt(len(means))
+    return fmean(means) - margin, fmean(means) + margin
+
+
+def t_quantile(level: float, freedom: int) -> float:
+    """Student's t, by the expansion of Cornish and Fisher: within 0.5 % from 5 degrees of freedom on, to 0.99."""
+    z = NormalDist().inv_cdf(level)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _recovery(report: dict[str, Any]) -> float:
+    found = report["phases"].get("decode", {}).get("recovery")
+    return float("nan") if found is None else float(found)
+
+
+def _not_asked(question: str) -> list[int]:
+    raise NotImplementedError("texts that are scored are not asked")

@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from kvsift.engine.anchor_search import Choice, choices, choose
 from kvsift.engine.calibration import recipe_of, required_origin
+from kvsift.engine.fidelity import DecodedText
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.errors import InputError
@@ -34,13 +35,6 @@ from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import KVReader, LayerShape, Origin
-
-
-class DecodedText(NamedTuple):
-    """Token ids of a text, of which those from ``start`` on are decoded."""
-
-    ids: Sequence[int]
-    start: int
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,157 @@
+"""kvsift tune: the plan that fits a model, a text and this machine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvsift.cli import options as o
+from kvsift.cli.escaping import plain
+from kvsift.cli.numbers_table import print_columns
+from kvsift.cli.option_groups import DeviceOptions, expand
+from kvsift.cli.progress import ProgressBar
+
+PIECES, SCORED = 8, 256  # texts, and tokens after each that are scored: 2,048 in all
+MOST_SCORED_CONTEXT = {"cpu": 4096, "cuda": 16_384}  # tokens before them: prefilling more takes longer than the rest
+DEFAULT_CONTEXT = 32_768
+FILE = "kvsift-plan.json"
+PROBE_EVERY = 8  # steps, for a target of recovery
+
+
+@expand
+def tune(
+    *,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Hugging Face model directory, or a model's name on huggingface.co; without it, the "
+                       "embedded model.", show_default=False),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", help="Text file of the kind that will be asked about, may be repeated; by default "
+                     "English prose, program text and generated questions."),
+    ] = None,
+    target: Annotated[
+        str,
+        typer.Option("--target", help="What the plan keeps: kl=0.02 (nats from dense, at most), agreement=0.97 (share "
+                     "of the likeliest tokens) or recovery=0.95 (share of attention)."),
+    ] = "kl=0.02",
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=512, help="Cached tokens at which plans are timed; by default half of the "
+                     f"model's positions, {DEFAULT_CONTEXT:,} at most."),
+    ] = None,
+    tpot: Annotated[
+        float | None,
+        typer.Option("--tpot", min=0.001, help="The most milliseconds per token. Where no plan that meets the target "
+                     "is as fast, the one closest to dense of those that are is found."),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option("--length", min=512, help="Tokens before those that are scored; by default as --context, on a CPU "
+                     f"{MOST_SCORED_CONTEXT['cpu']:,} at most and on a GPU {MOST_SCORED_CONTEXT['cuda']:,}."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the places in the texts.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "--output", help="File for the plan, for instance kvsift-plan.json beside the model; by "
+                     "default in the user's cache, where plan=auto finds it."),
+    ] = None,
+    device: DeviceOptions,
+    threads: o.ThreadsOption = None,
+    quiet: o.QuietOption = False,
+    as_json: o.JsonOption = False,
+) -> None:  # fmt: skip
+    """Find the fastest plan whose predictions stay close to those of dense attention, on a text and on this machine.
+
+    At least 2,048 tokens are predicted under each plan that comes into question, and the 90 % bound of what was
+    measured has to meet the target. plan=auto then takes the plan that was found. An interrupted search goes on where
+    it was stopped when the command is given again.
+    """
+    o.require_writable(out, "--out", text or ())
+    texts = {str(path): o.read_text(path, "text") for path in text} if text else None
+    o.use_threads(threads)
+    from kvsift.checkpoint import fingerprint
+    from kvsift.engine.llm import LLM
+    from kvsift.engine.provenance import versions_and_machine
+    from kvsift.engine.tune import Notebook, Target, Tuner, digest
+    from kvsift.plan.syntax import parse_plan
+    from kvsift.plan.tuned_plan import TunedPlan, default_path, write
+    from kvsift.texts.calibration import mixed, windows
+
+    wanted = Target.of(target)
+    probes = PROBE_EVERY if wanted.measure == "recovery" else 0
+    llm = LLM(model, "dense", dense_below=0, probe_every=probes, **device.keywords())
+    asked = context or _default_context(llm.directory.max_positions)
+    llm.check([[0] * asked], 2 * SCORED)
+    before = min(asked, length or MOST_SCORED_CONTEXT[llm.device.type])
+    if texts is None:
+        pieces = mixed(llm, before, SCORED, PIECES, seed)
+    else:
+        pieces = windows(llm, texts, before, SCORED, PIECES, seed)
+    made_for = fingerprint(llm.directory.path)
+    path = out or default_path(made_for, llm.device.type)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recipe = {
+        "texts": sorted(texts or {"prose, program text and questions": ""}), "seed": seed, "context": asked,
+        "scored_context": min(piece.start for piece in pieces), "dtype": str(llm.dtype).removeprefix("torch."),
+        **versions_and_machine(llm.device),
+    }  # fmt: skip
+    notebook = Notebook(path.with_suffix(".measured.json"), {"pieces": digest(pieces), "model": made_for, **recipe})
+    with ProgressBar(quiet, "loading the model") as progress:
+        llm.load()
+        tuner = Tuner(llm, pieces, asked, notebook, progress.working)
+        found = tuner.search(wanted, None if tpot is None else tpot / 1e3, path.with_suffix(".anchors.json"))
+    tuned = TunedPlan(parse_plan(found["plan"]), llm.directory.name, made_for, llm.device.type, {**found, **recipe})
+    write(path, tuned)
+    notebook.remove()
+    if as_json:
+        print(json.dumps({**found, **recipe, "file": str(path)}, indent=2))
+    else:
+        _print(found, path, out is None, llm.directory.name)
+
+
+def _default_context(positions: int | None) -> int:
+    return DEFAULT_CONTEXT if positions is None else min(max(positions // 2, 512), DEFAULT_CONTEXT)
+
+
+def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> None:
+    """Print the plans that no other beats in both time and distance, and what was found."""
+    from rich.console import Console
+
+    measure = found["target"].partition("=")[0]
+    rows = [("plan", "ms per token", measure, "90 % bounds", "agreement", "tokens")]
+    for each in _front(found["candidates"], found["plan"], measure):
+        low, high = each.get(f"{measure}_interval", (0.0, 0.0))
+        mark = " *" if each["plan"] == found["plan"] else ""
+        rows.append((
+            f"{each['plan']}{mark}", f"{1e3 * each['tpot_s']:.2f}", f"{each.get(measure, 0.0):.4f}",
+            f"{low:.4f} to {high:.4f}" if "tokens" in each else "", f"{each.get('agreement', 1.0):.3f}",
+            f"{each['tokens']:,}" if "tokens" in each else "",
+        ))  # fmt: skip
+    print_columns(Console(highlight=False), rows[0], rows[1:])
+    faster = found["dense_tpot_s"] / found["tpot_s"]
+    if found["plan"] == "dense":
+        print(plain(f"No plan that was tried meets {found['target']} on this text; dense does."))
+    elif not found["met"]:
+        print(plain(f"{found['plan']} does not meet {found['target']}: no plan that does is fast enough."))
+    if found["plan"] != "dense" and faster < 1:
+        print(plain(f"At {found['context']:,} tokens dense decoding takes {faster:.2f} of its time on this machine."))
+    use = "plan=auto takes it" if is_cached or path.name == FILE else f"plan=auto takes it as {FILE} beside the model"
+    print(plain(f"{found['plan']} for {name} is in {path}; {use}."))
+
+
+def _front(candidates: Sequence[dict[str, Any]], chosen: str, measure: str) -> list[dict[str, Any]]:
+    """The scored candidates of which no other is both faster and closer, dense and the chosen one, by their times."""
+    sign, best, front = 1 if measure == "kl" else -1, math.inf, []
+    for each in sorted(candidates, key=lambda each: each["tpot_s"]):
+        distance = sign * each[measure] if measure in each else math.inf
+        if distance < best or each["plan"] in ("dense", chosen):
+            best = min(best, distance)
+            front.append(each)
+    return front
