@@ -285,12 +285,10 @@ class Document(Uncopied):
         )
         return self._go_on(ids, None, on_text, question_phase, options)
 
-    def tpot(self, plan: Plan, num_tokens: int) -> float:
-        """Seconds per token of an answer of so many tokens under a plan, whatever they are."""
+    def itl_s(self, plan: Plan, num_tokens: int) -> list[float]:
+        """Seconds between so many tokens that follow the document under a plan, whatever they are."""
         options: Options = {"plan": plan, "max_new_tokens": num_tokens}
-        answer = self._go_on([*self._ids, self._ids[-1]], None, None, "decode", options, ignores_ends=True)
-        assert answer.tpot_s is not None, "an answer of several tokens has a time per token"
-        return answer.tpot_s
+        return self._go_on([*self._ids, self._ids[-1]], None, None, "decode", options, ignores_ends=True).itl_s
 
     def _go_on(
         self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,

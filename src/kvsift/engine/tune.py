@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain, product
 from math import inf, isfinite, isnan
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean, linear_regression, median
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -207,6 +207,9 @@ class Tuner:
         if tpot_s is not None and (chosen is None or chosen.tpot_s > tpot_s):
             chosen, is_met = self._closest([each for each in tried if each.tpot_s <= tpot_s], target), False
         found = chosen or dense
+        for path in anchors.parent.glob(f"*-{anchors.name}"):
+            if str(path) not in found.plan:
+                path.unlink()
         return {
             "plan": found.plan, "target": str(target), "met": is_met or found is dense, "context": self.context,
             **found.summary(), "dense_tpot_s": dense.tpot_s,
@@ -247,13 +250,13 @@ class Tuner:
         return [Tried("dense", times["dense"]), *sorted(tried, key=lambda each: each.tpot_s)]
 
     def _times(self, plans: Sequence[str]) -> dict[str, float]:
-        """The least seconds per token of each plan, in rounds over all of them."""
+        """Seconds per token of each plan: the least median of rounds over all of them."""
         kept = self._notebook.times
         for number in range(ROUNDS):
             for done, plan in enumerate(plans):
                 self._progress("timing plans", number * len(plans) + done, ROUNDS * len(plans))
                 if len(kept.setdefault(plan, [])) <= number:
-                    kept[plan].append(self._document.tpot(parse_plan(plan), TIMED_TOKENS))
+                    kept[plan].append(median(self._document.itl_s(parse_plan(plan), TIMED_TOKENS)))
             self._notebook.save()
         return {plan: min(kept[plan]) for plan in plans}
 
@@ -311,7 +314,7 @@ class Tuner:
         pairs = compare(self._runner, texts, options, partial(self._progress, "comparing layers"))
         if not pairs.compared or not pairs.num_queries:
             return chosen
-        origin, before = required_origin(self._runner), None
+        origin, before, base = required_origin(self._runner), None, chosen.plan
         for recovery in RECOVERIES:
             choice = choose(pairs.gains(), None, recovery)
             if not choice.reuse or choice == before:
@@ -319,8 +322,8 @@ class Tuner:
             before, path = choice, anchors.with_name(f"{len(choice.anchors)}-{anchors.name}")
             recipe = recipe_of(self._runner, {}, sum(len(text.ids) for text in texts))
             write_anchors(path, pairs.anchor_map(choice, origin, recipe))
-            plan = f"{chosen.plan}:anchors={path}"
-            times = self._times([chosen.plan, plan])
+            plan = f"{base}:anchors={path}"
+            times = self._times([base, plan])
             candidate = self._scored(Tried(plan, times[plan]), target)
             tried.append(candidate)
             if not self._meets(candidate, target):
