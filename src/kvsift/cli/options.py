@@ -240,7 +240,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         InputError: if that fails, for instance because the disk is full; the old file stays.
     """
-    from kvsift.engine.atomic_files import write_atomically
+    from kvsift.atomic_files import write_atomically
 
     data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
     with writing(path):
@@ -257,7 +257,7 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
     Raises:
         InputError: if the block raised such an error.
     """
-    from kvsift.engine.atomic_files import reason
+    from kvsift.atomic_files import reason
 
     caught: tuple[type[Exception], ...] = (OSError, *errors)
     try:
