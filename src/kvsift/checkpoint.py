@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 
 from kvsift.errors import InputError, one_line
@@ -46,6 +48,18 @@ def fingerprint(directory: Path) -> str:
                 opened.seek(start)
                 digest.update(opened.read(num_bytes))
     return digest.hexdigest()[:32]
+
+
+def local_directory(model: str, revision: str | None = None) -> Path | None:
+    """Return the directory of a model that is named by its path, or by its name on huggingface.co; None if neither is
+    on this machine's disk."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        file = try_to_load_from_cache(model, "config.json", revision=revision)
+    except HFValidationError:  # a path that has been moved
+        return None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def tokenizer_fingerprint(directory: Path) -> str:

@@ -13,7 +13,7 @@ from models.tiny import tiny
 
 from kvsift import InputError, parse_plan
 from kvsift.checkpoint import fingerprint
-from kvsift.plan.tuned_plan import DEFAULT_PLAN, FILE, GUARD, TunedPlan, default_path, find, read, resolve, write
+from kvsift.plan.tuned_plan import DEFAULT_PLAN, FILE, GUARD, ModelPlans, TunedPlan, default_path, find, read, write
 
 PLAN = "sketch:budget=512:dense_layers=0"
 
@@ -130,16 +130,31 @@ def test_a_plan_of_the_other_device_is_taken_and_said(model: Path, caplog: pytes
 
 
 def test_without_a_tuned_plan_auto_is_the_default_with_a_guard(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert resolve("auto", model, "cpu") == parse_plan(f"{DEFAULT_PLAN}:{GUARD}")
-    [said] = caplog.messages
+    plans = ModelPlans(model, "cpu")
+    assert plans.parse("quest:budget=256") == parse_plan("quest:budget=256")
+    assert not caplog.messages
+    assert plans.parse("auto") == plans.parse(" auto ") == parse_plan(f"{DEFAULT_PLAN}:{GUARD}")
+    [said] = caplog.messages  # once
     assert said == (
         "plan=auto: no tuned plan of this model is found. The default plan is taken with a guard: "
         f"{DEFAULT_PLAN}:{GUARD}. kvsift tune {model} finds a plan."
     )
-    caplog.clear()
-    assert resolve("auto", None, "cpu", model="some-lab/Tiny", no_guard="probe_every=0") == parse_plan(DEFAULT_PLAN)
+
+
+def test_where_there_can_be_no_guard_the_default_has_none_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    plans = ModelPlans(None, "cpu", model="some-lab/Tiny", no_guard="probe_every=0 checks none")
+    assert plans.auto == parse_plan(DEFAULT_PLAN)
     [said] = caplog.messages
-    assert "is taken without a guard (probe_every=0): sketch:budget=1024. kvsift tune some-lab/Tiny finds" in said
+    assert "is taken without a guard (probe_every=0 checks none): sketch:budget=1024. kvsift tune some-lab/Tiny" in said
+
+
+def test_a_directory_that_has_no_whole_checkpoint_says_why_no_plan_is_looked_for(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (model / "model.safetensors").unlink()
+    assert ModelPlans(model, "cpu").auto.is_guarded
+    [said] = caplog.messages
+    assert f"no tuned plan of this model can be looked for ({model} holds no weights" in said
 
 
 def test_rules_with_different_anchors_are_not_written(model: Path, tmp_path: Path) -> None:

@@ -84,6 +84,11 @@ def is_auto(spec: object) -> bool:
     return isinstance(spec, str) and spec.strip() == AUTO
 
 
+def parse_unless_auto(spec: PlanSpec) -> Plan | str:
+    """As ``parse_plan``, and auto as it is: for whoever refuses bad plans before there is a model."""
+    return AUTO if is_auto(spec) else parse_plan(spec)
+
+
 def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     """A rule from a method's name and its settings, the method's and the budget's in one mapping.
 

@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -153,36 +154,49 @@ def _of_model(path: Path, made_for: str) -> TunedPlan | None:
     return None
 
 
-def resolve(spec: PlanSpec, directory: Path | None, device_type: str, *, model: str = "", no_guard: str = "") -> Plan:
-    """Return a plan from any of its spellings, or the one that ``auto`` stands for: the tuned plan of a model, else the
-    default one with a guard, which is logged.
+class ModelPlans:
+    """Plans of all spellings for one model: ``auto`` is its tuned plan, else the default plan with a guard, which is
+    logged. It is looked for once.
 
     Args:
-        spec: the plan.
         directory: of the model; None: it is not on this machine's disk.
         device_type: on which the model runs, "cpu" or "cuda".
         model: how a command names the model; by default by its directory.
         no_guard: why there can be no guard; empty: there can be one.
-
-    Raises:
-        InputError: for a spelling that is none.
     """
-    if not is_auto(spec):
-        return parse_plan(spec)
-    why = "is found"
-    tuned = None
-    try:
-        tuned = None if directory is None else find(directory, device_type)
-    except InputError as error:
-        why = f"can be looked for ({one_line(error)})"
-    if tuned is not None:
-        log.info("plan=auto is %s, from %s", tuned.plan, tuned.path)
-        return tuned.plan
-    named = model or ("MODEL" if directory is None else quote(str(directory)))
-    plan = parse_plan(DEFAULT_PLAN if no_guard else f"{DEFAULT_PLAN}:{GUARD}")
-    guard = f"without a guard ({no_guard})" if no_guard else "with a guard"
-    log.warning(
-        "plan=auto: no tuned plan of this model %s. The default plan is taken %s: %s. kvsift tune %s finds a plan.",
-        why, guard, plan, named,
-    )  # fmt: skip
-    return plan
+
+    def __init__(self, directory: Path | None, device_type: str, *, model: str = "", no_guard: str = "") -> None:
+        self._directory, self._device_type, self._no_guard = directory, device_type, no_guard
+        self._model = model or ("MODEL" if directory is None else quote(str(directory)))
+
+    def parse(self, spec: PlanSpec) -> Plan:
+        """Return the plan of a spelling.
+
+        Raises:
+            InputError: as ``parse_plan``.
+        """
+        return self.auto if is_auto(spec) else parse_plan(spec)
+
+    @cached_property
+    def auto(self) -> Plan:
+        """The plan that ``auto`` stands for."""
+        tuned, why = None, "is found"
+        try:
+            tuned = None if self._directory is None else find(self._directory, self._device_type)
+        except InputError as error:
+            why = f"can be looked for ({one_line(error)})"
+        if tuned is not None:
+            log.info("plan=auto is %s, from %s.", tuned.plan, tuned.path)
+            return tuned.plan
+        plan = parse_plan(DEFAULT_PLAN if self._no_guard else f"{DEFAULT_PLAN}:{GUARD}")
+        log.warning(
+            "plan=auto: no tuned plan of this model %s. The default plan is taken %s: %s. kvsift tune %s finds a plan.",
+            why, f"without a guard ({self._no_guard})" if self._no_guard else "with a guard", plan, self._model,
+        )  # fmt: skip
+        return plan
+
+    def verified(self, plan: Plan) -> Plan:
+        """Return the plan under which exact answers are drafted: that of ``auto`` needs no guard there."""
+        if plan.decode is None or not plan.is_guarded or self.__dict__.get("auto") != plan:
+            return plan
+        return replace(plan, decode=replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=None)))
