@@ -29,6 +29,8 @@ LAYERS = {
     "types": 0,
     "errors": 0,
     "locks": 0,
+    "atomic_files": 0,
+    "checkpoint": 1,
     "threads": 0,
     "native": 1,
     "kernels": 2,

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvsift.engine.atomic_files import settle, write_atomically
+from kvsift.atomic_files import settle, write_atomically
 from kvsift.errors import InputError
 from kvsift_lab.numbers import spread
 

@@ -28,3 +28,13 @@ def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
     near = get_close_matches(str(given), names, n=1, cutoff=0.6)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return InputError(f"unknown {what} {given!r}{hint} Known: {', '.join(names)}")
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error on one line of at most 300 characters, without the full stop."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    detail = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])  # "Validation error for field 'x':\n    ..."
+    text = " ".join(detail.split()).rstrip(".")
+    if isinstance(error, KeyError):
+        text = f"it has no {text}"
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -71,9 +71,9 @@ def explain(
     spec = o.read_plan(plan)
     o.use_threads(threads)
     with ProgressBar() as progress:
-        from kvsift.plan.syntax import parse_plan
+        from kvsift.plan.syntax import is_auto, parse_plan
 
-        probe_every = 16 if parse_plan(spec).is_guarded else 0  # before transformers is imported
+        probe_every = 16 if is_auto(spec) or parse_plan(spec).is_guarded else 0  # before transformers is imported
         from kvsift.engine.llm import LLM
         from kvsift_lab.eval.explain import explain_tokens
         from kvsift_lab.eval.explain.page import page

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kvsift.engine.atomic_files import reason, write_atomically
+from kvsift.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
 from kvsift_lab.eval.tasks import TASKS
 

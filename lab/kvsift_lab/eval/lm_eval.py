@@ -22,7 +22,7 @@ from kvsift.engine.chat_template import ChatTemplate
 from kvsift.engine.llm import DEFAULT_PLAN, LLM, Document
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
-from kvsift.plan.syntax import parse_plan
+from kvsift.plan.syntax import is_auto, parse_plan
 
 MAX_NEW_TOKENS = 256
 
@@ -43,8 +43,8 @@ class KVSiftLM(TemplateLM):
         batch_size: object = 1, max_batch_size: object = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        chosen = parse_plan(str(plan).replace(";", ","))
-        probe_every = 16 if chosen.is_guarded else 0
+        chosen = str(plan).replace(";", ",")
+        probe_every = 16 if is_auto(chosen) or parse_plan(chosen).is_guarded else 0
         self.llm = LLM(pretrained, chosen, device=device or "auto", dtype=dtype, probe_every=probe_every)
         self.tokenizer = self.llm.tokenizer
         self._document: tuple[tuple[int, ...], Document] | None = None
@@ -139,7 +139,7 @@ class KVSiftLM(TemplateLM):
 
     def _prefilled(self, ids: tuple[int, ...], more: int) -> Any:
         """Return a cache that holds a context; the last context is kept."""
-        plan = parse_plan(self.llm.plan)
+        plan = self.llm.plan
         if not ids:
             return self.llm.new_cache(self.llm.composed_plan(plan), more)
         if self._document is None or self._document[0] != ids:

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvsift.engine.atomic_files import reason, write_atomically
+from kvsift.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result, digest

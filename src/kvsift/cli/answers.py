@@ -93,13 +93,14 @@ def answer_all(
     quiet = output.printed.quiet
     with ExitStack() as stack:
         progress = stack.enter_context(ProgressBar(quiet))
-        from kvsift.plan.syntax import parse_plan
+        from kvsift.plan.syntax import parse_unless_auto
 
-        plans, chosen = [parse_plan(spec) for spec in specs], sampling.sampling()  # before transformers is imported
+        parsed, chosen = [*map(parse_unless_auto, specs)], sampling.sampling()  # before transformers is imported
         from kvsift.engine.llm import LLM
 
         progress.clear()  # a download draws bars of its own
-        llm = LLM(plan=plans[0], **model)
+        llm = LLM(plan=parsed[0], **model)
+        plans = [*map(llm.plans.parse, parsed)]
         if isinstance(context, Path):
             progress.loading("opening the document")
             document, stop = llm.open(context, progress=progress.reading), prompt.get("stop")

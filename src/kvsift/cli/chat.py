@@ -62,9 +62,9 @@ def chat(
     interactive = sys.stdin is not None and sys.stdin.isatty()
     o.use_threads(threads)
     with ProgressBar(quiet) as progress:
-        from kvsift.plan.syntax import parse_plan
+        from kvsift.plan.syntax import parse_unless_auto
 
-        chosen, parsed = sampling.sampling(), parse_plan(spec)  # before transformers is imported
+        chosen, parsed = sampling.sampling(), parse_unless_auto(spec)  # before transformers is imported
         from kvsift.engine.llm import LLM
 
         progress.clear()  # a download draws bars of its own

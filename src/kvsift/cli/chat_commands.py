@@ -67,10 +67,8 @@ class ChatCommands:
         return True
 
     def _plan(self, spec: str) -> None:
-        from kvsift.plan.syntax import parse_plan
-
         conversation = self._conversation
-        more = conversation.use(parse_plan(o.read_plan(spec))) if spec else ""
+        more = conversation.use(conversation.llm.plans.parse(o.read_plan(spec))) if spec else ""
         show(f"plan: {conversation.plan}")
         if more:
             show(more)

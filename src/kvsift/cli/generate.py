@@ -51,9 +51,9 @@ def generate(
     text = o.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
     o.use_threads(threads)
     with ProgressBar(printed.quiet) as progress:
-        from kvsift.plan.syntax import parse_plan
+        from kvsift.plan.syntax import parse_unless_auto
 
-        parsed, chosen = parse_plan(spec), sampling.sampling()  # before transformers is imported
+        parsed, chosen = parse_unless_auto(spec), sampling.sampling()  # before transformers is imported
         from kvsift.engine.llm import LLM
 
         progress.clear()  # a download draws bars of its own
@@ -74,7 +74,7 @@ def generate(
             progress=progress.reading,
             on_text=None if printed.as_json or out is not None else show,
         )
-    column = Column(parsed, [answer], Reading(density=answer.stats["phases"]["prefill"]["density"]))
+    column = Column(llm.plan, [answer], Reading(density=answer.stats["phases"]["prefill"]["density"]))
     content = answer.text
     if printed.as_json:
         fields = {

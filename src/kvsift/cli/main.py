@@ -26,6 +26,7 @@ from kvsift.cli.escaping import plain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
 from kvsift.cli.serve import serve
+from kvsift.cli.tune import tune
 from kvsift.errors import InputError, KVSiftError
 
 LABORATORY = ("bench", "eval", "explain", "report")  # commands of the distribution kvsift-lab
@@ -89,7 +90,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command(cls=AnsweringLineByLine)(ask)
-for command in (chat, generate, methods, calibrate, doctor):
+for command in (chat, generate, methods, tune, calibrate, doctor):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 

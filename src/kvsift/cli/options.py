@@ -27,8 +27,9 @@ PlanOption = Annotated[
     typer.Option(
         "--plan",
         help="How to choose what is read, e.g. quest:budget=1024 (kvsift methods lists all), or a TOML file with a "
-        "\\[plan] table. The budget is the most tokens that a head reads for a query, the first 4 (sinks) and the last "
-        "64 (window) among them.",
+        "\\[plan] table; or auto, what kvsift tune found for the model, else the default plan with a guard. The "
+        "budget is the most tokens that a head reads for a query, the first 4 (sinks) and the last 64 (window) among "
+        "them.",
     ),
 ]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
@@ -240,7 +241,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     Raises:
         InputError: if that fails, for instance because the disk is full; the old file stays.
     """
-    from kvsift.engine.atomic_files import write_atomically
+    from kvsift.atomic_files import write_atomically
 
     data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
     with writing(path):
@@ -257,7 +258,7 @@ def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
     Raises:
         InputError: if the block raised such an error.
     """
-    from kvsift.engine.atomic_files import reason
+    from kvsift.atomic_files import reason
 
     caught: tuple[type[Exception], ...] = (OSError, *errors)
     try:
@@ -289,8 +290,10 @@ def _check_names(plan: str) -> None:
     """Refuse unknown methods before torch is imported, which takes seconds; everything else is checked after it."""
     from kvsift.methods import catalogue
 
+    if plan.strip() == "auto":
+        return
     for rule in plan.split(","):
         phase, equals, name = (part.strip() for part in rule.partition(":")[0].rpartition("="))
         named = phase in ("prefill", "decode", "both") if equals else "," not in plan
-        if named and name and name not in catalogue():
+        if named and name and name != "auto" and name not in catalogue():
             raise unknown("method", name, catalogue())

@@ -164,9 +164,13 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
     Raises:
         InputError: for settings that the plugin refuses, or if vLLM is not installed.
     """
-    from kvsift.vllm.settings import KEY, Settings
+    from kvsift.plan.syntax import is_auto
+    from kvsift.vllm.settings import KEY, Settings, plans_of
 
-    Settings.read({KEY: settings})
+    plans = plans_of(model, _value_of("--revision", passed_on), "cuda" if _on_gpu() else "cpu")
+    named = [str(plans.auto) if is_auto(plan) else plan for plan in (settings["plan"], *settings.get("plans", ()))]
+    Settings.read({KEY: settings}, plans)
+    settings = {**settings, "plan": named[0], "plans": named[1:]}  # looked up once, for all processes of vLLM
     if find_spec("vllm") is None:
         raise InputError(NO_VLLM)
     config, others = _without_config(list(passed_on))
@@ -176,6 +180,15 @@ def server_command(model: str, settings: Mapping[str, Any], passed_on: Sequence[
         others = ["--attention-backend", "CUSTOM", *others]
     config_text = json.dumps({**config, KEY: settings})
     return [sys.executable, "-m", SERVER, model, CONFIG, config_text, *others]
+
+
+def _value_of(option: str, passed_on: Sequence[str]) -> str | None:
+    """Return what an option of vLLM is given as; None if it is not given."""
+    for index, each in enumerate(passed_on):
+        name, equals, value = each.partition("=")
+        if name == option:
+            return value if equals else next(iter(passed_on[index + 1 :]), None)
+    return None
 
 
 def _on_gpu() -> bool:

@@ -32,7 +32,6 @@ from kvsift.methods.base import Phase
 from kvsift.models.inference import inference
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
-from kvsift.plan.syntax import parse_plan
 
 LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
 
@@ -137,8 +136,8 @@ class Document(Uncopied):
         self._runner.check_prompts([ids], max_new_tokens, self._resolved(plan))
         return ids
 
-    def _resolved(self, plan: PlanSpec) -> Plan:
-        return self._plan if plan is None else parse_plan(plan)
+    def _resolved(self, plan: PlanSpec, exact: bool = False) -> Plan:
+        return self._runner.plan_of(plan, self._plan, exact)
 
     def prefill(self, plan: Plan, more: int | None = None) -> SparseCache:
         """The cache of the document under a plan, with room for ``more`` tokens after it. None: no token will follow,
@@ -297,13 +296,14 @@ class Document(Uncopied):
         checks.function("on_text", on_text)
         [chosen] = GenerateOptions.of(options).split(1)
         runner = self._runner
-        check_exact(runner, self._resolved(chosen.plan), chosen.exact)
+        plan = self._resolved(chosen.plan, chosen.exact)
+        check_exact(runner, plan, chosen.exact)
         if chosen.passages and offsets is None:
             raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
         with runner.fast_path.turn, self._exclusive():
             more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
             with inference():
-                cache, started = self.prefill(self._resolved(chosen.plan), more), perf_counter() - self._build_s
+                cache, started = self.prefill(plan, more), perf_counter() - self._build_s
             request = runner.request(ids, chosen, on_text is not None, offsets, started, ignores_ends)
             return self._answer(cache, Transcript(request, runner.tokenizer), started, question_phase, on_text)
 

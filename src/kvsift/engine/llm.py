@@ -34,9 +34,9 @@ from kvsift.models.transformers_load import ModelDirectory, choose_device, choos
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes
-from kvsift.plan.syntax import parse_plan
+from kvsift.plan.syntax import parse_unless_auto
+from kvsift.plan.tuned_plan import DEFAULT_PLAN, ModelPlans
 
-DEFAULT_PLAN = "sketch:budget=1024"
 CHUNK_SIZES = 512, 8192  # prompt tokens per forward pass: on a CPU, on a GPU
 MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of libraries index them with 32 bits
 
@@ -50,7 +50,8 @@ class LLM(ModelRunner):
         model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
             cache if it is not there; None is the embedded model.
         plan: how to sift the KV cache: text such as "quest:budget=1024", a table, or an object, a ``Plan``, a ``Rule``
-            or a method (``kvsift.parse_plan``); so is every ``plan`` below.
+            or a method (``kvsift.parse_plan``), or "auto": the plan that ``kvsift tune`` found for this model, else
+            the default one with a guard, which is logged; so is every ``plan`` below.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dtype: "auto", "bfloat16", "float16" or "float32".
         chunk_size: prompt tokens per forward pass, in whole pages, at most 65,536; 8192 on a GPU and 512 elsewhere.
@@ -96,13 +97,15 @@ class LLM(ModelRunner):
         if dense_below != "auto":
             dense_below = checks.whole("dense_below", dense_below, 0, also=("auto",))
         checks.flag("deterministic", deterministic)
-        self.plan: Plan = parse_plan(plan)
+        spec = parse_unless_auto(plan)  # refused before the model is looked for
         place = Placement.of(placement)
         device = _cpu(device) if place.name == "host" else device
         directory = ModelDirectory.check(model)
         target = choose_device(device)
         on_gpu = target.type == "cuda"
         precision = choose_dtype(dtype, target, directory.config)
+        plans = ModelPlans(directory.path, target.type, no_guard="" if probe_every else "probe_every=0 checks none")
+        self.plan: Plan = plans.parse(spec)
         check_placement(self.plan, place, on_gpu)
         check_probes(self.plan, probe_every)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
@@ -110,7 +113,9 @@ class LLM(ModelRunner):
             raise InputError(
                 f"keep_tokens={keep_tokens} keeps nothing: chunk_size={chunk_size}, and whole chunks are kept."
             )
-        super().__init__(directory, target, precision, place, chunk_size, probe_every, dense_below, path, deterministic)
+        super().__init__(
+            directory, target, precision, place, chunk_size, probe_every, dense_below, path, deterministic, plans
+        )
         self.loop = new_loop(self, keep_tokens)
 
     def __repr__(self) -> str:
@@ -139,7 +144,7 @@ class LLM(ModelRunner):
         if not isinstance(plans, list | tuple):
             raise InputError(f"plans={plans!r} must be a list of plans, such as ['dense'].")
         self.load()
-        return warm_up(self, self.loop, [self.plan, *map(parse_plan, plans)], num_tokens)
+        return warm_up(self, self.loop, [self.plan, *map(self.plans.parse, plans)], num_tokens)
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, plan: PlanSpec = None) -> None:
         """As ``check_prompts``, under the default plan if none is given."""
@@ -147,7 +152,7 @@ class LLM(ModelRunner):
             raise InputError(f"prompts={prompts!r:.40} must be a list of prompts, each a list of tokens.")
         for ids in prompts:
             require_tokens(ids)
-        self.check_prompts(prompts, max_new_tokens, self.plan if plan is None else parse_plan(plan))
+        self.check_prompts(prompts, max_new_tokens, self.plan_of(plan, self.plan))
 
     def read(
         self, context: str, *, plan: PlanSpec = None, progress: ProgressCallback | None = None,
@@ -188,7 +193,7 @@ class LLM(ModelRunner):
                 chunks of another size or under another rule of prefill.
         """
         with SavedDocument(checks.path_of("path", path)) as saved:
-            saved.check(self, self.plan if plan is None else parse_plan(plan))
+            saved.check(self, self.plan_of(plan, self.plan))
             document = self._document(saved.text, plan, progress, saved.ids)
             document.restore(saved)
         return document
@@ -196,7 +201,7 @@ class LLM(ModelRunner):
     def _document(
         self, text: DocumentText, plan: PlanSpec, progress: ProgressCallback | None, ids: list[int] | None = None
     ) -> Document:
-        plan = self.plan if plan is None else parse_plan(plan)
+        plan = self.plan_of(plan, self.plan)
         form = PromptFormat(self.tokenizer, text.template, text.system)
         prompts = DocumentPrompts(form, text.context, ids)
         return Document(self, prompts.ids, prompts, plan, progress, text.stop or form.stop, text)
@@ -210,7 +215,7 @@ class LLM(ModelRunner):
         """
         require_text(context, "context")
         self.check_text(context)
-        form, plan = PromptFormat(self.tokenizer, system=system), self.plan if plan is None else parse_plan(plan)
+        form, plan = PromptFormat(self.tokenizer, system=system), self.plan_of(plan, self.plan)
 
         def start(
             ids: list[int], options: Options, progress: ProgressCallback | None, streamed: bool,
@@ -332,7 +337,7 @@ class LLM(ModelRunner):
         streamed: bool, started: float, holds: bool = False, offsets: Sequence[TextOffsets] | None = None,
     ) -> Generation:  # fmt: skip
         prompt_options = options.split(len(prompts))
-        plan = self.plan if options.plan is None else parse_plan(options.plan)
+        plan = self.plan_of(options.plan, self.plan, options.exact)
         checks.function("progress", progress)
         self.check_prompts(prompts, options.max_new_tokens, plan)
         before = perf_counter()

@@ -35,6 +35,8 @@ from kvsift.models.transformers_rope import RopeLimits
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_probes
+from kvsift.plan.syntax import PlanSpec
+from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.stores.kv_pool import KVPool
 
 CHARACTERS_PER_TOKEN = 8  # more than languages and code have, so that the first part of a long text decides
@@ -52,6 +54,7 @@ class ModelRunner(Uncopied):
         place: where KV lives.
         chunk_size: prompt tokens per forward pass.
         probe_every, dense_below, path, deterministic: see ``LLM``.
+        plans: reads plans.
 
     Attributes:
         tokenizer: of the model.
@@ -64,13 +67,13 @@ class ModelRunner(Uncopied):
 
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
-        probe_every: int, dense_below: int | str, path: str, deterministic: bool = False,
+        probe_every: int, dense_below: int | str, path: str, deterministic: bool, plans: ModelPlans,
     ) -> None:  # fmt: skip
         self.directory, self.device, self.dtype = directory, device, dtype
         self.place, self.placement = place, place.name
         self.chunk_size, self.probe_every, self.dense_below = chunk_size, probe_every, dense_below
         self.tokenizer = directory.tokenizer()
-        self.deterministic = deterministic
+        self.deterministic, self.plans = deterministic, plans
         self.fast_path = FastPath(path, device, dense_below, place, deterministic)
         self.paces = Paces()
         self.kv: KVPool | None = None
@@ -108,6 +111,11 @@ class ModelRunner(Uncopied):
         if self._settings is None:  # of a model that was made, not loaded
             self._settings = _settings_of(model, self.tokenizer)
         return self._settings
+
+    def plan_of(self, spec: PlanSpec, default: Plan, exact: bool = False) -> Plan:
+        """Return the plan that a call names, ``default`` for None; ``exact``: of an exact answer."""
+        plan = default if spec is None else self.plans.parse(spec)
+        return self.plans.verified(plan) if exact else plan
 
     def check_text(self, text: str) -> None:
         """Refuse a text whose first part has too many tokens already: all of it would take seconds to tokenize.

@@ -20,8 +20,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvsift import __version__
+from kvsift.atomic_files import reason, replacement
+from kvsift.checkpoint import fingerprint, tokenizer_fingerprint
 from kvsift.engine import saved_header
-from kvsift.engine.atomic_files import reason, replacement
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.engine.prompt import DocumentText
@@ -29,7 +30,6 @@ from kvsift.engine.saved_header import CHECKSUM_BYTES, CHECKSUMS, TensorEntry, d
 from kvsift.errors import InputError
 from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_contents import fill, numbers_of, tensors_of
-from kvsift.models.transformers_fingerprint import model_fingerprint, tokenizer_fingerprint
 from kvsift.plan.plan import Plan
 
 MIB = 1 << 20
@@ -262,8 +262,8 @@ class SavedDocument(AbstractContextManager["SavedDocument"]):
 def _identity(runner: ModelRunner) -> dict[str, Any]:
     """Return what must be the same for the keys to be the same."""
     return {
-        "model": model_fingerprint(runner.directory),
-        "tokenizer": tokenizer_fingerprint(runner.directory),
+        "model": fingerprint(runner.directory.path),
+        "tokenizer": tokenizer_fingerprint(runner.directory.path),
         "dtype": str(runner.dtype).removeprefix("torch."),
         "chunk_size": runner.chunk_size,
     }

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from kvsift.atomic_files import write_atomically
 from kvsift.engine.anchor_search import choose
-from kvsift.engine.atomic_files import write_atomically
 from kvsift.engine.calibration import recipe_of, required_origin
 from kvsift.engine.document import Document
 from kvsift.engine.fidelity import DecodedText, FidelityScorer, Scores, bounds

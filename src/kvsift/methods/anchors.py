@@ -1,6 +1,7 @@
 """Anchor files: layers that select, and layers that reuse their selections, head by head.
 
-``kvsift calibrate --layers`` writes them as JSON for one model. A method with the knob ``anchors=FILE`` derives from
+``kvsift calibrate --layers`` writes them as JSON for one model; a tuned plan (``plan.tuned_plan``) has the contents of
+one inside, and can be named instead. A method with the knob ``anchors=FILE`` derives from
 ``AnchoredMethod``: a state is the layer's ``Reuse``, or None in layers that select.
 """
 
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsift.atomic_files import write_atomically
 from kvsift.errors import InputError
 from kvsift.methods.base import Method
 from kvsift.methods.calibration import is_of
 from kvsift.types import KVReader, LayerShape, Origin
 
 FORMAT = "kvsift anchors 1"
+AGAIN = "Write one with kvsift calibrate --layers --model DIRECTORY --out FILE."
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class AnchoredMethod(Method):
             if lacking:
                 raise InputError(
                     f"{self.anchors} is for a model with layers {_listed(lacking)}, which kvsift does not attend in "
-                    f"this one. {_again(self.anchors)}"
+                    f"this one. {AGAIN}"
                 )
 
     def new_state(self, shape: LayerShape) -> Reuse | None:
@@ -129,17 +132,17 @@ def reuse_in(path: str, shape: LayerShape) -> Reuse | None:
     found = read("anchors", path)
     if shape.origin is not None and not is_of(shape.origin, found.model[0], torch.tensor(found.model[1])):
         raise InputError(f"{path} is for another model ({found.model[0]}); this one is {shape.origin.name}. "
-                         f"{_again(path)}")  # fmt: skip
+                         f"{AGAIN}")  # fmt: skip
     if shape.peers and found.layers != sorted(shape.peers):
         raise InputError(
             f"{path} is for a model whose layers {_listed(found.layers)} are attended by kvsift; in this one they are "
-            f"{_listed(shape.peers)}. {_again(path)}"
+            f"{_listed(shape.peers)}. {AGAIN}"
         )
     reuse = found.reuse.get(shape.layer)
     if reuse is not None and len(reuse.heads) != shape.num_kv_heads:
         raise InputError(
             f"{path} maps {len(reuse.heads)} KV heads in layer {shape.layer}, which has {shape.num_kv_heads} here. "
-            f"{_again(path)}"
+            f"{AGAIN}"
         )
     return reuse
 
@@ -165,7 +168,7 @@ def read(knob: str, path: object) -> AnchorMap:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{knob}={path!r} cannot be read as an anchor file ({error}). {_again(path)}") from None
+        raise InputError(f"{knob}={path!r} cannot be read as an anchor file ({error}). {AGAIN}") from None
 
 
 def write(path: Path, found: AnchorMap) -> None:
@@ -179,22 +182,27 @@ def write(path: Path, found: AnchorMap) -> None:
         "anchors": list(found.anchors), "dense": list(found.dense), "reuse": reuse, "recipe": dict(found.recipe),
     }  # fmt: skip
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    partial.replace(path)
+    write_atomically(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def contents(path: str | Path) -> Any:
+    """What an anchor file holds, or a tuned plan has inside, as JSON."""
+    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    inside = document.get("anchors") if isinstance(document, dict) else None  # of an anchor file: a list
+    return inside if isinstance(inside, dict) else document
 
 
 @lru_cache(maxsize=4)
 def _parsed(path: str, mtime_ns: int, num_bytes: int) -> AnchorMap:
-    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    document = contents(path)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InputError(f"anchors={path!r} is JSON, but not an anchor file of this kvsift. {_again(path)}")
+        raise InputError(f"anchors={path!r} is JSON, but not an anchor file of this kvsift. {AGAIN}")
     try:
         found = _of_document(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{path} is damaged: {type(error).__name__} {error}. {_again(path)}") from None
+        raise InputError(f"{path} is damaged: {type(error).__name__} {error}. {AGAIN}") from None
     if fault := _fault(found):
-        raise InputError(f"{path} is damaged: {fault}. {_again(path)}")
+        raise InputError(f"{path} is damaged: {fault}. {AGAIN}")
     return found
 
 
@@ -218,10 +226,6 @@ def _fault(found: AnchorMap) -> str | None:
         if not reuse.heads or not set(reuse.heads) <= set(range(len(reuse.heads))):
             return f"the heads of layer {layer}, {list(reuse.heads)}, are not those of layer {reuse.anchor}"
     return None
-
-
-def _again(path: str) -> str:
-    return f"Write one with kvsift calibrate --layers --model DIRECTORY --out {path}."
 
 
 def _listed(layers: Iterable[int]) -> str:

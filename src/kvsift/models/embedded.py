@@ -7,7 +7,6 @@ thirds. The first use writes an ordinary model directory into the user's cache.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import struct
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvsift.atomic_files import user_cache
 from kvsift.errors import InputError
 
 PACKED, WEIGHTS = "weights.npz", "model.safetensors"
@@ -30,8 +30,7 @@ def embedded_model() -> Path:
         InputError: if it has to be written and the cache of the user cannot be.
     """
     source = Path(str(files("kvsift") / "embedded"))
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = home / "kvsift" / _digest(source) / "embedded"
+    target = user_cache() / _digest(source) / "embedded"
     if not target.is_dir():
         try:
             _write(source, target)

@@ -12,18 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from shlex import quote
 
 from transformers import PreTrainedModel
 
+from kvsift.checkpoint import local_directory
 from kvsift.layer.accounting import RunStats
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseBlock, SparseCache
 from kvsift.models.transformers_run import SparseRun
+from kvsift.models.transformers_unwrap import device_of_inputs, unwrapped
 from kvsift.plan.placement import PlacementSpec
+from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_drafts
-from kvsift.plan.syntax import parse_plan
+from kvsift.plan.syntax import is_auto, parse_plan
+from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.threads import give_back
 
 __all__ = ["PlanSpec", "SparseBlock", "SparseCache", "SparseRun", "feeding", "make_cache", "register", "sparse"]
@@ -39,7 +44,8 @@ def sparse(
     Args:
         model: a decoder whose attention goes through transformers' attention interface; a PEFT, torch.compile or data
             parallel wrapper around one is unwrapped.
-        plan: for instance "sketch:budget=1024"; see ``kvsift.plan.syntax``.
+        plan: for instance "sketch:budget=1024"; see ``kvsift.plan.syntax``. "auto" is the plan that ``kvsift tune``
+            found for the checkpoint that the model was loaded from, else the default one with a guard, which is logged.
         strict: raise ``NothingSkipped`` at the end if a sparse phase skipped nothing (otherwise warn).
         probe_every: compare every Nth sparse decode step with exact attention; 0 never.
         reserve: expected tokens of the context; saves copies, and decides how RoPE rotates where that depends on the
@@ -52,7 +58,7 @@ def sparse(
     Raises:
         InputError: for an invalid plan, or a model whose attention cannot be replaced, before anything runs.
     """
-    parsed = parse_plan(plan)
+    parsed = _plan_of(model, plan, probe_every)
     check_drafts(parsed)
     checks.flag("strict", strict)
     run = SparseRun(parsed, RunStats(probe_every), reserve, placement=placement)
@@ -74,8 +80,9 @@ def make_cache(
     the maximum lengths of rows, a ragged batch is fed one row at a time (``SparseCache.turn_to``). Where RoPE depends
     on the length, ``reserve`` and ``rows`` decide how it rotates.
     """
-    check_drafts(parse_plan(plan))
-    return make_drafting_cache(model, plan, probe_every=probe_every, reserve=reserve, rows=rows, placement=placement)
+    parsed = _plan_of(model, plan, probe_every)
+    check_drafts(parsed)
+    return make_drafting_cache(model, parsed, probe_every=probe_every, reserve=reserve, rows=rows, placement=placement)
 
 
 def make_drafting_cache(
@@ -83,8 +90,19 @@ def make_drafting_cache(
     placement: PlacementSpec = "device",
 ) -> SparseCache:  # fmt: skip
     """As ``make_cache``, also under plans that only draft; for callers that verify."""
-    run = SparseRun(parse_plan(plan), RunStats(probe_every), reserve, rows, placement=placement)
+    run = SparseRun(_plan_of(model, plan, probe_every), RunStats(probe_every), reserve, rows, placement=placement)
     return Adapter.explicit(model, run)
+
+
+def _plan_of(model: PreTrainedModel, plan: PlanSpec, probe_every: int) -> Plan:
+    """Return a plan for a model, whose checkpoint is looked for where it was loaded from if the plan is ``auto``."""
+    if not is_auto(plan):
+        return parse_plan(plan)
+    inner = unwrapped(model)
+    name = str(inner.config.name_or_path)
+    directory = local_directory(name, getattr(inner.config, "_commit_hash", None)) if name else None
+    no_guard = "" if probe_every else "probe_every=0 checks none"
+    return ModelPlans(directory, device_of_inputs(inner).type, model=name and quote(name), no_guard=no_guard).auto
 
 
 @contextmanager

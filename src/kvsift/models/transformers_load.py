@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +29,8 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging as transformers_logging
 
-from kvsift.errors import InputError, unknown
+from kvsift.checkpoint import weight_files
+from kvsift.errors import InputError, one_line, unknown
 from kvsift.methods import checks
 from kvsift.models.embedded import embedded_model
 
@@ -116,7 +115,7 @@ class ModelDirectory:
                     f"{directory} brings its own modeling code (auto_map in config.json), which kvsift does not run. "
                     "It runs architectures of the installed transformers."
                 ) from error
-            raise InputError(f"{directory}/config.json cannot be used: {_reason(error)}.") from error
+            raise InputError(f"{directory}/config.json cannot be used: {one_line(error)}.") from error
         num_bytes = sum(file.stat().st_size for file in weights)
         is_quantised = getattr(config, "quantization_config", None) is not None
         checked = cls(directory, config.get_text_config(decoder=True), num_bytes, is_quantised)
@@ -125,7 +124,7 @@ class ModelDirectory:
         except Exception as error:
             raise InputError(
                 f"{directory}/config.json describes no decoder of which kvsift can tell what its layers cache: "
-                f"{_reason(error)}."
+                f"{one_line(error)}."
             ) from error
         return checked
 
@@ -189,7 +188,7 @@ class ModelDirectory:
                 mistral_format=False,  # or mistral_common, where it is installed, takes the place of tokenizer.json
             )
         except Exception as error:
-            raise InputError(f"the tokenizer in {self.path} cannot be loaded: {_reason(error)}.") from error
+            raise InputError(f"the tokenizer in {self.path} cannot be loaded: {one_line(error)}.") from error
         if not isinstance(getattr(tokenizer, "added_tokens_decoder", None), Mapping):  # that of mistral_common
             raise InputError(
                 f"the tokenizer in {self.path} is a {type(tokenizer).__name__}, which tells no control tokens. "
@@ -219,7 +218,7 @@ class ModelDirectory:
                 device_map={"": device} if self.is_quantised else None,
             )
         except Exception as error:
-            raise InputError(f"the model in {self.path} cannot be loaded: {_reason(error)}.") from error
+            raise InputError(f"the model in {self.path} cannot be loaded: {one_line(error)}.") from error
         finally:
             transformers_logging.set_verbosity(verbosity)
         _check_report(self.path, report)
@@ -308,49 +307,8 @@ def _download(name: str) -> str:
             "unset HF_HUB_OFFLINE if it is set"
         )
     except Exception as error:
-        why = f"it cannot be downloaded: {_reason(error)}"
+        why = f"it cannot be downloaded: {one_line(error)}"
     raise InputError(f"there is no directory {name} here. As a model of huggingface.co: {why}.")
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """Return the files of the weights, each complete."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        files = _shards(index)
-    elif (directory / "model.safetensors").is_file():
-        files = [directory / "model.safetensors"]
-    else:
-        files = sorted(directory.glob("*.safetensors")) or sorted(directory.glob("pytorch_model*.bin"))
-    if not files:
-        raise InputError(f"{directory} holds no weights (*.safetensors). Is the download complete?")
-    for file in files:
-        if file.suffix == ".safetensors":
-            _require_whole(file)
-    return files
-
-
-def _shards(index: Path) -> list[Path]:
-    try:
-        files = sorted({index.parent / name for name in json.loads(index.read_text())["weight_map"].values()})
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise InputError(f"{index} cannot be read: {_reason(error)}.") from error
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        names = ", ".join(missing[:3]) + (" ..." if len(missing) > 3 else "")
-        raise InputError(
-            f"{index.parent} lacks {len(missing)} of {len(files)} weight files: {names}. Is the download complete?"
-        )
-    return files
-
-
-def _require_whole(file: Path) -> None:
-    try:
-        with safe_open(file, framework="pt"):
-            pass
-    except Exception as error:
-        raise InputError(
-            f"{file} is not a complete safetensors file ({_reason(error)}). Is the download complete?"
-        ) from error
 
 
 def _check_report(path: Path, report: dict[str, Any]) -> None:
@@ -368,13 +326,3 @@ def _check_report(path: Path, report: dict[str, Any]) -> None:
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _reason(error: Exception) -> str:
-    """Return the message of an error on one line of at most 300 characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    detail = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])  # "Validation error for field 'x':\n    ..."
-    text = " ".join(detail.split()).rstrip(".")
-    if isinstance(error, KeyError):
-        text = f"it has no {text}"
-    return text if len(text) <= 300 else text[:300] + " ..."

@@ -6,7 +6,8 @@
     Plan(decode=Rule(Quest(), Budget(tokens=2048)))       Python objects: a Plan, a Rule, or a method
 
 A bare method applies to decode if it can, else to prefill; a phase that is not named is dense. ``both=`` names the two
-phases at once: both=streaming_llm:budget=4096.
+phases at once: both=streaming_llm:budget=4096. The word auto alone is the plan that kvsift tune found for a model; see
+``plan.tuned_plan``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ NAMED: dict[str, tuple[Phase, ...]] = {"prefill": ("prefill",), "decode": ("deco
 BUDGET_KEYS = {"budget": "tokens"} | {field.name: field.name for field in fields(Budget) if field.name != "tokens"}
 
 SIZES = {"tokens", "ratio", "mass"}
+AUTO = "auto"
+ALONE = (
+    "auto stands alone, for the whole plan that kvsift tune found for a model: it has no options, and is no rule of a "
+    "phase and no method of a table. Give plan='auto', or name a method."
+)
 PlanSpec = str | Mapping[str, Any] | Plan | Rule | Method | None
 
 
@@ -49,6 +55,11 @@ def parse_plan(spec: PlanSpec) -> Plan:
         raise InputError(
             f"a plan is text such as 'quest:budget=1024', a table, a Plan, a Rule or a Method; got {spec!r}."
         )
+    if is_auto(spec):
+        raise InputError(
+            "plan='auto' is the plan that kvsift tune found for a model, and here is no model. Give it to LLM, "
+            "kvsift.sparse, a server or a command, or name a method such as quest:budget=1024."
+        )
     heads = [part.partition("=")[0].strip() for part in spec.split(",")]
     if len(heads) == 1 and heads[0] not in NAMED and "=" not in spec.partition(":")[0]:
         return _plan_of(_parse_rule(spec.strip()))
@@ -68,6 +79,16 @@ def parse_plan(spec: PlanSpec) -> Plan:
     return Plan(**rules)
 
 
+def is_auto(spec: object) -> bool:
+    """Whether a plan is the one that was tuned for the model, which only a model tells."""
+    return isinstance(spec, str) and spec.strip() == AUTO
+
+
+def parse_unless_auto(spec: PlanSpec) -> Plan | str:
+    """As ``parse_plan``, and auto as it is: for whoever refuses bad plans before there is a model."""
+    return AUTO if is_auto(spec) else parse_plan(spec)
+
+
 def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
     """A rule from a method's name and its settings, the method's and the budget's in one mapping.
 
@@ -79,6 +100,8 @@ def make_rule(method: str, settings: Mapping[str, Any]) -> Rule:
             f"method={method!r} must be the name of a method; see kvsift methods. A Method object stands in a Rule, "
             "such as Rule(method, Budget(tokens=1024))."
         )
+    if method == AUTO:
+        raise InputError(ALONE)
     cls = method_class(method)
     if settings and not fields(cls) and cls().traits.unbounded:
         raise InputError(f"{method} sees everything and takes no settings; leave out {', '.join(settings)}.")
@@ -150,6 +173,8 @@ def _from_mapping(table: Mapping[str, Any]) -> Plan:
 
 def _phases(name: str, given: Mapping[str, Rule | None], spec: object) -> tuple[Phase, ...]:
     """The phases that a name stands for, none of which has a rule yet."""
+    if name == AUTO:
+        raise InputError(ALONE)
     if name not in NAMED:
         error = unknown("phase", name.partition(":")[0], NAMED)
         if isinstance(spec, Mapping):

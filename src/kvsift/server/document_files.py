@@ -17,7 +17,7 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, TextIO
 
-from kvsift.engine.atomic_files import reason, write_atomically
+from kvsift.atomic_files import reason, write_atomically
 from kvsift.errors import InputError
 from kvsift.server.served_document import ServedDocument
 

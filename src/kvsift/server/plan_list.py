@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from kvsift.server.api_errors import ApiError
 from kvsift.server.settings import PlanText
 
+AUTO = "auto"  # plan.syntax has it, and imports torch
+
 
 class PlanList:
-    """Plans by every spelling.
+    """Plans by every spelling; a plan ``auto`` is listed as what it stands for.
 
     Args:
         given: as the server was started with; the first is that of requests without one.
@@ -23,7 +25,9 @@ class PlanList:
         spellings = [spelling(text) if isinstance(text, str) else "" for text in given]
         pairs = [*enumerate(spellings), *((i, spelling(text)) for i, text in enumerate(resolved))]
         self._indices = {text: index for index, text in reversed(pairs) if text}
-        self.names = list(dict.fromkeys(text if isinstance(text, str) else name for text, name in zip(given, resolved)))
+        told = zip(given, resolved, strict=True)
+        names = (text if isinstance(text, str) and text.strip() != AUTO else name for text, name in told)
+        self.names = list(dict.fromkeys(names))
 
     def index(self, plan: str | None) -> int:
         """Return the place of a plan; None is the first.

@@ -34,7 +34,6 @@ from kvsift.engine.text_offsets import TextOffsets
 from kvsift.errors import InputError, KVSiftError
 from kvsift.plan.plan import Plan
 from kvsift.plan.refusals import check_placement, check_probes
-from kvsift.plan.syntax import parse_plan
 from kvsift.server import frames
 from kvsift.server.heap import trim
 from kvsift.server.held_documents import HeldDocuments
@@ -79,7 +78,7 @@ class Worker:
         model = {"probe_every": 16, **settings["model"]}
         keep = settings["keep_tokens"]
         self._llm = llm = LLM(**model, plan=specs[0], keep_tokens=keep)
-        self._plans = [parse_plan(spec) for spec in specs]
+        self._plans = [*map(llm.plans.parse, specs)]
         for plan in self._plans:
             check_placement(plan, llm.place, llm.device.type == "cuda")
             check_probes(plan, llm.probe_every)
@@ -224,6 +223,8 @@ class Worker:
     ) -> list[OpenRow]:
         """The rows of a request, one for each prompt and sample; those that ended before a restart are left out."""
         plan, started = self._plan(message), perf_counter()
+        if message["exact"] and message["min_recovery"] is None:
+            plan = self._llm.plans.verified(plan)
         check_exact(self._llm, plan, message["exact"])
         runs_as, rows, samples = self._llm.composed_plan(plan), list[OpenRow](), message["n"]
         is_chat = "messages" in message

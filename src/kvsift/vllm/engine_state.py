@@ -13,9 +13,10 @@ from kvsift.errors import InputError
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.paged_decode import list_capacity
 from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.refusals import check_config, reason_against_sharing, reasons_on_cpu
-from kvsift.vllm.settings import Settings
+from kvsift.vllm.settings import Settings, plans_of
 
 
 @dataclass
@@ -32,6 +33,7 @@ class EngineState:
         on_gpu: one kernel decodes all rows, so that their plans have much in common.
         held: memory on a GPU for summaries to come (``gpu_memory``).
         compiled: dtypes of caches whose kernels are.
+        reader: of plans for this model; None: they name none.
     """
 
     settings: Settings
@@ -45,6 +47,7 @@ class EngineState:
     on_gpu: bool = False
     held: Tensor | None = None
     compiled: set[torch.dtype] = field(default_factory=set)
+    reader: ModelPlans | None = None
 
     def plan(self, row: int) -> Plan:
         """Return the plan of a row or slot."""
@@ -57,7 +60,7 @@ class EngineState:
 
     def plan_for(self, spec: Any) -> Plan:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
-        plan = self.settings.plan_for(spec)
+        plan = self.settings.plan_for(spec, self.reader)
         if reasons := list(self._reasons_on_gpu(plan) if self.on_gpu else reasons_on_cpu(plan)):
             raise InputError(" ".join(reasons))
         return plan
@@ -95,20 +98,26 @@ def state_of(config: Any) -> EngineState | None:
     """
     key = str(config.instance_id)
     if key not in _engines:
-        settings = Settings.read(config.additional_config)
+        reader = _reader_of(config)
+        settings = Settings.read(config.additional_config, reader)
         if settings is not None:
             check_config(config, settings)
         _engines.clear()  # one engine at a time
-        _engines[key] = None if settings is None else _new_state(config, settings)
+        _engines[key] = None if settings is None else _new_state(config, settings, reader)
     return _engines[key]
 
 
-def _new_state(config: Any, settings: Settings) -> EngineState:
+def _reader_of(config: Any) -> ModelPlans:
+    model = config.model_config
+    return plans_of(str(model.model), getattr(model, "revision", None), config.device_config.device_type)
+
+
+def _new_state(config: Any, settings: Settings, reader: ModelPlans) -> EngineState:
     parallel = config.parallel_config
     rank = int(parallel.rank) % int(parallel.tensor_parallel_size)  # vLLM's counts stages of a pipeline, too
     counters = PhaseCounters("decode", rank), PhaseCounters("prefill", rank)
     length, on_gpu = config.model_config.max_model_len, config.device_config.device_type == "cuda"
-    return EngineState(settings, {}, *counters, max_length=length, on_gpu=on_gpu)
+    return EngineState(settings, {}, *counters, max_length=length, on_gpu=on_gpu, reader=reader)
 
 
 def known_state() -> EngineState | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
+from kvsift.plan.syntax import is_auto
 from kvsift.vllm import compat
 from kvsift.vllm.engine_state import EngineState, known_state, state_of
 from kvsift.vllm.settings import KEY, read_plan
@@ -32,7 +33,8 @@ class RequestPlans(compat.LogitsProcessor):  # type: ignore[misc]
             return
         state = known_state()
         if state is None:  # an offline LLM, which tells this process nothing
-            read_plan(spec)
+            if not is_auto(spec):  # which only the engine can look up
+                read_plan(spec)
         else:
             state.plan_for(spec)
 

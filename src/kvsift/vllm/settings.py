@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from shlex import quote
 from typing import Any
 
+from kvsift.checkpoint import local_directory
 from kvsift.errors import InputError, unknown
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.methods.critiprefill import CritiPrefill
 from kvsift.methods.quoka import QuoKA
 from kvsift.plan.plan import Plan, Rule
-from kvsift.plan.syntax import parse_plan
+from kvsift.plan.syntax import is_auto, parse_plan
+from kvsift.plan.tuned_plan import ModelPlans
 
 KEY = "kvsift"
 
@@ -35,8 +38,8 @@ class Settings:
     probe_every: int = 64
 
     @classmethod
-    def read(cls, additional_config: object) -> Settings | None:
-        """Return the settings under ``kvsift``; None if there are none.
+    def read(cls, additional_config: object, plans: ModelPlans | None = None) -> Settings | None:
+        """Return the settings under ``kvsift``; None if there are none. ``plans`` reads those of the model.
 
         Raises:
             InputError: for unknown keys, bad values, and plans that vLLM cannot carry out.
@@ -55,8 +58,8 @@ class Settings:
         if isinstance(more, str | Mapping) or not hasattr(more, "__iter__"):
             raise InputError(f'plans={more!r} must be a list, such as ["quest:budget=1024"].')
         return cls(
-            read_plan(given["plan"]),
-            tuple(read_plan(plan) for plan in more),
+            read_plan(given["plan"], plans),
+            tuple(read_plan(plan, plans) for plan in more),
             _whole(given, "dense_below", 0, "tokens") if "dense_below" in given else None,
             float(_number(given, "log_every_s", cls.log_every_s)),
             _whole(given, "probe_every", cls.probe_every, "steps"),
@@ -77,13 +80,13 @@ class Settings:
         """Whether a further plan is dense in decode, which on a GPU costs those that are not a little."""
         return any(rule_of(plan) is None for plan in self.plans)
 
-    def plan_for(self, spec: Any) -> Plan:
-        """Return the plan that a request names.
+    def plan_for(self, spec: Any, plans: ModelPlans | None = None) -> Plan:
+        """Return the plan that a request names; ``plans`` reads those of the model.
 
         Raises:
             InputError: if it is no plan, or needs page summaries that the server does not maintain.
         """
-        plan = read_plan(spec)
+        plan = read_plan(spec, plans)
         if missing := set(summaries_of(plan)) - set(self.summaries):
             kind, page_size = min(missing)
             raise InputError(
@@ -99,13 +102,29 @@ class Settings:
         return f"any budget of: {'; '.join(names)}" if names else "nothing else"
 
 
-def read_plan(spec: Any) -> Plan:
-    """Return a plan that vLLM can carry out.
+def plans_of(model: str, revision: str | None, device_type: str) -> ModelPlans:
+    """Return what reads plans for a model that vLLM names by its directory or its name on huggingface.co."""
+    no_guard = "under vLLM answers are not probed"
+    return ModelPlans(local_directory(model, revision), device_type, model=quote(model), no_guard=no_guard)
+
+
+def read_plan(spec: Any, plans: ModelPlans | None = None) -> Plan:
+    """Return a plan that vLLM can carry out; ``plans`` reads those of the model.
 
     Raises:
         InputError: for any other, with the reason and the nearest legal choice.
     """
-    plan = parse_plan(spec)
+    plan = parse_plan(spec) if plans is None else plans.parse(spec)
+    try:
+        _check_plan(plan)
+    except InputError as error:
+        if is_auto(spec):
+            raise InputError(f"plan=auto is {plan}, as kvsift tune found it. {error}") from None
+        raise
+    return plan
+
+
+def _check_plan(plan: Plan) -> None:
     if plan.prefill is not None and (reason := reason_against_prefill(plan.prefill)):
         raise InputError(f"Under vLLM prompts cannot be read by {plan.prefill}: {reason}.")
     if plan.is_guarded:
@@ -114,7 +133,6 @@ def read_plan(spec: Any) -> Plan:
         raise InputError(f"{plan} cannot run under vLLM: there every layer selects for itself. Leave out anchors.")
     if reason := reason_against(plan):
         raise InputError(f"{plan} cannot run under vLLM: {reason}. Take quest or sketch with a budget in tokens.")
-    return plan
 
 
 def reason_against_prefill(rule: Rule) -> str | None:

@@ -22,7 +22,7 @@ from kvsift_lab.stored import SampleFile, compressed, read_json, whole_lines
 from lab.eval.samples import recipe_of, recipe_text, sample
 
 from kvsift import InputError
-from kvsift.engine.atomic_files import write_atomically
+from kvsift.atomic_files import write_atomically
 
 
 @pytest.fixture

@@ -118,7 +118,7 @@ def explain_tokens(
         InputError: before the weights are loaded, unless the answer has fewer tokens than expected.
     """
     settings = ExplainOptions(**options)
-    plan = llm.plan if settings.plan is None else parse_plan(settings.plan)
+    plan = llm.plan_of(settings.plan, llm.plan)
     rules = _rules(equal_budget(plan, settings.budget), settings.methods)
     ids = llm.read(context).check(question, settings.max_new_tokens)
     _check_budget(rules[ORACLE].budget, len(ids))

@@ -1,4 +1,4 @@
-"""Atomic writes: files stay valid after a full disk, a killed process or a power cut."""
+"""Atomic writes: files stay valid after a full disk, a killed process or a power cut. And where a user's cache is."""
 
 from __future__ import annotations
 
@@ -46,3 +46,8 @@ def reason(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "the disk is full"
     return f"writing failed ({error.strerror})"
+
+
+def user_cache() -> Path:
+    """Return kvsift's folder in the user's cache, which may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsift"
