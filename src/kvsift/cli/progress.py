@@ -45,9 +45,9 @@ class ProgressBar:
         """Show the prefilled tokens of a prompt."""
         self._show("reading", done, total, f"{done:,} of {total:,} tokens")
 
-    def working(self, what: str, done: int, total: int) -> None:
-        """Show an activity of several parts."""
-        self._show(what, done, total, f"{done:,} of {total:,}")
+    def working(self, what: str, done: int, total: int | None) -> None:
+        """Show an activity of several parts; how many there will be may be unknown."""
+        self._show(what, done, total, f"{done:,}" if total is None else f"{done:,} of {total:,}")
 
     def answering(self, done: int, total: int, text: str = "") -> None:
         """Show the number of finished answers and the text of the current one."""
@@ -68,9 +68,9 @@ class ProgressBar:
         if self._on_terminal:
             self._bar = self._bar or _new_bar(what)
             self._bar.update(self._bar.task_ids[0], completed=done, total=total, note=f"{note} {more}".strip())
-        elif self._in_log and total is not None and now - self._last_line >= LINE_EVERY_S:
+        elif self._in_log and note and now - self._last_line >= LINE_EVERY_S:
             self._last_line, speed = now, (done - self._first) / (now - self._since)
-            left = f", {(total - done) / speed:,.0f} s left" if speed else ""
+            left = f", {(total - done) / speed:,.0f} s left" if speed and total is not None else ""
             print(f"kvsift: {what}: {note}{left}", file=sys.stderr, flush=True)
 
 

@@ -125,7 +125,7 @@ def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> 
     from rich.console import Console
 
     measure = found["target"].partition("=")[0]
-    rows = [("plan", "ms per token", measure, "90 % bounds", "agreement", "tokens")]
+    rows = [("plan", "ms", measure, "90 % bounds", "agreement", "tokens")]
     for each in _front(found["candidates"], found["plan"], measure):
         low, high = each.get(f"{measure}_interval", (0.0, 0.0))
         mark = " *" if each["plan"] == found["plan"] else ""
@@ -134,7 +134,8 @@ def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> 
             f"{low:.4f} to {high:.4f}" if "tokens" in each else "", f"{each.get('agreement', 1.0):.3f}",
             f"{each['tokens']:,}" if "tokens" in each else "",
         ))  # fmt: skip
-    print_columns(Console(highlight=False), rows[0], rows[1:])
+    labels, *columns = zip(*rows)
+    print_columns(Console(highlight=False), labels, columns)
     faster = found["dense_tpot_s"] / found["tpot_s"]
     if found["plan"] == "dense":
         print(plain(f"No plan that was tried meets {found['target']} on this text; dense does."))

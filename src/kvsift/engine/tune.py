@@ -164,7 +164,7 @@ class Repeated:
         fill(cache, numbers, read, runner.device, runner.chunk_size)
 
 
-Progress = Callable[[str, int, int], None]  # what is done, how much of it, and of how much
+Progress = Callable[[str, int, int | None], None]  # what is done, how much of it, and of how much where that is known
 
 
 class Tuner:
@@ -264,9 +264,8 @@ class Tuner:
         """The fastest candidate that meets the target, and all with their scores so far."""
         results: list[Tried] = []
         found = None
-        for number, candidate in enumerate(tried):
+        for candidate in tried:
             if found is None:
-                self._progress("comparing plans with dense", number, len(tried))
                 candidate = self._scored(candidate, target)
                 if self._meets(candidate, target):
                     found = candidate
@@ -286,7 +285,9 @@ class Tuner:
     def _score(self, plan: str, tokens: int) -> Scores:
         kept = self._notebook.scores
         if plan not in kept or kept[plan].tokens < tokens:
-            kept[plan] = self._scored_texts.score(parse_plan(plan), tokens)
+            scorer = self._scored_texts
+            self._progress("comparing plans with dense", len(kept), None)
+            kept[plan] = scorer.score(parse_plan(plan), tokens)
             self._notebook.save()
         return kept[plan]
 
