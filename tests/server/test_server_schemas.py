@@ -120,6 +120,11 @@ def test_plans_are_compared_as_texts() -> None:
     for other in ("quest", "quest:budget=97:window=32", "loki:calibration=/etc/passwd", "", "dense,dense"):
         with pytest.raises(ApiError, match="is not one of this server's: quest:budget=96:window=32; dense"):
             plans.index(other)
+    auto = PlanList(["auto", "dense"], ["quest:budget=96", "dense"])
+    assert auto.names == ["quest:budget=96", "dense"]
+    assert [auto.index(plan) for plan in ("auto", "quest:budget=96", None)] == [0] * 3
+    with pytest.raises(ApiError, match="is not one of this server's"):
+        plans.index("auto")
     assert spelling("decode=quest:b=2:a=1, prefill=dense") == spelling("prefill=dense,decode=quest:a=1:b=2")
 
 

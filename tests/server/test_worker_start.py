@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvsift.checkpoint import fingerprint
+from kvsift.plan.syntax import parse_plan
+from kvsift.plan.tuned_plan import FILE, TunedPlan, write
 from kvsift.server.worker import Worker
 
 
@@ -47,3 +51,14 @@ def test_a_server_that_cannot_warm_up_says_so_and_serves(
     monkeypatch.setattr("kvsift.engine.llm.warm_up", fail)
     assert pages(model, "eager", reserve_tokens=None) == 0
     assert "first requests wait (RuntimeError: no memory for graphs)" in capsys.readouterr().err
+
+
+def test_plans_named_auto_are_those_that_were_tuned_for_the_model(model: Path, tmp_path: Path) -> None:
+    tuned = shutil.copytree(model, tmp_path / "model")
+    write(tuned / FILE, TunedPlan(parse_plan("quest:budget=112"), "tiny", fingerprint(tuned), "cpu"))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        options = {"model": str(tuned), "device": "cpu", "chunk_size": 64}
+        settings = {"plans": ["sketch:budget=80", "auto", "dense"], "keep_tokens": 640, "reserve_tokens": 0}
+        worker = Worker(ours, {"model": options, **settings})
+        assert [str(plan) for plan in worker._plans] == ["sketch:budget=80", "quest:budget=112", "dense"]

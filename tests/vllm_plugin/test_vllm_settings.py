@@ -9,15 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvsift.checkpoint import fingerprint
 from kvsift.cli import serve
 from kvsift.cli.main import main
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
+from kvsift.plan.tuned_plan import FILE, TunedPlan, write
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.engine_state import EngineState
 from kvsift.vllm.refusals import check_config
-from kvsift.vllm.settings import Settings
+from kvsift.vllm.settings import Settings, plans_of
 
 
 def test_without_settings_the_plugin_does_nothing():
@@ -113,6 +115,52 @@ def test_the_command_passes_other_options_on(monkeypatch):
         serve.server_command("there", settings, ['--additional_config={"kvsift": {}}'])
     with pytest.raises(InputError, match="as one JSON object"):
         serve.server_command("there", settings, ["--additional-config.a", "1"])
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """Make a directory of a model with a tuned plan in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "pytorch_model.bin").write_bytes(b"weights")
+
+    def tuned(plan):
+        write(model / FILE, TunedPlan(parse_plan(plan), "tiny", fingerprint(model), "cpu"))
+        return str(model)
+
+    return tuned
+
+
+def test_auto_is_the_tuned_plan_in_settings_requests_and_the_command(tuned, monkeypatch):
+    model = tuned("quest:budget=512")
+    reader = plans_of(model, None, "cpu")
+    settings = Settings.read({"kvsift": {"plan": "auto", "plans": ["sketch", "auto"]}}, reader)
+    assert settings is not None
+    assert [str(plan) for plan in (settings.plan, *settings.plans)] == [
+        "quest:budget=512", "sketch:budget=1024", "quest:budget=512"
+    ]  # fmt: skip
+    assert str(EngineState(settings, reader=reader).plan_for("auto")) == "quest:budget=512"
+    monkeypatch.setattr(serve, "find_spec", lambda name: name)
+    monkeypatch.setattr(serve, "_on_gpu", lambda: False)
+    command = serve.server_command(model, {"plan": "auto", "plans": ["dense", "auto"]}, ["--revision=main"])
+    assert json.loads(command[5])["kvsift"] == {"plan": "quest:budget=512", "plans": ["dense", "quest:budget=512"]}
+
+
+def test_a_tuned_plan_that_vllm_cannot_carry_out_is_refused_by_name(tuned):
+    with pytest.raises(InputError, match=r"plan=auto is magicpig\S*, as kvsift tune found it\..*Take quest or sketch"):
+        Settings.read({"kvsift": {"plan": "auto"}}, plans_of(tuned("magicpig"), None, "cpu"))
+
+
+def test_without_a_tuned_plan_vllm_takes_the_default_without_a_guard(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = Settings.read({"kvsift": {"plan": "auto"}}, plans_of("some-lab/Tiny-not-here", None, "cpu"))
+    assert settings is not None
+    assert str(settings.plan) == "sketch:budget=1024"
+    [said] = caplog.messages
+    assert "without a guard (under vLLM answers are not probed)" in said
+    assert "kvsift tune some-lab/Tiny-not-here finds a plan" in said
 
 
 def test_vllm_listens_where_the_help_says(monkeypatch):
