@@ -119,8 +119,8 @@ class FidelityScorer:
             last.kl.append((dense.exp() * (dense - predicted)).nan_to_num(0.0).sum(-1).cpu())
             last.agreement.append((predicted.argmax(-1) == dense.argmax(-1)).float().cpu())
             last.nll.append(-predicted.cpu().gather(1, self.targets[:, step : step + 1]).squeeze(1))
-        means = (torch.stack(each).mean(0).tolist() for each in (last.kl, last.agreement, last.nll))
-        return Scores(tokens, *means, [_recovery(cache.stats.report()) for cache in last.caches])
+        kl, agreement, nll = (torch.stack(each).mean(0).tolist() for each in (last.kl, last.agreement, last.nll))
+        return Scores(tokens, kl, agreement, nll, [_recovery(cache.stats.report()) for cache in last.caches])
 
     @torch.inference_mode()
     def _predicted_densely(self) -> Tensor:
