@@ -36,7 +36,7 @@ from kvsift.plan.plan import PHASES, Plan
 LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
 
 
-class Contents(Protocol):
+class CacheContents(Protocol):
     """What fills the cache of a document instead of a prefill, for instance a ``SavedDocument``."""
 
     @property
@@ -209,7 +209,7 @@ class Document(Uncopied):
                 )
             save(path, runner, self.prefill(self._plan), self.text, self._ids, self.read_s, self.read_stats)
 
-    def restore(self, saved: Contents) -> None:
+    def restore(self, saved: CacheContents) -> None:
         """Fill the cache instead of a prefill."""
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
