@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
@@ -15,8 +15,7 @@ from kvsift.engine.document import Document
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.models.inference import inference
-from kvsift.models.transformers import SparseCache
-from kvsift.native.product import MAX_ROWS
+from kvsift.models.transformers import SparseCache, feeding
 from kvsift.plan.plan import Plan
 
 
@@ -59,24 +58,26 @@ class Scores(NamedTuple):
 
 
 class _Decoded(NamedTuple):
-    """What was decoded under a plan after each text: a tensor [texts] for each token."""
+    """What was decoded under a plan after each text.
+
+    Attributes:
+        plan, caches: of the texts.
+        kl, agreement, nll: of each text, the tensors [tokens] of each call.
+    """
 
     plan: Plan
     caches: Sequence[SparseCache]
-    kl: list[Tensor]
-    agreement: list[Tensor]
-    nll: list[Tensor]
+    kl: list[list[Tensor]]
+    agreement: list[list[Tensor]]
+    nll: list[list[Tensor]]
 
     @property
     def tokens(self) -> int:
-        return len(self.kl)
+        return sum(map(len, self.kl[0]))
 
 
 class FidelityScorer:
     """Scores plans against dense decoding over the ends of texts, which are prefilled once.
-
-    The texts are decoded side by side, so that their weights are read once. What is compared is what each text would
-    have predicted alone, up to rounding on a GPU.
 
     Args:
         runner: of the model, for instance an ``LLM``; its plan is not used.
@@ -89,9 +90,9 @@ class FidelityScorer:
     ) -> None:
         self._runner = runner
         self.num_tokens = min(len(text.ids) - text.start for text in texts)
-        self.targets = torch.tensor([text.ids[text.start : text.start + self.num_tokens] for text in texts])
+        self._targets = [list(text.ids[text.start : text.start + self.num_tokens]) for text in texts]
         # a token is decoded to predict the next one, so the first that is decoded is the last before the targets
-        self._fed = torch.tensor([text.ids[text.start - 1 : text.start - 1 + self.num_tokens] for text in texts])
+        self._fed = [list(text.ids[text.start - 1 : text.start - 1 + self.num_tokens]) for text in texts]
         self._documents = [Document(runner, list(text.ids[: text.start - 1]), _not_asked, Plan()) for text in texts]
         total, done = sum(document.num_tokens for document in self._documents), 0
         for document in self._documents:
@@ -112,52 +113,43 @@ class FidelityScorer:
             caches = [document.prefill(plan, self.num_tokens) for document in self._documents]
             for cache in caches:
                 cache.stats.clear()
-            self._last = _Decoded(plan, caches, [], [], [])
+            self._last = _Decoded(plan, caches, *([[] for _ in caches] for _ in range(3)))
         last, first = self._last, self._last.tokens
-        for step, logits in enumerate(decoded(self._runner, last.caches, self._fed[:, first:tokens]), first):
-            predicted, dense = logits.float().log_softmax(-1), self._dense[:, step].to(logits.device)
-            last.kl.append((dense.exp() * (dense - predicted)).nan_to_num(0.0).sum(-1).cpu())
-            last.agreement.append((predicted.argmax(-1) == dense.argmax(-1)).float().cpu())
-            last.nll.append(-predicted.cpu().gather(1, self.targets[:, step : step + 1]).squeeze(1))
-        kl, agreement, nll = (torch.stack(each).mean(0).tolist() for each in (last.kl, last.agreement, last.nll))
+        for number, cache in enumerate(last.caches if first < tokens else ()):
+            logits = decoded(self._runner, cache, self._fed[number][first:tokens])
+            predicted, targets = logits.float().log_softmax(-1), self._targets[number][first:tokens]
+            dense = self._dense[number][first:tokens].to(logits.device)
+            last.kl[number].append((dense.exp() * (dense - predicted)).nan_to_num(0.0).sum(-1).cpu())
+            last.agreement[number].append((predicted.argmax(-1) == dense.argmax(-1)).float().cpu())
+            last.nll[number].append(-predicted.cpu().gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1))
+        kl, agreement, nll = ([float(torch.cat(each).mean()) for each in of_texts] for of_texts in last[2:])
         return Scores(tokens, kl, agreement, nll, [_recovery(cache.stats.report()) for cache in last.caches])
 
     @torch.inference_mode()
-    def _predicted_densely(self) -> Tensor:
-        """Log-probabilities on the host, float32 [texts, tokens, vocabulary]."""
-        caches = [document.prefill(Plan(), self.num_tokens) for document in self._documents]
-        fused = self._runner.fast_path.fused(self._runner.model)
-        if fused is None:
-            steps = [logits.float().log_softmax(-1).cpu() for logits in decoded(self._runner, caches, self._fed)]
-            return torch.stack(steps, 1)
-        rows = []
-        for cache, fed in zip(caches, self._fed):
-            cache.run.exact = "dense"  # several tokens in one pass, as exact decoding verifies
-            parts = [fused.verify(part.to(self._runner.device), cache) for part in fed.split(MAX_ROWS)]
-            cache.run.exact = ""
-            rows.append(torch.cat([part.float().log_softmax(-1).cpu() for part in parts]))
-        return torch.stack(rows)
+    def _predicted_densely(self) -> list[Tensor]:
+        """Log-probabilities on the host, float32 [tokens, vocabulary] of each text."""
+        found = []
+        for document, fed in zip(self._documents, self._fed):
+            logits = decoded(self._runner, document.prefill(Plan(), self.num_tokens), fed)
+            found.append(logits.float().log_softmax(-1).cpu())
+        return found
 
 
-def decoded(runner: ModelRunner, caches: Sequence[SparseCache], tokens: Tensor) -> Iterator[Tensor]:
-    """Decode known tokens [caches, steps], one per cache in each step; yields logits [caches, vocabulary]."""
-    fused = runner.fast_path.fused(runner.model)
-    together = fused is not None and not any(cache.run.plan.wants_hidden for cache in caches)
-    for column in tokens.T:
-        if fused is None or not together:
-            passes = [runner.prefill(cache, [int(token)], phase="decode") for cache, token in zip(caches, column)]
-            yield torch.cat(passes)[:, -1]
-            continue
-        column = column.to(runner.device)
-        parts = range(0, len(caches), MAX_ROWS)
-        yield torch.cat([fused.decode(column[at : at + MAX_ROWS], caches[at : at + MAX_ROWS])[:, 0] for at in parts])
+def decoded(runner: ModelRunner, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
+    """Decode known tokens, each as if it had been generated; logits [tokens, vocabulary] after each."""
+    plan = cache.run.plan
+    fused = None if plan.is_guarded or plan.wants_hidden else runner.fast_path.fused(runner.model)
+    if fused is None:  # a guard decides token by token, and foreseen queries come from transformers' modules
+        return torch.stack([runner.prefill(cache, [token], phase="decode")[0, -1] for token in tokens])
+    with inference(), feeding(cache, "decode"):  # one pass, in which each token is attended as if it had come alone
+        return fused.verify(torch.tensor(tokens, device=runner.device), cache)
 
 
 @torch.inference_mode()
 def predictions(
     runner: ModelRunner, document: Document, last: int, targets: Sequence[int], plan: Plan
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Decode a text token by token under a plan, each after all tokens before it.
+    """Predict the tokens after a text under a plan, each after all tokens before it.
 
     Args:
         runner: of the document's model.
@@ -171,7 +163,7 @@ def predictions(
         counters of the run.
     """
     cache = document.prefill(plan, len(targets))
-    logits = torch.cat(list(decoded(runner, [cache], torch.tensor([[last, *targets[:-1]]]))))
+    logits = decoded(runner, cache, [last, *targets[:-1]])
     return logits.float().log_softmax(-1).cpu(), cache.stats.report()
 
 

@@ -28,7 +28,7 @@ from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import PlanSpec, is_auto, parse_plan
 
 DEFAULT_PLAN = "sketch:budget=1024"
-GUARD = "min_recovery=0.5"  # sketch answers as dense attention does with 0.7, and with less in longer contexts
+GUARD = "min_recovery=0.5"  # the README's table: with 0.7 sketch answers as dense attention does
 FORMAT = "kvsift plan 1"
 FILE = "kvsift-plan.json"
 DEVICES = ("cpu", "cuda")
@@ -97,9 +97,10 @@ def read(path: Path) -> TunedPlan:
         name, made_for, device = document["model"]["name"], document["model"]["fingerprint"], document["device"]
         if device not in DEVICES:
             raise InputError(f"its device is {device!r}, and one of {', '.join(DEVICES)} is expected")
-        plan = parse_plan(re.sub(r":anchors=[^:,]*", "", document["plan"]))
-        if document["anchors"] is not None:
-            plan = _with_anchors(plan, path)
+        if document["anchors"] is None:
+            plan = parse_plan(document["plan"])
+        else:
+            plan = _with_anchors(parse_plan(re.sub(r":anchors=[^:,]*", "", document["plan"])), path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{path} cannot be used as a tuned plan: {one_line(error)}. Remove it, or write it again with kvsift tune."
