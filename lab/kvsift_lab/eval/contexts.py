@@ -59,4 +59,4 @@ class Contexts:
         return [] if bos is None else [bos]
 
     def _load(self, file: TaskFile) -> Sequence[Sample]:
-        return load_file(file.kind, file.path, self.encode, file.limit, file.max_tokens, self._prefix)
+        return load_file(file.kind, file.path, self.encode, file.limit, file.max_tokens, self._prefix, file.targets)

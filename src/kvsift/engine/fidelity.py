@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsift.engine.document import Document
 from kvsift.engine.model_runner import ModelRunner
+from kvsift.models.transformers import feeding
 from kvsift.plan.plan import Plan
 
 
@@ -46,9 +47,14 @@ def predictions(
         Log-probabilities of every token in place of each target, float32 [num_targets, vocabulary] on the host, and the
         counters of the run.
     """
-    cache = document.prefill(plan, len(targets))
-    logits = [runner.prefill(cache, [token], phase="decode")[0, -1] for token in (last, *targets[:-1])]
-    return torch.stack(logits).float().log_softmax(-1).cpu(), cache.stats.report()
+    cache, tokens = document.prefill(plan, len(targets)), [last, *targets[:-1]]
+    fused = None if plan.is_guarded or plan.wants_hidden else runner.fast_path.fused(runner.model)
+    if fused is None:  # a guard decides token by token, and foreseen queries come from transformers' modules
+        logits = torch.stack([runner.prefill(cache, [token], phase="decode")[0, -1] for token in tokens])
+    else:  # one pass, in which each token is attended as if it had come alone
+        with feeding(cache, "decode"):
+            logits = fused.verify(torch.tensor(tokens, device=runner.device), cache)
+    return logits.float().log_softmax(-1).cpu(), cache.stats.report()
 
 
 def fidelity(predicted: Tensor, dense: Tensor, targets: Sequence[int]) -> Fidelity:
