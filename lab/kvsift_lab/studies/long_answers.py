@@ -46,9 +46,10 @@ class LongAnswers(Study):
             answers = self._llm.generate(list(prompts), plan=plan, exact=exact, max_new_tokens=self.recipe.new)
             dense = dense or [answer.token_ids for answer in answers]
             for name, answer, expected in zip(names, answers, dense):
+                length = len(answer.token_ids)
                 yield {
                     "plan": f"{plan}, exact=True" if exact else plan, "text": name,
-                    "prompt_tokens": answer.prompt_tokens, "tokens": len(answer.token_ids), "ended": len(answer.token_ids) < self.recipe.new,
+                    "prompt_tokens": answer.prompt_tokens, "tokens": length, "ended": length < self.recipe.new,
                     "parts_at": parts_at(answer.token_ids, expected), "repeated": repeated(answer.token_ids),
                     "path": answer.path, "token_ids": answer.token_ids,
                 }  # fmt: skip
