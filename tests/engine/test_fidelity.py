@@ -10,6 +10,7 @@ from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM
 from kvsift.engine.document import Document
+from kvsift.engine.fast_path import FastPath
 from kvsift.engine.fidelity import DecodedText, FidelityScorer, bounds, fidelity, predictions, t_quantile
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
@@ -61,7 +62,10 @@ def test_more_tokens_of_a_plan_go_on_from_those_before(scorer: FidelityScorer) -
     whole = scorer.score(parse_plan(PLAN))
     scorer.score(Plan(), 2)  # another plan between
     assert scorer.score(parse_plan(PLAN), 5).tokens == 5
-    assert scorer.score(parse_plan(PLAN)) == whole
+    again = scorer.score(parse_plan(PLAN))
+    assert again.tokens == whole.tokens
+    for measure in ("kl", "agreement", "nll", "recovery"):
+        assert getattr(again, measure) == pytest.approx(getattr(whole, measure), rel=1e-4)
 
 
 def test_dense_is_no_way_from_itself(scorer: FidelityScorer) -> None:
@@ -86,3 +90,14 @@ def test_bounds_hold_as_often_as_they_say() -> None:
     above = sum(bounds(draw.tolist())[1] >= 0 for draw in draws)
     assert 0.88 < above / len(draws) < 0.92
     assert bounds([0.5]) == (-inf, inf)
+
+
+@pytest.mark.parametrize("method", ["dense", "sketch", "quest", "decode=less_is_more", "snapkv", "infinigen"])
+def test_known_tokens_are_predicted_in_one_pass_as_one_by_one(
+    method: str, llm: LLM, texts: list[DecodedText], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = method if method == "dense" else f"{method}:budget=64:sinks=4:window=8:dense_layers=none"
+    together, _ = alone(llm, texts[0], plan)
+    monkeypatch.setattr(FastPath, "fused", lambda *_: None)
+    one_by_one, _ = alone(llm, texts[0], plan)
+    torch.testing.assert_close(together, one_by_one, atol=1e-4, rtol=1e-4)

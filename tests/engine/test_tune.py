@@ -37,7 +37,7 @@ class KnownTuner(Tuner):
 
     def __init__(self, times: Callable[[str], float], kl: Callable[[str], float], notebook: Notebook) -> None:
         texts = [DecodedText(range(CONTEXT + SCORED), CONTEXT) for _ in range(NUM_TEXTS)]
-        super().__init__(None, texts, CONTEXT, notebook, lambda what, done, total: None)  # type: ignore[arg-type]
+        super().__init__(None, texts, CONTEXT, notebook, NOWHERE, lambda what, done, total: None)  # type: ignore[arg-type]
         self.known_times, self.known_kl, self.scored = times, kl, Counter[str]()
 
     def _times(self, plans: Sequence[str]) -> dict[str, float]:
@@ -69,7 +69,7 @@ def test_the_fastest_plan_that_meets_the_target_is_found(seed: int, target: floa
     times = lambda plan: 1 + known(plan, "time") + budget_of(plan) / 1e4  # noqa: E731
     kl = lambda plan: 40 * known(plan, "kl") / budget_of(plan)  # noqa: E731
     tuner = KnownTuner(times, kl, nothing_kept())
-    found = tuner.search(Target("kl", target), None, NOWHERE)
+    found = tuner.search(Target("kl", target), None)
     tried = [each["plan"] for each in found["candidates"] if each["plan"] != "dense"]
     good = [plan for plan in tried if 1.02 * kl(plan) <= target]
     if found["plan"] == "dense":
@@ -84,20 +84,20 @@ def test_the_fastest_plan_that_meets_the_target_is_found(seed: int, target: floa
 
 def test_of_the_plans_that_are_fast_enough_the_closest_to_dense_is_found() -> None:
     times, kl = lambda plan: budget_of(plan) / 1e5, lambda plan: 100 / budget_of(plan)
-    found = KnownTuner(times, kl, nothing_kept()).search(Target("kl", 0.001), 0.006, NOWHERE)
+    found = KnownTuner(times, kl, nothing_kept()).search(Target("kl", 0.001), 0.006)
     assert budget_of(found["plan"]) == 512
     assert not found["met"]
     assert found["tokens"] == NUM_TEXTS * SCORED
 
 
 def test_where_no_plan_meets_the_target_dense_does() -> None:
-    found = KnownTuner(budget_of, lambda plan: 1.0, nothing_kept()).search(Target("agreement", 0.97), None, NOWHERE)
+    found = KnownTuner(budget_of, lambda plan: 1.0, nothing_kept()).search(Target("agreement", 0.97), None)
     assert (found["plan"], found["met"]) == ("dense", True)
 
 
 def test_a_budget_between_those_that_were_tried_is_found() -> None:
     kl = lambda plan: 0.01 if budget_of(plan) >= 700 else 0.03  # noqa: E731
-    found = KnownTuner(budget_of, kl, nothing_kept()).search(Target("kl", 0.02), None, NOWHERE)
+    found = KnownTuner(budget_of, kl, nothing_kept()).search(Target("kl", 0.02), None)
     assert budget_of(found["plan"]) == 768
 
 
@@ -146,9 +146,9 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(
     results, stops = [], 0
     while not results:
         notebook = Notebook(tmp_path / "measured.json", {"texts": "these"})
-        tuner = Tuner(llm, texts, 600, notebook, lambda what, done, total: None)
+        tuner = Tuner(llm, texts, 600, notebook, tmp_path / "anchors.json", lambda what, done, total: None)
         try:
-            results.append(tuner.search(Target("kl", 1e-9), None, tmp_path / "anchors.json"))
+            results.append(tuner.search(Target("kl", 1e-9), None))
         except Stopped:
             stops += 1
     assert stops == 2
@@ -182,14 +182,16 @@ def test_layers_that_select_alike_are_found_and_others_are_not(tmp_path: Path, m
     found = {}
     for llm in (alike, apart):
         texts = windows(llm, {"text": text_of(4000)}, 512, 32, NUM_TEXTS, 0)
-        tuner = Tuner(llm, texts, 512, nothing_kept(), lambda what, done, total: None)
-        dense_kl = tuner._score("sketch:budget=256:dense_layers=none", 32).kl
         path = tmp_path / f"{llm.directory.name}.json"
-        found[llm.directory.name] = tuner.search(Target("kl", 1.5 * fmean(dense_kl)), None, path)["plan"]
+        tuner = Tuner(llm, texts, 512, nothing_kept(), path, lambda what, done, total: None)
+        dense_kl = tuner._score("sketch:budget=256:dense_layers=none", 32).kl
+        found[llm.directory.name] = tuner.search(Target("kl", 1.5 * fmean(dense_kl)), None)["plan"]
     assert "anchors" not in found["apart"]
     path = found["alike"].partition("anchors=")[2]
     assert read("anchors", path).anchors == (0,)
     assert sorted(read("anchors", path).reuse) == [1, 2]
+    tuner.remove_anchors()
+    assert not [*tmp_path.glob("*apart.json")]
 
 
 def test_pieces_of_texts_have_one_length_and_scored_ends_of_their_own(llm: LLM) -> None:

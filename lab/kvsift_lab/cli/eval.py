@@ -148,6 +148,8 @@ def _progress(label: str, num_plans: int) -> Iterator[Callable[[RunProgress], No
             if not num_lines and progress.contexts < progress.total:
                 number = progress.total - progress.contexts
                 line = f"{number} context{'s' if number > 1 else ''} to read, each under {num_plans} plans"
+                if progress.cost is not None:
+                    line += f": {progress.cost[0]:,} tokens to prefill, and {progress.cost[1]:,} to decode at most"
                 line += ". The time that this takes is estimated after the first context." if number > 1 else ""
             elif (num_lines == 1 and seconds) or (not is_terminal and now - last_line >= LINE_EVERY_S):
                 line = note

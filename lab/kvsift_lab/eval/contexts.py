@@ -9,7 +9,8 @@ from typing import Any
 from kvsift.errors import InputError
 from kvsift_lab.eval.loaders import load_file
 from kvsift_lab.eval.recipe import EvalRecipe, Job, TaskFile
-from kvsift_lab.eval.tasks import Sample, framed, make_sample
+from kvsift_lab.eval.tasks import Sample, find_task, framed, make_sample
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 
 
 class Contexts:
@@ -30,6 +31,16 @@ class Contexts:
             Job(file.name, None, index) for file in self._recipe.files for index in range(len(self._file_samples(file)))
         ]
         return [*self._recipe.jobs, *files]
+
+    def cost(self, job: Job) -> tuple[int, int]:
+        """Return the tokens of a context, and how many are decoded after it under one plan at most."""
+        if job.length is None:
+            sample = self._from_file(job)
+            answers = sum(question.max_new_tokens for question in sample.questions)
+            return len(sample.context_ids), len(sample.targets) or answers
+        task = find_task(job.task)
+        num_questions = task.num_questions(job.length, self._recipe.questions_per_context)
+        return job.length, NUM_TARGETS if task.kind == "perplexity" else num_questions * task.style.max_new_tokens
 
     def sample(self, job: Job) -> Sample:
         """Return the context of a job with its questions.
@@ -59,4 +70,4 @@ class Contexts:
         return [] if bos is None else [bos]
 
     def _load(self, file: TaskFile) -> Sequence[Sample]:
-        return load_file(file.kind, file.path, self.encode, file.limit, file.max_tokens, self._prefix)
+        return load_file(file.kind, file.path, self.encode, file.limit, file.max_tokens, self._prefix, file.targets)

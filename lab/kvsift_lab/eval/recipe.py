@@ -18,6 +18,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift_lab.eval.loaders import LOADERS
 from kvsift_lab.eval.plan_rows import PlanRow, budgets_of, plan_rows
 from kvsift_lab.eval.tasks import find_task, task_names
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 
 SETUPS: dict[str, Phase] = {"question_decoded": "decode", "whole_prompt": "prefill", "sparse_prefill": "prefill"}
 """Set-up of a question -> the phase of its tokens."""
@@ -199,7 +200,8 @@ def _list_of(key: str, value: object, kind: type) -> None:
     raise InputError(f"{key}={value!r} of a recipe must be a list of {'names' if kind is str else 'whole numbers'}.")
 
 
-FILE_KEYS = "kind", "path", "limit", "max_tokens", "name"
+FILE_KEYS = "kind", "path", "limit", "max_tokens", "name", "targets"
+TEXTS = "pg19", "texts"  # kinds of files without questions
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,7 @@ class TaskFile:
         limit: the most samples to use.
         name: of the task in results; by default that of the file.
         max_tokens: longer contexts lose their middle; None: no limit.
+        targets: tokens that are predicted after each text, for the kinds without questions.
     """
 
     kind: str
@@ -219,6 +222,7 @@ class TaskFile:
     limit: int
     name: str
     max_tokens: int | None = None
+    targets: int = NUM_TARGETS
 
 
 def task_file(table: object, recipe: str) -> TaskFile:
@@ -238,9 +242,15 @@ def task_file(table: object, recipe: str) -> TaskFile:
     whole_number("limit", limit, 1)
     if most is not None:
         whole_number("max_tokens", most, 1)
+    if "targets" in table and kind not in TEXTS:
+        raise InputError(
+            f"targets are predicted after texts ({', '.join(TEXTS)}), and kind={kind!r} has questions. Leave them out."
+        )
+    targets = table.get("targets", NUM_TARGETS)
+    whole_number("targets", targets, 1)
     if not path.exists():
         raise InputError(f"the recipe {recipe} names the file {path}, which does not exist.")
-    return TaskFile(kind, str(path), limit, table.get("name", path.stem), most)
+    return TaskFile(kind, str(path), limit, table.get("name", path.stem), most, targets)
 
 
 def digest(path: Path) -> str:

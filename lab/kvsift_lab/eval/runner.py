@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -26,11 +26,13 @@ class RunProgress(NamedTuple):
         contexts: finished contexts.
         total: contexts in all.
         share: finished share of the work, from 0 to 1; contexts count by length and by finished plans.
+        cost: at the start of a run: tokens of the unfinished contexts, and those decoded after them at most.
     """
 
     contexts: int
     total: int
     share: float
+    cost: tuple[int, int] | None = None
 
 
 ProgressCallback = Callable[[RunProgress], None]
@@ -88,26 +90,27 @@ def run(
     from kvsift.engine.llm import LLM
 
     llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, placement=recipe.placement)
-    jobs = Contexts(recipe, llm.tokenizer).jobs()
+    contexts = Contexts(recipe, llm.tokenizer)
+    costs = {job: contexts.cost(job) for job in contexts.jobs()}
     results = ResultsDirectory(out, recipe, text)
     try:
         gpus = _gpus() if llm.device.type == "cuda" and recipe.device in ("auto", "cuda") else []
         session = _session(llm.device, workers)
         threads = threads or (per_process(workers) if workers > 1 else None)
-        return _fill(recipe, results, jobs, session, threads, stop_at, on_progress, gpus)
+        return _fill(recipe, results, costs, session, threads, stop_at, on_progress, gpus)
     finally:
         results.close()
 
 
 def _fill(
-    recipe: EvalRecipe, results: ResultsDirectory, jobs: Sequence[Job], session: dict[str, Any], threads: int | None,
-    stop_at: float | None, on_progress: ProgressCallback, gpus: Sequence[str],
+    recipe: EvalRecipe, results: ResultsDirectory, costs: Mapping[Job, tuple[int, int]], session: dict[str, Any],
+    threads: int | None, stop_at: float | None, on_progress: ProgressCallback, gpus: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
-    started, meter, before = monotonic(), Meter(jobs, len(recipe.rows)), len(results.samples)
+    jobs, num_rows = list(costs), len(recipe.rows)
+    started, meter, before = monotonic(), Meter(jobs, num_rows), len(results.samples)
     document, workers = document_of(recipe), session["workers"]
     for sample in results.samples:
         meter.add(sample)
-    on_progress(meter.progress)
 
     def summarise() -> dict[str, Any]:
         session.update(seconds=round(monotonic() - started, 1), samples=len(results.samples) - before)
@@ -117,6 +120,8 @@ def _fill(
 
     unfinished = {Job.of(context) for context in left_out(document, results.samples, jobs)}
     missing = [(job, results.done(job)) for job in jobs if job in unfinished]
+    tokens, decoded = (sum(costs[job][part] for job, _ in missing) for part in (0, 1))
+    on_progress(meter.progress._replace(cost=(tokens, num_rows * decoded)))
     if not missing:
         return summarise()  # without this session, which made no sample
     results.sessions.append(session)

@@ -171,3 +171,21 @@ class VllmDecodeRecipe(r.BenchRecipe):
         "4096x1,32768x1,131072x1,32768x4,131072x4", "Contexts x batches.", parse=r.batches
     )
     only_decode: bool = r.option(False, "Leave attention out of all prompts, not only out of batches'.")
+
+
+@dataclass(frozen=True)
+class LongAnswersRecipe(r.BenchRecipe):
+    """Long answers of a chat model about real texts: where plans part from dense decoding, how they repeat and end."""
+
+    measured_by = "kvsift_lab.studies.long_answers:LongAnswers"
+
+    model: str = r.option("build/smollm2", "Directory of a model with a chat format.")
+    texts: str = r.option("build/real-texts/evaluated", "Directory of .txt files.")
+    plans: tuple[str, ...] = r.plans(
+        ";".join(f"{method}:budget={budget}{ALL_LAYERS}" for method in ("sketch", "quest") for budget in (256, 1024))
+    )
+    exact: str = r.option(f"sketch:budget=256{ALL_LAYERS}", "The plan that drafts for exact decoding.")
+    prompts: int = r.option(8, "Texts, in the order of their names.", minimum=1)
+    tokens: int = r.option(4096, "Tokens of each text.", minimum=1)
+    new: int = r.option(2000, "Tokens of an answer, at most.", minimum=1)
+    device: str = r.option("auto", "cpu, or cuda: in captured steps.", stored=False)

@@ -81,7 +81,7 @@ def tune(
     from kvsift.engine.provenance import versions_and_machine
     from kvsift.engine.tune import Notebook, Target, Tuner, digest
     from kvsift.plan.syntax import parse_plan
-    from kvsift.plan.tuned_plan import TunedPlan, default_path, write
+    from kvsift.plan.tuned_plan import TunedPlan, default_path, read, write
     from kvsift.texts.calibration import mixed, windows
 
     wanted = Target.of(target)
@@ -105,11 +105,15 @@ def tune(
     notebook = Notebook(path.with_suffix(".measured.json"), {"pieces": digest(pieces), "model": made_for, **recipe})
     with ProgressBar(quiet, "loading the model") as progress:
         llm.load()
-        tuner = Tuner(llm, pieces, asked, notebook, progress.working)
-        found = tuner.search(wanted, None if tpot is None else tpot / 1e3, path.with_suffix(".anchors.json"))
-    tuned = TunedPlan(parse_plan(found["plan"]), llm.directory.name, made_for, llm.device.type, {**found, **recipe})
-    write(path, tuned)
+        tuner = Tuner(llm, pieces, asked, notebook, path.with_suffix(".anchors.json"), progress.working)
+        found = tuner.search(wanted, None if tpot is None else tpot / 1e3)
+    report = {key: value for key, value in {**found, **recipe}.items() if key != "plan"}
+    write(path, TunedPlan(parse_plan(found["plan"]), llm.directory.name, made_for, llm.device.type, report))
+    tuner.remove_anchors()  # the file of the plan has them inside
     notebook.remove()
+    chosen, found["plan"] = found["plan"], str(read(path).plan)
+    for each in found["candidates"]:
+        each["plan"] = found["plan"] if each["plan"] == chosen else each["plan"]
     if as_json:
         print(json.dumps({**found, **recipe, "file": str(path)}, indent=2))
     else:

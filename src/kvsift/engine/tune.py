@@ -175,25 +175,31 @@ class Tuner:
         texts: the ends of which are scored, all of one length.
         context: cached tokens at which plans are timed.
         notebook: of earlier runs.
+        anchors: file beside which layers that reuse selections are written.
         progress: called with what is done, how much of it, and of how much.
     """
 
     def __init__(
-        self, runner: ModelRunner, texts: Sequence[DecodedText], context: int, notebook: Notebook, progress: Progress
-    ) -> None:
+        self, runner: ModelRunner, texts: Sequence[DecodedText], context: int, notebook: Notebook, anchors: Path,
+        progress: Progress,
+    ) -> None:  # fmt: skip
         self._runner, self._texts, self.context, self._notebook = runner, texts, context, notebook
-        self._progress = progress
+        self._anchors, self._progress = anchors, progress
         self._scorer: FidelityScorer | None = None
         self._timed: Document | None = None
 
-    def search(self, target: Target, tpot_s: float | None, anchors: Path) -> dict[str, Any]:
+    def remove_anchors(self) -> None:
+        """Remove the files of layers that reuse selections, which plans have tried."""
+        for path in self._anchors.parent.glob(f"*-{self._anchors.name}"):
+            path.unlink()
+
+    def search(self, target: Target, tpot_s: float | None) -> dict[str, Any]:
         """Find the fastest plan that meets a target.
 
         Args:
             target: what it has to keep.
             tpot_s: the most seconds per token; of plans that take no longer, the closest to dense is found instead
                 where none that meets the target is fast enough.
-            anchors: file of layers that reuse selections, which is written if any is tried.
 
         Returns:
             The plan, its scores and all candidates, ready for JSON.
@@ -202,14 +208,11 @@ class Tuner:
         chosen, tried = self._race(tried, target)
         if chosen is not None:
             chosen = self._between(chosen, target, tried)
-            chosen = self._with_anchors(chosen, target, anchors, tried)
+            chosen = self._with_anchors(chosen, target, tried)
         is_met = chosen is not None
         if tpot_s is not None and (chosen is None or chosen.tpot_s > tpot_s):
             chosen, is_met = self._closest([each for each in tried if each.tpot_s <= tpot_s], target), False
         found = chosen or dense
-        for path in anchors.parent.glob(f"*-{anchors.name}"):
-            if str(path) not in found.plan:
-                path.unlink()
         return {
             "plan": found.plan, "target": str(target), "met": is_met or found is dense, "context": self.context,
             **found.summary(), "dense_tpot_s": dense.tpot_s,
@@ -302,7 +305,7 @@ class Tuner:
             tried, tokens = scored[: -(-len(scored) // GROWTH)], GROWTH * tokens
         return None
 
-    def _with_anchors(self, chosen: Tried, target: Target, anchors: Path, tried: list[Tried]) -> Tried:
+    def _with_anchors(self, chosen: Tried, target: Target, tried: list[Tried]) -> Tried:
         """The plan with layers that reuse the selections of others, if it meets the target in less time."""
         rule = parse_plan(chosen.plan).decode
         assert rule is not None
@@ -320,7 +323,7 @@ class Tuner:
             choice = choose(pairs.gains(), None, recovery)
             if not choice.reuse or choice == before:
                 continue
-            before, path = choice, anchors.with_name(f"{len(choice.anchors)}-{anchors.name}")
+            before, path = choice, self._anchors.with_name(f"{len(choice.anchors)}-{self._anchors.name}")
             recipe = recipe_of(self._runner, {}, sum(len(text.ids) for text in texts))
             write_anchors(path, pairs.anchor_map(choice, origin, recipe))
             plan = f"{base}:anchors={path}"

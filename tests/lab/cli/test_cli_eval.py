@@ -55,7 +55,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         recipe: Any, text: str, out: Path, workers: int, stop_at: float | None, told: Any, threads: int | None
     ) -> dict[str, Any]:
         asked.append((recipe, text, out, workers, threads, stop_at))
-        told(RunProgress(0, 3, 0.0))
+        told(RunProgress(0, 3, 0.0, (1500, 600)))
         told(RunProgress(2, 3, 2 / 3))
         return made
 
@@ -324,7 +324,10 @@ def test_a_long_run_says_at_once_how_much_it_is_and_after_a_context_how_long(
 ) -> None:
     monkeypatch.setattr("kvsift_lab.cli.eval.monotonic", iter(range(0, 1000, 20)).__next__)
     first, second, *_ = run("eval", recipe).err.splitlines()
-    assert first.startswith("mine: 3 contexts to read, each under 5 plans. The time that this takes is estimated after")
+    assert first.startswith(
+        "mine: 3 contexts to read, each under 5 plans: 1,500 tokens to prefill, and 600 to decode at most. The "
+        "time that this takes is estimated after"
+    )
     assert second == "mine: 2 of 3 contexts (67%), about 10 seconds left"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cli.watched import Refused, Run
 from kvsift_lab import stored
+from kvsift_lab.studies.long_answers import parts_at, repeated
 from kvsift_lab.studies.recall import summary_table
 from kvsift_lab.studies.recipes import ChatsRecipe
 
@@ -27,6 +28,15 @@ plans = [
 budgets = [64, 690]
 settings = ":sinks=4:window=16"
 """
+
+
+def test_long_answers_are_compared_with_dense_ones() -> None:
+    assert parts_at([1, 2, 3], [1, 2, 3]) is None
+    assert parts_at([1, 5, 3], [1, 2, 3]) == 1
+    assert parts_at([1, 2], [1, 2, 3]) == 2
+    assert repeated(list(range(40))) == 0.0
+    assert repeated([7] * 116) == 1 - 1 / 101
+    assert repeated([1, 2]) == 0.0
 
 
 @pytest.mark.slow

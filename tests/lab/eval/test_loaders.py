@@ -239,6 +239,18 @@ def test_pg19_predicts_what_follows_the_beginning_of_each_book(tmp_path: Path) -
         load_file("pg19", tmp_path, encode, max_tokens=200)
 
 
+def test_so_many_tokens_are_predicted_after_a_text_as_the_recipe_asks(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words. " * 60, encoding="utf-8")
+    [sample] = load_file("texts", tmp_path, encode, max_tokens=300, targets=20)
+    assert (len(sample.context_ids), len(sample.targets)) == (280, 20)
+    text = f'plans = ["quest:budget=256"]\n[[files]]\nkind = "texts"\npath = "{tmp_path}"\nname = "own"\ntargets = '
+    (tmp_path / "r.toml").write_text(text + "20")
+    assert EvalRecipe.load(tmp_path / "r.toml").files[0].targets == 20
+    (tmp_path / "r.toml").write_text(text.replace("texts", "jsonl") + "20")
+    with pytest.raises(InputError, match="targets are predicted after texts"):
+        EvalRecipe.load(tmp_path / "r.toml")
+
+
 def test_a_directory_without_books_has_no_samples(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no samples"):
         load_file("pg19", tmp_path, encode)

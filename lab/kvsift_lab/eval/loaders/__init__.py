@@ -10,6 +10,7 @@ from kvsift.errors import InputError, unknown
 from kvsift.texts.sample import Encode, Question, Sample
 from kvsift_lab.eval.loaders import documents, infinitebench, longbench, ruler
 from kvsift_lab.eval.loaders.reading import ContextFitter, JsonLine, depth_of, read_lines
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 
 OWN_TOKENS = 64
 """The most tokens of an answer to an own question."""
@@ -40,7 +41,8 @@ LOADERS: dict[str, Loader] = {
     "ruler": ruler.load,
     "longbench": longbench.load,
     "infinitebench": infinitebench.load,
-    "pg19": documents.load_pg19,
+    "pg19": documents.load_texts,
+    "texts": documents.load_texts,
     "squad": documents.load_squad,
     "hotpotqa": documents.load_hotpotqa,
     "jsonl": load_own,
@@ -54,31 +56,34 @@ def load_file(
     limit: int | None = None,
     max_tokens: int | None = None,
     prefix: Sequence[int] = (),
+    targets: int = NUM_TARGETS,
 ) -> list[Sample]:
     """Return the samples of a file, in its order.
 
     Args:
         kind: a name in ``LOADERS``.
-        path: a file; for pg19 a directory of .txt files, or one of them.
+        path: a file; for pg19 and texts a directory of .txt files, or one of them.
         encode: token ids of a piece of text without special tokens.
         limit: the most samples to load.
         max_tokens: of a whole prompt without the answer. Longer contexts lose their middle, as in LongBench, and the
-            sample's ``notes`` say so. It is the exact length where the file leaves it open: pg19 (with targets), squad
-            and hotpotqa (without the question); 32,768 by default.
+            sample's ``notes`` say so. It is the exact length where the file leaves it open: pg19 and texts (with
+            targets), squad and hotpotqa (without the question); 32,768 by default.
         prefix: first ids of every context, such as bos.
+        targets: tokens that are predicted after each text, for pg19 and texts.
 
     Raises:
         InputError: if a line is not in the format, with file and line; if there is no sample.
     """
     if kind not in LOADERS:
         raise unknown("kind of file", kind, LOADERS)
-    for name, number in (("limit", limit), ("max_tokens", max_tokens)):
+    for name, number in (("limit", limit), ("max_tokens", max_tokens), ("targets", targets)):
         if number is not None and number < 1:
             raise InputError(f"{name}={number}: give a number above 0, or leave it out.")
     path = Path(path).expanduser()
     if not path.exists():
         raise InputError(f"there is no {path}.")
-    samples = list(islice(LOADERS[kind](path, ContextFitter(encode, max_tokens, tuple(prefix))), limit))
+    fitting = ContextFitter(encode, max_tokens, tuple(prefix), targets)
+    samples = list(islice(LOADERS[kind](path, fitting), limit))
     if not samples:
         raise InputError(f"{path} has no samples.")
     return samples

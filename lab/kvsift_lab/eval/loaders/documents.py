@@ -4,7 +4,7 @@ SQuAD: {"data": [{"paragraphs": [{"context", "qas": [{"question", "is_impossible
 distractors are the other paragraphs of the article, then any paragraph. HotpotQA: [{"question", "answer", "context":
 [[title, [sentences]], ...]}], with all ten documents of the question. Facts from NVIDIA/RULER (``qa.py``).
 
-PG19: a directory of books, one .txt each; the perplexity of the tokens after the beginning of a book.
+PG19 and other texts: a directory of books, one .txt each; the perplexity of the tokens after the beginning of a book.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from kvsift.errors import InputError
 from kvsift.texts.sample import Sample, SampleRequest
 from kvsift_lab.eval.loaders.reading import ContextFitter
-from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS, continued
+from kvsift_lab.eval.tasks.perplexity import continued
 from kvsift_lab.eval.tasks.ruler_qa import write_sample
 
 
@@ -91,7 +91,7 @@ def _parsed(path: Path, items: Callable[[Any], Iterator[QuestionItem]]) -> list[
 _SPARE = 8  # cutting a line may change the number of tokens
 
 
-def load_pg19(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
+def load_texts(path: Path, fitting: ContextFitter) -> Iterator[Sample]:
     books = sorted(path.glob("*.txt")) if path.is_dir() else [path]
     return (_book_sample(book, fitting) for book in books)
 
@@ -102,16 +102,15 @@ def _book_sample(book: Path, fitting: ContextFitter) -> Sample:
         lines = book.read_text(encoding="utf-8-sig").lstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{book} cannot be read as UTF-8 text: {error}.") from None
-    length, notes = fitting.length - NUM_TARGETS, tuple[str, ...]()
-    available = _num_tokens(lines, fitting, fitting.length + _SPARE) - _SPARE - NUM_TARGETS
+    targets, notes = fitting.targets, tuple[str, ...]()
+    length = fitting.length - targets
+    available = _num_tokens(lines, fitting, fitting.length + _SPARE) - _SPARE - targets
     if available < length:
-        length, notes = available, (f"the book has about {available + NUM_TARGETS} tokens only",)
+        length, notes = available, (f"the book has about {available + targets} tokens only",)
     if length <= len(fitting.prefix):
-        raise InputError(
-            f"{book} or max_tokens is too short: {NUM_TARGETS} tokens are predicted, others come before them."
-        )
+        raise InputError(f"{book} or max_tokens is too short: {targets} tokens are predicted, others come before them.")
     request = SampleRequest(random.Random(0), length, 1, fitting.encode, fitting.prefix)
-    return replace(continued("pg19", request, _pieces(lines)), notes=notes)
+    return replace(continued("texts", request, _pieces(lines), targets), notes=notes)
 
 
 def _pieces(lines: list[str]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import Any
 from kvsift.errors import InputError
 from kvsift.texts.sample import Encode, Question, Sample
 from kvsift_lab.eval.tasks.assembly import largest_that_fits
+from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,13 @@ class ContextFitter:
 
     Attributes:
         max_tokens: of the whole prompt; None leaves every context whole.
+        targets: tokens that are predicted after a text.
     """
 
     encode: Encode
     max_tokens: int | None
     prefix: tuple[int, ...]
+    targets: int = NUM_TARGETS
 
     @property
     def length(self) -> int:

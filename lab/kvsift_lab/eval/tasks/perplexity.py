@@ -23,8 +23,8 @@ def write(request: SampleRequest) -> Sample:
     return continued(NAME, request, prose(request.rng))
 
 
-def continued(task: str, request: SampleRequest, pieces: Iterator[str]) -> Sample:
-    """Return a context from the pieces of a text with the tokens after it.
+def continued(task: str, request: SampleRequest, pieces: Iterator[str], count: int = NUM_TARGETS) -> Sample:
+    """Return a context from the pieces of a text with so many tokens after it.
 
     Raises:
         InputError: if the text is too short.
@@ -37,11 +37,11 @@ def continued(task: str, request: SampleRequest, pieces: Iterator[str]) -> Sampl
         targets: list[int] = []
         for piece in chain([rest] if rest else [], pieces):
             targets += encode(piece)
-            if len(targets) >= NUM_TARGETS:
-                return Sample(task, context, tuple(ids), (), tuple(targets[:NUM_TARGETS]))
+            if len(targets) >= count:
+                return Sample(task, context, tuple(ids), (), tuple(targets[:count]))
     except StopIteration:  # the text ended inside the context
         pass
-    raise InputError(f"the text has less than {request.length + NUM_TARGETS} tokens; ask for a shorter context.")
+    raise InputError(f"the text has less than {request.length + count} tokens; ask for a shorter context.")
 
 
 _ABOUT = f"how well {NUM_TARGETS} tokens that follow the context are predicted"
