@@ -3,7 +3,6 @@ outputs against float32, selections against the reference."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,12 @@ from kvsift_lab.bench import machine
 from kvsift_lab.bench.attention import (
     NOT_EARLY,
     AttentionRecipe,
+    attention_tables,
     break_even_table,
+    break_evens,
     point_text,
+    shapes,
     sparse_name,
-    summary,
 )
 from kvsift_lab.bench.attention_variants import (
     BASELINES,
@@ -78,8 +79,10 @@ class AttentionBench(Bench):
         return point_text(point, result["bandwidth"]["used"])
 
     def closing(self, result: dict[str, Any]) -> str:
-        found = summary(result)
-        return (f"{break_even_table(result)}\n\n" if found["break_even"] else "") + json.dumps(found)
+        if not shapes(result):
+            return ""
+        tables = attention_tables(result), break_even_table(result) if break_evens(result) else ""
+        return "\n\n".join(filter(None, tables))
 
     def chart(self, result: dict[str, Any]) -> bytes:
         return attention_chart(result)

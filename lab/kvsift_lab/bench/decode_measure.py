@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench
-from kvsift_lab.bench.decode import DecodeRecipe, point_text, summary
+from kvsift_lab.bench.decode import DecodeRecipe, decode_table, point_text
 from kvsift_lab.bench.decode_case import (
     FixedSlots,
     decode,
@@ -104,7 +103,7 @@ class DecodeBench(Bench):
         return point_text(point, result["bandwidth"]["used"])
 
     def closing(self, result: dict[str, Any]) -> str:
-        return json.dumps(summary(result))
+        return decode_table(result)
 
     def measure(self, point: tuple[int, int]) -> dict[str, Any]:
         with TemporaryDirectory() as folder:

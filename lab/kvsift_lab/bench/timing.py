@@ -2,7 +2,8 @@
 
 A launch of microseconds cannot be timed from the host: dozens are captured in a CUDA graph and replayed. Consecutive
 launches of a graph read different sets of buffers; there are enough sets that each has left the L2 cache before it is
-read again.
+read again. ``triton.testing.do_bench_cudagraph`` replays one function on the same buffers, and one function after the
+other.
 """
 
 from __future__ import annotations
