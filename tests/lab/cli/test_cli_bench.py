@@ -132,9 +132,7 @@ def test_a_run_that_is_cut_short_leaves_what_was_measured(
     assert len(json.loads((tmp_path / "result.json").read_text())["points"]) == 1
 
 
-def test_decode_tells_every_point_and_ends_with_a_table(
-    run: Run, decode: dict[str, Any], tmp_path: Path
-) -> None:
+def test_decode_tells_every_point_and_ends_with_a_table(run: Run, decode: dict[str, Any], tmp_path: Path) -> None:
     outcome = run("bench", "decode", "--contexts", "4K,128K", "--batch", "1", "--out", "result.json")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.count("the engine sifts from 9,000 tokens on") == 2
