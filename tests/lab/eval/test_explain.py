@@ -291,6 +291,7 @@ def test_the_page_is_whole_by_itself(tiny: LLM) -> None:
     assert tags.open == []
     names = {name for name, _ in tags.attributes}
     assert "src" not in names
+    assert "url(" not in html, "no drawing refers to another one"
     assert "http" not in html
     assert "<script" not in html
     targets = {value for name, value in tags.attributes if name == "href"}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import sqrt
 from typing import Any, NamedTuple
 
+import numpy as np
 from markupsafe import Markup, escape
 from matplotlib.colors import to_rgba
 
@@ -163,13 +164,14 @@ def heat_map(e: Explanation, rows: Sequence[MapRow], caption: str, hint: str) ->
         columns = [(index, 1) for index in range(len(starts))]
         axis.broken_barh(columns, (-0.5, len(rows)), facecolors=to_rgba(COLOURS["seen"], 0), urls=links)
         for number, row in enumerate(rows):
-            seen = [index for index, is_seen in enumerate(row.seen) if is_seen]
+            seen = np.flatnonzero(np.diff([0, *row.seen, 0])).reshape(-1, 2)  # starts and stops of visible passages
             marked = [(index, share) for index, share in enumerate(row.shares) if share >= FAINTEST]
             label = hint if row.kind == "mark" else "{share:.1%} of its tokens selected by the oracle"
             texts = [f"{links[index]}: {label.format(share=share)}" for index, share in marked]
             colours = [to_rgba(COLOURS[row.kind], min(sqrt(share), 1)) for _, share in marked]
             at = number - 0.46, 0.92
-            axis.broken_barh([columns[index] for index in seen], at, facecolors=COLOURS["seen"], path_effects=IN_PLACE)
+            runs = [(first, stop - first) for first, stop in seen]
+            axis.broken_barh(runs, at, facecolors=COLOURS["seen"], path_effects=IN_PLACE)
             axis.broken_barh([columns[index] for index, _ in marked], at, facecolors=colours, urls=texts)
         shown = range(0, len(starts), max(1, round(60 * len(starts) / WIDTH)))
         axis.set_xticks(shown, [f"{starts[index]:,}" for index in shown])

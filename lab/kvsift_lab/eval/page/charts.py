@@ -86,7 +86,7 @@ def figure_of(width: float, height: float) -> Figure:
 
 def mark(axis: Axes, x: float, y: float, size: float, hint: str = "", **look: Any) -> None:
     """Draw a mark of so many square pixels, which shows a hint where the pointer is."""
-    axis.scatter(x, y, size, path_effects=IN_PLACE, gid=f"hint {hint}", clip_on=False, zorder=3, **look)
+    axis.scatter(x, y, size, path_effects=IN_PLACE, gid=f"hint {hint}", zorder=3, **look)
 
 
 def inline(figure: Figure, title: str = "", description: str = "") -> Markup:
@@ -102,7 +102,7 @@ def inline(figure: Figure, title: str = "", description: str = "") -> Markup:
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     svg = re.sub(r'<g id="hint ([^"]*)">', r"<g><title>\1</title>", svg)
     svg = re.sub(r'<a xlink:href="(\S+?)(?: ([^"]*))?" target="_blank">', _link, svg)
-    svg = re.sub(r' id="[^"]*"', "", svg)
+    svg = re.sub(r' id="[^"]*"| clip-path="[^"]*"', "", svg)
     for name, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{name})")
     attributes, _, content = svg.partition(">")
@@ -130,24 +130,24 @@ def line_chart(
         axis = figure.subplots()
         for index, curve in enumerate(series):
             offset = ScaledTranslation(SHIFT * (index - (len(series) - 1) / 2) / PIXELS, 0, figure.dpi_scale_trans)
-            shifted = {"transform": axis.transData + offset}
+            shifted: dict[str, Any] = {"transform": axis.transData + offset}
             points, texts = sorted(curve.points), []
-            axis.plot([p.x for p in points], [p.y for p in points], linewidth=2, clip_on=False, **curve.look, **shifted)
+            axis.plot([p.x for p in points], [p.y for p in points], linewidth=2, **curve.look, **shifted)
             for p in points:
                 texts.append(f"{p.y:.2f} ({p.low:.2f} to {p.high:.2f}) at {p.x:,.0f}")
-                axis.vlines(p.x, p.low, p.high, curve.colour, linewidth=1.5, alpha=0.6, clip_on=False, **shifted)
+                axis.vlines(p.x, p.low, p.high, curve.colour, linewidth=1.5, alpha=0.6, **shifted)
                 mark(axis, p.x, p.y, 34, f"{curve.name}: {texts[-1]}", **curve.mark, **shifted)
             numbers.append(f"{curve.name}: {', '.join(texts)}")
         for number, level in enumerate(sorted(levels, key=lambda level: -level.y)):
-            axis.axhline(level.y, color=SOFT, linestyle=":", linewidth=1, clip_on=False)
-            beside = {"xytext": (4, 0), "textcoords": "offset points", "va": ("bottom", "top")[number % 2]}
+            axis.axhline(level.y, color=SOFT, linestyle=":", linewidth=1)
+            side = "top" if number % 2 else "bottom"
+            beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": side}
             axis.annotate(level.name, (1, level.y), xycoords=("axes fraction", "data"), annotation_clip=False, **beside)
             numbers.append(f"{level.name}: {level.y:.2f}")
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axis.set(xlabel=x_title, ylabel=y_title, xlim=(low / margin, high * margin), ylim=(0, 1))
         axis.set_yticks((0, 0.25, 0.5, 0.75, 1))
-        axis.grid(clip_on=False)
         return inline(figure, title, "; ".join(numbers))
 
 
@@ -159,7 +159,7 @@ def legend(series: Sequence[Series]) -> Markup:
             figure = figure_of(34, 12)
             axis = figure.subplots(subplot_kw={"frame_on": False, "xlim": (0, 1), "ylim": (-1, 1)})
             axis.set_axis_off()
-            axis.plot((0, 1), (0, 0), linewidth=2, clip_on=False, **curve.look)
+            axis.plot((0, 1), (0, 0), linewidth=2, **curve.look)
             mark(axis, 0.5, 0, 34, **curve.mark)
             keys.append((curve.name, inline(figure)))
     return rendered("legend.html", keys=keys)

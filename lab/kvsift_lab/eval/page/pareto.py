@@ -88,9 +88,7 @@ def _chart(
         for name in dict.fromkeys(mean.name for mean in means):
             own = sorted((mean for mean in means if mean.name == name), key=lambda mean: mean.budget or 0)
             colour = lines[name].colour if name in lines else ink  # dense has no line
-            axis.plot(
-                [_ms(mean) for mean in own], [_score(mean) for mean in own], color=colour, alpha=0.3, clip_on=False
-            )
+            axis.plot([_ms(mean) for mean in own], [_score(mean) for mean in own], color=colour, alpha=0.3)
             for mean in own:
                 texts.append(f"{mean.label}: {_score(mean):.3f} at {_ms(mean):.2f} ms")
                 fill = colour if mean.path == "captured" else COLOURS["panel"]
@@ -109,18 +107,17 @@ def _chart(
         axis.set(xlim=(min(times) / 1.15, max(times) * 1.3), ylim=(max(0.0, min(scores) - room), max(scores) + room))
         axis.set(xlabel="TPOT, ms (logarithmic; left is faster)", ylabel="mean score")
         axis.grid(axis="x", visible=False)
-        axis.grid(axis="y", clip_on=False)
         x, y = [*map(_ms, front)], [*map(_score, front)]
         (bottom, _), (_, right) = axis.get_ylim(), axis.get_xlim()
-        dashed = {"linewidth": 1.2, "linestyle": (0, (5, 3)), "clip_on": False}
+        dashed: dict[str, Any] = {"linewidth": 1.2, "linestyle": (0, (5, 3))}
         axis.step([x[0], *x, right], [bottom, *y, y[-1]], color=ink, where="post", **dashed)
+        figure.draw_without_rendering()  # finds the place of the axes
         numbered = _name(axis, means, front)
         return inline(figure, f"Score against time per token, {where}", "; ".join(texts)), numbered
 
 
 def _name(axis: Axes, means: Sequence[PlanMean], front: Sequence[PlanMean]) -> list[str]:
     """Name the front, and each plan at its best budget; names without room are numbers, whose legend is returned."""
-    axis.figure.draw_without_rendering()  # finds the place of the axes
     spots = {mean: axis.transData.transform((_ms(mean), _score(mean))) for mean in means}
     occupied = [Bbox.from_extents(x - RING, y - RING, x + RING, y + RING) for x, y in spots.values()]
     ends = [*(spots[mean][0] for mean in front[1:]), axis.bbox.x1]
@@ -129,7 +126,7 @@ def _name(axis: Axes, means: Sequence[PlanMean], front: Sequence[PlanMean]) -> l
     best = [max((mean for mean in means if mean.name == name), key=_score) for name in names]
     numbered: list[str] = []
     for mean in dict.fromkeys([*front, *best]):
-        look = {"weight": "bold" if mean in front else "normal", "in_layout": False, "va": "center"}
+        look: dict[str, Any] = {"weight": "bold" if mean in front else "normal", "in_layout": False, "va": "center"}
         name = axis.annotate(mean.label, (_ms(mean), _score(mean)), textcoords="offset points", xytext=(9, 0), **look)
         if not _fits(name, axis, occupied):
             numbered.append(f"{len(numbered) + 1} {mean.label}")
