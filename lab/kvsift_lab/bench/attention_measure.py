@@ -40,7 +40,8 @@ from kvsift_lab.bench.attention_variants import (
 )
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.chart import attention_chart
-from kvsift_lab.bench.timing import Clock, Timer, digits, graph_clock, interleaved
+from kvsift_lab.bench.timing import Clock, Timer, graph_clock, interleaved
+from kvsift_lab.numbers import digits
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
 KEPT_FREE = 1 / 5  # of free memory: for graphs, references and libraries

@@ -17,7 +17,8 @@ import psutil
 import torch
 
 from kvsift_lab.bench.recipe import COLD_BYTES
-from kvsift_lab.bench.timing import digits, rotated
+from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import digits
 
 SPAN_S = 0.5  # of a measurement of that share: the system counts in hundredths of a second
 READ_BYTES = 256 << 20  # of a measurement of bandwidth; eight times a large cache

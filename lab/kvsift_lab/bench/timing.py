@@ -8,7 +8,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -88,8 +88,3 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     """Return the names in the order of a round; each round starts with the next one."""
     first = number % max(1, len(names))
     return [*names[first:], *names[:first]]
-
-
-def digits(numbers: Iterable[float], count: int = 5) -> list[float]:
-    """Round to so many significant digits, for a result file."""
-    return [float(f"{number:.{count}g}") for number in numbers]
