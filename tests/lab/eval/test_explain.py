@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +14,7 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of, write_model
 from kvsift_lab.eval.explain import equal_budget, explain, explain_tokens
 from kvsift_lab.eval.explain.explanation import Explanation, passages_of, word_starts
 from kvsift_lab.eval.explain.page import page
+from lab.eval.samples import Tags
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document
@@ -257,30 +257,6 @@ def test_the_passage_that_holds_the_answer_is_the_most_read(embedded: Callable[[
     oracle, _, chance = found.choices
     assert oracle.recovery > chance.recovery + 0.05
     assert oracle.recall > chance.recall
-
-
-class Tags(HTMLParser):
-    """Tags that are open, links, and text outside of tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-        if tag not in ("meta", "br", "wbr"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def test_the_page_is_whole_by_itself(tiny: LLM) -> None:
