@@ -18,6 +18,17 @@ def spread(samples: Sequence[float]) -> float:
     return (third - first) / median(samples)
 
 
+def digits(found: Any, count: int = 5) -> Any:
+    """Return numbers, in lists and dictionaries too, with so many significant digits, for a result file."""
+    if isinstance(found, float):
+        return float(f"{found:.{count}g}")
+    if isinstance(found, dict):
+        return {key: digits(value, count) for key, value in found.items()}
+    if isinstance(found, Iterable) and not isinstance(found, str):
+        return [digits(value, count) for value in found]
+    return found
+
+
 def grouped(items: Iterable[Any], *keys: str) -> dict[Any, list[Any]]:
     """Return records by the value of a key, or by the values of several, in their order."""
     groups: dict[Any, list[Any]] = {}

@@ -293,17 +293,3 @@ def point_text(point: Point, bandwidth: float) -> str:
     if "variants" in point:
         title += f", {point['num_sets']} sets of buffers, {point['seconds']} s, best dense {name or 'none ran'}"
     return report.point_text(title, point, cells)
-
-
-def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result without samples, for the last line of the output."""
-    points = []
-    for shape, _, point in measured(result):
-        name, dense = best_dense(point)
-        seconds = {name: round(seconds * 1e6, 2) for name, seconds in medians(point).items()}
-        sparse = medians(point, "sparse").items() if name else ()
-        speed_up = {name: round(dense / seconds, 2) for name, seconds in sparse}
-        row = {"heads": shape, "context": point["context"], "best_dense": name, "us": seconds, "speed_up": speed_up}
-        points += [row] if seconds else []
-    head = {key: result[key] for key in ("kind", "bandwidth")}
-    return head | {"points": points, "break_even": break_evens(result), "left_out": left_out(result)}

@@ -3,7 +3,6 @@ outputs against float32, selections against the reference."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +23,12 @@ from kvsift_lab.bench import machine
 from kvsift_lab.bench.attention import (
     NOT_EARLY,
     AttentionRecipe,
+    attention_tables,
     break_even_table,
+    break_evens,
     point_text,
+    shapes,
     sparse_name,
-    summary,
 )
 from kvsift_lab.bench.attention_variants import (
     BASELINES,
@@ -39,7 +40,8 @@ from kvsift_lab.bench.attention_variants import (
 )
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.chart import attention_chart
-from kvsift_lab.bench.timing import Clock, Timer, digits, graph_clock, interleaved
+from kvsift_lab.bench.timing import Clock, Timer, graph_clock, interleaved
+from kvsift_lab.numbers import digits
 
 LARGEST_ERROR = 0.05  # bfloat16 costs a tenth of it; a larger one is a wrong result
 KEPT_FREE = 1 / 5  # of free memory: for graphs, references and libraries
@@ -78,8 +80,10 @@ class AttentionBench(Bench):
         return point_text(point, result["bandwidth"]["used"])
 
     def closing(self, result: dict[str, Any]) -> str:
-        found = summary(result)
-        return (f"{break_even_table(result)}\n\n" if found["break_even"] else "") + json.dumps(found)
+        if not shapes(result):
+            return ""
+        tables = attention_tables(result), break_even_table(result) if break_evens(result) else ""
+        return "\n\n".join(filter(None, tables))
 
     def chart(self, result: dict[str, Any]) -> bytes:
         return attention_chart(result)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from io import StringIO
+from io import BytesIO
 from typing import Any
 
 from kvsift.errors import InputError
@@ -100,13 +100,7 @@ def _finish(axis: Any, contexts: list[int]) -> None:
 
 
 def _saved(figure: Any, result: dict[str, Any], file_format: str) -> bytes:
-    if file_format != "svg":
-        from io import BytesIO
-
-        picture = BytesIO()
-        figure.savefig(picture, format=file_format, dpi=110)
-        return picture.getvalue()
-    text = StringIO()
-    metadata = {"Date": None, "Creator": "kvsift", "Description": f"result {digest(result)}"}
-    figure.savefig(text, format="svg", metadata=metadata)
-    return ("\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n").encode()
+    picture, about = BytesIO(), {"Creator": "kvsift", "Date": None, "Description": f"result {digest(result)}"}
+    figure.savefig(picture, format=file_format, dpi=110, metadata=about if file_format == "svg" else None)
+    lines = picture.getvalue()
+    return lines if file_format != "svg" else b"".join(line.rstrip() + b"\n" for line in lines.splitlines())

@@ -138,16 +138,3 @@ def point_text(point: Point, bandwidth: float) -> str:
     if "variants" in point:
         title += f", the engine sifts from {point['dense_below']:,} tokens on, {point['seconds']} s"
     return report.point_text(title, point, cells)
-
-
-def summary(result: dict[str, Any]) -> dict[str, Any]:
-    """Return the result without samples, for the last line of the output."""
-    points = []
-    for point in result["points"]:
-        row = {key: value for key, value in point.items() if key in ("context", "batch", "dense_below", "reason")}
-        for variant in point.get("variants", []):
-            seconds = float(median(variant["tpot_s"]))
-            floors = round(seconds * result["bandwidth"]["used"] / variant["bytes"], 3)
-            row[variant["name"]] = {"tpot_ms": round(seconds * 1e3, 4), "of_floor": floors}
-        points.append(row)
-    return {"kind": result["kind"], "bandwidth": result["bandwidth"], "points": points}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench
-from kvsift_lab.bench.decode import DecodeRecipe, point_text, summary
+from kvsift_lab.bench.decode import DecodeRecipe, decode_table, point_text
 from kvsift_lab.bench.decode_case import (
     FixedSlots,
     decode,
@@ -41,7 +40,8 @@ from kvsift_lab.bench.decode_case import (
     weight_bytes,
     with_anchors,
 )
-from kvsift_lab.bench.timing import digits, gpu_seconds, rotated
+from kvsift_lab.bench.timing import gpu_seconds, rotated
+from kvsift_lab.numbers import digits
 
 ROOM_SHARE = 1 / 16  # of the pools: graphs, workspaces and tables of angles
 NAME_CHARACTERS = 100  # of a kernel: enough to tell templates with all their arguments apart
@@ -104,7 +104,7 @@ class DecodeBench(Bench):
         return point_text(point, result["bandwidth"]["used"])
 
     def closing(self, result: dict[str, Any]) -> str:
-        return json.dumps(summary(result))
+        return decode_table(result)
 
     def measure(self, point: tuple[int, int]) -> dict[str, Any]:
         with TemporaryDirectory() as folder:

@@ -8,20 +8,22 @@ round measures it. The load of other processes is recorded too; medians leave ou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from contextlib import suppress
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from kvsift_lab.bench.recipe import COLD_BYTES
-from kvsift_lab.bench.timing import digits, rotated
+from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import digits
 
 SPAN_S = 0.5  # of a measurement of that share: the system counts in hundredths of a second
 READ_BYTES = 256 << 20  # of a measurement of bandwidth; eight times a large cache
 WARM_UP_ROUNDS = 2
+BUSY = "user", "nice", "system", "irq", "softirq", "steal"  # what a processor does where it is not idle
 
 Run = Callable[[], object]
 
@@ -90,7 +92,7 @@ def read_bandwidth() -> float:
 
 
 class OtherProcesses:
-    """Time of processors, from now on, of processes other than one and its descendants, and stolen time.
+    """Time of processors, from now on, of processes other than one and its living descendants, and stolen time.
 
     Args:
         root: id of that process; this one by default.
@@ -98,8 +100,7 @@ class OtherProcesses:
     """
 
     def __init__(self, root: int | None = None, processors: Collection[int] = ()) -> None:
-        self._root, self._count = root or os.getpid(), len(processors) or os.cpu_count() or 1
-        self._lines = {f"cpu{number}" for number in processors} or {"cpu"}  # the latter is the sum of all
+        self._root, self._processors = psutil.Process(root), set(processors)
         self._started, self._before = perf_counter(), self._seconds()
 
     @property
@@ -108,32 +109,23 @@ class OtherProcesses:
 
     def share(self) -> float | None:
         """Return it as a share of all their time so far; None if the system does not count it."""
-        now = self._seconds()
-        if now is None or self._before is None:
+        count, busy, own = self._seconds()
+        _, busy_before, own_before = self._before
+        if not count:
             return None
-        busy, own = (after - before for after, before in zip(now, self._before))
-        return round(max(0.0, busy - own) / self._count / self.elapsed_s, 3)
+        return round(max(0.0, busy - busy_before - own + own_before) / count / self.elapsed_s, 3)
 
-    def _seconds(self) -> tuple[float, float] | None:
-        """Return busy seconds of the processors since boot, and those of the process and its living descendants."""
+    def _seconds(self) -> tuple[int, float, float]:
+        """Return the number of processors, their busy seconds since boot, and those of the process and its
+        descendants."""
         try:
-            lines = [line.split() for line in Path("/proc/stat").read_text().splitlines()]
+            times = psutil.cpu_times(percpu=True)
         except OSError:
-            return None
-        busy = 0
-        for name, *fields in lines:
-            if name in self._lines:
-                user, nice, system, _, _, irq, softirq, steal = map(int, fields[:8])
-                busy += user + nice + system + irq + softirq + steal
-        parents, ticks = {}, {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                words = path.read_text().rsplit(")", 1)[1].split()
-            except OSError:  # it has ended
-                continue
-            pid = int(path.parent.name)
-            parents[pid], ticks[pid] = int(words[1]), int(words[11]) + int(words[12])
-        own = {self._root}
-        while more := {pid for pid, parent in parents.items() if parent in own} - own:
-            own |= more
-        return busy / os.sysconf("SC_CLK_TCK"), sum(ticks.get(pid, 0) for pid in own) / os.sysconf("SC_CLK_TCK")
+            return 0, 0.0, 0.0
+        counted = [each for number, each in enumerate(times) if number in self._processors or not self._processors]
+        busy = sum(getattr(each, kind, 0.0) for each in counted for kind in BUSY)
+        own = 0.0
+        for process in (self._root, *self._root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has ended
+                own += sum(process.cpu_times()[:2])
+        return len(counted), busy, own

@@ -2,7 +2,8 @@
 and report.
 
 ``vllm bench serve`` and guidellm send one kind of request to one server: they do not take turns of plans on the same
-documents, ask further questions beside chats that go on, or run the engine alone.
+documents, ask further questions beside chats that go on, or run the engine alone. guidellm 0.8 would also bring 35
+packages (pandas, pyarrow, a web server), and ``vllm bench serve`` comes with vLLM only.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from kvsift_lab.bench.host_timing import OtherProcesses
 from kvsift_lab.bench.machine import host_environment
 from kvsift_lab.bench.serve import ServeRecipe, point_text, serve_table
 from kvsift_lab.bench.serve_client import TimedAnswer, ask, get, running_server
-from kvsift_lab.bench.timing import digits, rotated
+from kvsift_lab.bench.timing import rotated
+from kvsift_lab.numbers import digits
 
 LONG = 4096  # tokens of answers that are ended by their client
 BEGUN = 8  # pieces after which a chat counts as answering

@@ -2,12 +2,13 @@
 
 A launch of microseconds cannot be timed from the host: dozens are captured in a CUDA graph and replayed. Consecutive
 launches of a graph read different sets of buffers; there are enough sets that each has left the L2 cache before it is
-read again.
+read again. ``triton.testing.do_bench_cudagraph`` replays one function on the same buffers, and one function after the
+other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -87,8 +88,3 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     """Return the names in the order of a round; each round starts with the next one."""
     first = number % max(1, len(names))
     return [*names[first:], *names[:first]]
-
-
-def digits(numbers: Iterable[float], count: int = 5) -> list[float]:
-    """Round to so many significant digits, for a result file."""
-    return [float(f"{number:.{count}g}") for number in numbers]

@@ -76,7 +76,6 @@ def explain(
         probe_every = 16 if is_auto(spec) or parse_plan(spec).is_guarded else 0  # before transformers is imported
         from kvsift.engine.llm import LLM
         from kvsift_lab.eval.explain import explain_tokens
-        from kvsift_lab.eval.explain.page import page
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, spec, path="composed", probe_every=probe_every, **engine.keywords())
@@ -95,6 +94,8 @@ def explain(
             _print(explanation, with_heads=html is None)
     if html is None:
         return
+    from kvsift_lab.eval.explain.page import page
+
     o.write_whole(html, page(*explanations))  # last: a page that cannot be written loses no output
     if not as_json:
         print(plain(f"heat maps and all passages: {html}"))

@@ -21,6 +21,7 @@ from kvsift_lab.eval.plan_rows import PlanRow
 from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result
 from kvsift_lab.eval.scorers import score
 from kvsift_lab.eval.tasks import Question, Sample
+from kvsift_lab.numbers import digits
 
 
 class Evaluator:
@@ -98,7 +99,7 @@ class Evaluator:
             "answer": answer.text.strip(),
             "score": score(scorer, answer.text, question.references),
             **_counters(answer.stats, document),
-            **{key: _short(getattr(answer, key)) for key in ("ttft_s", "tpot_s", "kv_bytes", "peak_memory_bytes")},
+            **{key: digits(getattr(answer, key), 6) for key in ("ttft_s", "tpot_s", "kv_bytes", "peak_memory_bytes")},
             "path": answer.path,
         }
 
@@ -124,8 +125,8 @@ class Evaluator:
             self._dense = sample, predictions(self.llm, document, last, targets, Plan())[0]
         predicted, stats = predictions(self.llm, document, last, targets, parse_plan(row.plan))
         found = fidelity(predicted, self._dense[1], targets)
-        return {"depth": 1.0, "scorer": "perplexity", "score": _short(exp(-found.nll)), "nll": _short(found.nll),
-                "kl": _short(found.kl), "agreement": _short(found.agreement), **_counters(stats, document)}  # fmt: skip
+        means = {"score": exp(-found.nll), "nll": found.nll, "kl": found.kl, "agreement": found.agreement}
+        return {"depth": 1.0, "scorer": "perplexity", **digits(means, 6), **_counters(stats, document)}
 
 
 def _counters(stats: dict[str, Any], document: Document) -> Result:
@@ -133,12 +134,12 @@ def _counters(stats: dict[str, Any], document: Document) -> Result:
     decode = stats["phases"]["decode"]
     layers = [row for row in stats["layers"] if row["phase"] == "decode"]
     return {
-        **{key: _short(decode[key]) for key in ("visible_tokens", "density", "recall", "recovery")},
+        **{key: digits(decode[key], 6) for key in ("visible_tokens", "density", "recall", "recovery")},
         "sparse_layer_visible_tokens": _sparse_visible(stats["layers"], "decode"),
         "prefill_visible_tokens": _sparse_visible(document.read_stats["layers"], "prefill"),
-        "layers": [[row["layer"], *(_short(row[key]) for key in ("visible_tokens", "recall", "recovery"))]
+        "layers": [[row["layer"], *(digits(row[key], 6) for key in ("visible_tokens", "recall", "recovery"))]
                    for row in layers],
-        "read_s": _short(document.read_s),
+        "read_s": digits(document.read_s, 6),
         **({"guard": stats["guard"]} if stats["guard"] else {}),
     }  # fmt: skip
 
@@ -146,9 +147,4 @@ def _counters(stats: dict[str, Any], document: Document) -> Result:
 def _sparse_visible(layers: list[dict[str, Any]], phase: Phase) -> float | None:
     """Return the visible tokens per query in the sparse layers, which the budget limits."""
     sparse = [row["visible_tokens"] for row in layers if row["phase"] == phase and row["sparse_queries"]]
-    return _short(sum(sparse) / len(sparse)) if sparse else None
-
-
-def _short(value: Any) -> Any:
-    """Round to six significant digits."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return digits(sum(sparse) / len(sparse), 6) if sparse else None

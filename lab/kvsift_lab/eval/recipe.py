@@ -6,10 +6,13 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, ValidationError
+from pydantic.dataclasses import dataclass
 
 from kvsift.errors import InputError, unknown
 from kvsift.methods.base import Phase
@@ -23,10 +26,9 @@ from kvsift_lab.eval.tasks.perplexity import NUM_TARGETS
 SETUPS: dict[str, Phase] = {"question_decoded": "decode", "whole_prompt": "prefill", "sparse_prefill": "prefill"}
 """Set-up of a question -> the phase of its tokens."""
 
-LISTS = {"tasks": str, "plans": str, "budgets": int, "lengths": int}
-LEAST = {"questions_per_task": 1, "questions_per_context": 1, "seed": 0}
+TEXTS = "pg19", "texts"  # kinds of files without questions
 
-
+Count = Annotated[StrictInt, Field(ge=1)]
 Result = dict[str, Any]
 """One sample: question, plan, answer, score and counters."""
 
@@ -47,7 +49,40 @@ class Job(NamedTuple):
         return cls(sample["task"], sample["length"], sample["seed"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class TaskFile:
+    """A task from a local file in its published format.
+
+    Attributes:
+        kind: the format, a name in ``eval.loaders.LOADERS``.
+        path: of a file or a directory of files.
+        limit: the most samples to use.
+        name: of the task in results; by default that of the file.
+        max_tokens: longer contexts lose their middle; None: no limit.
+        targets: tokens that are predicted after each text, for the kinds without questions.
+    """
+
+    kind: StrictStr
+    path: StrictStr
+    limit: Count = 100
+    name: StrictStr = ""
+    max_tokens: Count | None = None
+    targets: Count = NUM_TARGETS
+
+    def __post_init__(self) -> None:
+        if self.kind not in LOADERS:
+            raise unknown("kind of file", self.kind, LOADERS)
+        if self.targets != NUM_TARGETS and self.kind not in TEXTS:
+            raise InputError(
+                f"targets are predicted after texts ({', '.join(TEXTS)}), and kind={self.kind!r} has questions. Leave "
+                "them out."
+            )
+        if not Path(self.path).exists():
+            raise InputError(f"the recipe names the file {self.path}, which does not exist.")
+        object.__setattr__(self, "name", self.name or Path(self.path).stem)
+
+
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class EvalRecipe:
     """Recipe of an evaluation.
 
@@ -68,22 +103,22 @@ class EvalRecipe:
         device, dtype, placement, seed: as in ``LLM`` and ``make_sample``.
     """
 
-    questions_per_task: int
-    questions_per_context: int
-    plans: tuple[str, ...]
-    budgets: tuple[int, ...] = ()
-    tasks: tuple[str, ...] = ()
-    lengths: tuple[int, ...] = ()
-    settings: str = ""
-    setup: str = "question_decoded"
-    framed: bool = False
-    references: bool = True
+    questions_per_task: Count
+    questions_per_context: Count
+    plans: Annotated[tuple[StrictStr, ...], Field(min_length=1)]
+    budgets: tuple[StrictInt, ...] = ()
+    tasks: tuple[StrictStr, ...] = ()
+    lengths: tuple[Count, ...] = ()
+    settings: StrictStr = ""
+    setup: StrictStr = "question_decoded"
+    framed: StrictBool = False
+    references: StrictBool = True
     files: tuple[TaskFile, ...] = ()
-    model: str | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    placement: str = "device"
-    seed: int = 0
+    model: StrictStr | None = None
+    device: StrictStr = "auto"
+    dtype: StrictStr = "auto"
+    placement: StrictStr = "device"
+    seed: Annotated[StrictInt, Field(ge=0)] = 0
 
     @classmethod
     def load(cls, path: Path) -> EvalRecipe:
@@ -99,45 +134,29 @@ class EvalRecipe:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any], name: str = "recipe") -> EvalRecipe:
-        """Return a recipe from its keys."""
-        keys = [f.name for f in fields(cls)]
-        for key in table:
-            if key not in (*keys, "length"):
-                raise unknown(f"key of the recipe {name}", key, [*keys, "length"])
-        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+        """Return a recipe from its keys.
+
+        Raises:
+            InputError: if they are incomplete, or one is unknown or has a wrong value.
+        """
+        values = dict(table)
         if "length" in values:
             if "lengths" in values:
                 raise InputError(f"the recipe {name} has length and lengths; give one of them.")
             values["lengths"] = (values.pop("length"),)
-        values["files"] = tuple(task_file(file, name) for file in values.get("files", ()))
-        if values["files"] and not values.get("tasks"):  # files have questions of their own
+        if values.get("files") and not values.get("tasks"):  # files have questions of their own
             values = {"questions_per_task": 1, "questions_per_context": 1, **values}
-        required = [f.name for f in fields(cls) if f.default is MISSING]
-        required += [] if values["files"] else ["tasks", "lengths"]
-        if missing := [key for key in required if key not in values]:
-            raise InputError(f"the recipe {name} is not complete; it lacks {', '.join(missing)}.")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise _refusal(error, name) from None
 
     def __post_init__(self) -> None:
-        for key, kind in LISTS.items():
-            optional = key == "budgets" or (key in ("tasks", "lengths") and self.files)
-            if getattr(self, key) or not optional:
-                _list_of(key, getattr(self, key), kind)
-        for key, least in LEAST.items():
-            whole_number(key, getattr(self, key), least)
-        for length in self.lengths:
-            whole_number("length", length, 1)
-        for key in ("settings", "device", "dtype", "placement", *(["model"] if self.model is not None else [])):
-            if not isinstance(getattr(self, key), str):
-                raise InputError(f"{key}={getattr(self, key)!r} of a recipe must be text.")
-        for key in ("framed", "references"):
-            if not isinstance(getattr(self, key), bool):
-                raise InputError(f"{key}={getattr(self, key)!r} of a recipe must be true or false.")
         if self.setup not in SETUPS:
             raise unknown("setup", str(self.setup), SETUPS)
         object.__setattr__(self, "tasks", task_names(self.tasks))
-        if bool(self.tasks) != bool(self.lengths):
-            raise InputError("a recipe with tasks needs lengths, and one with lengths needs tasks.")
+        if bool(self.tasks) != bool(self.lengths) or not (self.tasks or self.files):
+            raise InputError("a recipe needs tasks and lengths, or files, or both.")
         names = [file.name for file in self.files]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise InputError(f"two files of the recipe are named {twice!r}. Give one of them another: name = '...'")
@@ -194,63 +213,20 @@ def _check_setup(setup: str, row: PlanRow) -> None:
         )
 
 
-def _list_of(key: str, value: object, kind: type) -> None:
-    if isinstance(value, tuple) and value and all(type(item) is kind for item in value):
-        return
-    raise InputError(f"{key}={value!r} of a recipe must be a list of {'names' if kind is str else 'whole numbers'}.")
-
-
-FILE_KEYS = "kind", "path", "limit", "max_tokens", "name", "targets"
-TEXTS = "pg19", "texts"  # kinds of files without questions
-
-
-@dataclass(frozen=True)
-class TaskFile:
-    """A task from a local file in its published format.
-
-    Attributes:
-        kind: the format, a name in ``eval.loaders.LOADERS``.
-        path: of a file or a directory of files.
-        limit: the most samples to use.
-        name: of the task in results; by default that of the file.
-        max_tokens: longer contexts lose their middle; None: no limit.
-        targets: tokens that are predicted after each text, for the kinds without questions.
-    """
-
-    kind: str
-    path: str
-    limit: int
-    name: str
-    max_tokens: int | None = None
-    targets: int = NUM_TARGETS
-
-
-def task_file(table: object, recipe: str) -> TaskFile:
-    """Return a task from its table in a recipe.
-
-    Raises:
-        InputError: if the file is missing, or a key or value is wrong.
-    """
-    if not isinstance(table, dict) or not {"kind", "path"} <= table.keys():
-        raise InputError(f"files of the recipe {recipe} are tables with kind and path; got {table!r}.")
-    for key in table:
-        if key not in FILE_KEYS:
-            raise unknown(f"key of a file of the recipe {recipe}", key, FILE_KEYS)
-    kind, path, limit, most = table["kind"], Path(table["path"]), table.get("limit", 100), table.get("max_tokens")
-    if kind not in LOADERS:
-        raise unknown("kind of file", str(kind), LOADERS)
-    whole_number("limit", limit, 1)
-    if most is not None:
-        whole_number("max_tokens", most, 1)
-    if "targets" in table and kind not in TEXTS:
-        raise InputError(
-            f"targets are predicted after texts ({', '.join(TEXTS)}), and kind={kind!r} has questions. Leave them out."
-        )
-    targets = table.get("targets", NUM_TARGETS)
-    whole_number("targets", targets, 1)
-    if not path.exists():
-        raise InputError(f"the recipe {recipe} names the file {path}, which does not exist.")
-    return TaskFile(kind, str(path), limit, table.get("name", path.stem), most, targets)
+def _refusal(error: ValidationError, recipe: str) -> InputError:
+    """Return the first thing that is wrong with a recipe, in words."""
+    found, *others = error.errors()
+    where, given = ".".join(map(str, found["loc"])), found["input"]
+    if found["type"] == "value_error":  # of ``__post_init__``
+        return InputError(str(found["ctx"]["error"]))
+    if found["type"] == "unexpected_keyword_argument":
+        known = fields(TaskFile if len(found["loc"]) > 1 else EvalRecipe)
+        return unknown(f"key of the recipe {recipe}", str(found["loc"][-1]), ["length", *(each.name for each in known)])
+    if found["type"] == "missing":
+        missing = [".".join(map(str, each["loc"])) for each in (found, *others) if each["type"] == "missing"]
+        return InputError(f"the recipe {recipe} is not complete; it lacks {', '.join(missing)}.")
+    expected = found["msg"].replace("Input", "it").replace("tuple", "list")
+    return InputError(f"the recipe {recipe} has {where} = {given!r}: {expected}.")
 
 
 def digest(path: Path) -> str:
@@ -258,9 +234,3 @@ def digest(path: Path) -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
     digests = [(str(file.relative_to(path.parent)), hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
-
-
-def whole_number(key: str, value: object, least: int) -> None:
-    """Refuse a value of a recipe that is not a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{key}={value!r} of a recipe must be a whole number, {least} or more.")

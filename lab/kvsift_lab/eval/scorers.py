@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvsift.engine.prompt import exact_match
 from kvsift.errors import InputError, unknown
-from kvsift_lab.eval.scorers_longbench import LONGBENCH, f1, plain_characters, rouge_lsum
+from kvsift_lab.eval.scorers_longbench import LONGBENCH, f1, plain_characters
 
 Scorer = Callable[[str, Sequence[str]], float]
 
@@ -106,8 +106,11 @@ def math_calc(prediction: str, references: Sequence[str]) -> float:
 
 
 def summary(prediction: str, references: Sequence[str]) -> float:
-    """longbook_sum_eng: ROUGE-Lsum against the (first) reference."""
-    return rouge_lsum(prediction, references[0])
+    """longbook_sum_eng: ROUGE-Lsum of ``rouge-score`` without stemming, as published, against the (first) reference."""
+    from rouge_score.rouge_scorer import RougeScorer  # imports NLTK
+
+    found = RougeScorer(["rougeLsum"]).score(references[0], prediction)
+    return float(found["rougeLsum"].fmeasure)
 
 
 def code_debug(prediction: str, references: Sequence[str]) -> float:

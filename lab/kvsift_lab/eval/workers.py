@@ -1,4 +1,8 @@
-"""Jobs in parallel processes that return their results one by one."""
+"""Jobs in parallel processes that return their results one by one.
+
+``concurrent.futures`` returns a job's results at its end, so a killed run would lose whole contexts, and its processes
+cannot be ended in the middle of one.
+"""
 
 from __future__ import annotations
 

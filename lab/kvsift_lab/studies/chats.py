@@ -32,7 +32,7 @@ from kvsift.threads import report
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.timing import rotated
-from kvsift_lab.numbers import grouped, table, tokens
+from kvsift_lab.numbers import digits, grouped, table, tokens
 from kvsift_lab.studies.recipes import ChatsRecipe
 
 MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
@@ -182,15 +182,6 @@ class Chats(MeasuredChats):
         return {"pages": pages | {"held": pages["rows"] + pages["kept"]}, "path": row.composed or "captured"}
 
 
-def digits(found: Any) -> Any:
-    """Numbers with four digits."""
-    if isinstance(found, dict):
-        return {key: digits(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [digits(value) for value in found]
-    return float(f"{found:.4g}") if isinstance(found, float) else found
-
-
 def gpu_llm(bench: str, folder: Path, **options: Any) -> LLM:
     """Random weights of a known shape, with the embedded model's tokenizer.
 
@@ -242,15 +233,15 @@ class ChatsBench(Study):
         if self._on_gpu:
             chats.read([7, *ids[:2048]])  # compiles
         for chat in range(recipe.documents):
-            yield digits({"part": "document", "seconds": chats.read(chats.prompt(chat))})
+            yield digits({"part": "document", "seconds": chats.read(chats.prompt(chat))}, 4)
         for _ in range(recipe.chunk_reads):  # beside the documents, which takes as much memory as one of them
-            yield digits({"part": "document in chunks of 8192", "seconds": self._read_in_chunks(documents[0])})
+            yield digits({"part": "document in chunks of 8192", "seconds": self._read_in_chunks(documents[0])}, 4)
         for number in range(recipe.rounds):
             for place, plan in enumerate(rotated(plans, number)):
                 new = [400 + number * len(plans) + place, *ids[: recipe.new_tokens]] if recipe.new_tokens else []
-                yield digits({"part": "round", "plan": plan, **chats.measure(plan, new)})
+                yield digits({"part": "round", "plan": plan, **chats.measure(plan, new)}, 4)
         for number, (new_plan, plan) in enumerate(recipe.read_beside):
-            yield digits({"part": "beside", **chats.read_beside(number, ids, new_plan, plan)})
+            yield digits({"part": "beside", **chats.read_beside(number, ids, new_plan, plan)}, 4)
 
     def _read_in_chunks(self, ids: list[int]) -> float:
         cache, started = self._llm.new_cache(parse_plan("dense"), self.recipe.tokens + 64), perf_counter()

@@ -37,8 +37,8 @@ from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.decode_case import with_anchors
-from kvsift_lab.numbers import table, tokens
-from kvsift_lab.studies.chats import Chats, Timed, digits, gpu_llm
+from kvsift_lab.numbers import digits, table, tokens
+from kvsift_lab.studies.chats import Chats, Timed, gpu_llm
 from kvsift_lab.studies.recipes import CapturedRecipe
 
 ANCHORS, ANCHORED = 6, "sketch:budget=1024:dense_layers=none"  # layers that select, in a last plan
@@ -190,7 +190,7 @@ class CapturedBench(Study):
                 dense = [sample["seconds"] for sample in samples["dense"]]
                 for name, own in samples.items():
                     ratio = median(one / sample["seconds"] for one, sample in zip(dense, own))
-                    yield {"tokens": length, "rows": rows, "run": name, "ratio": digits(ratio), "samples": own}
+                    yield {"tokens": length, "rows": rows, "run": name, "ratio": digits(ratio, 4), "samples": own}
                 llm.loop.tree.drop(1 << 30, llm.loop.clock())
                 llm.loop.release()
 
@@ -203,7 +203,7 @@ class CapturedBench(Study):
         for number in range(rounds + 1):
             for name, (plan, steady, share) in runs.items():
                 ImposedRate.share, self._llm.paces = share, paces[share]
-                found = digits(rows.measure(plan, self.recipe.new, number, steady, exact=share is not None))
+                found = digits(rows.measure(plan, self.recipe.new, number, steady, exact=share is not None), 4)
                 if number:
                     samples[name].append(found)
         rows.close()

@@ -20,7 +20,8 @@ from kvsift.errors import InputError
 from kvsift.models.embedded import embedded_model
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
-from kvsift_lab.studies.chats import MOST, MeasuredChats, chats_table, digits, load_of
+from kvsift_lab.numbers import digits
+from kvsift_lab.studies.chats import MOST, MeasuredChats, chats_table, load_of
 from kvsift_lab.studies.recipes import ChatsRecipe
 from kvsift_lab.studies.vllm_engine import SIZES, engine, require_vllm
 
@@ -116,15 +117,15 @@ class VllmChatsBench(Study):
         chats = VllmChats(self._core, recipe, documents, question)
         chats.read([7, *ids[:2048]])
         for chat in range(recipe.documents):
-            yield digits({"part": "vLLM's document", "seconds": chats.read(chats.prompt(chat))})
+            yield digits({"part": "vLLM's document", "seconds": chats.read(chats.prompt(chat))}, 4)
         for number in range(recipe.rounds):
             new = [400 + number, *ids[: recipe.new_tokens]] if recipe.new_tokens else []
-            yield digits({"part": "round", "plan": self._name, **chats.measure("", new)})
+            yield digits({"part": "round", "plan": self._name, **chats.measure("", new)}, 4)
         scheduler = self._core.vllm_config.scheduler_config
         for number, most in enumerate((0, GRID) if recipe.read_beside else ()):
             scheduler.long_prefill_token_threshold = most
             how = f"{self._name}, {most or STEP} tokens at a time"
-            yield digits({"part": "beside", **chats.read_beside(number, ids, how, self._name)})
+            yield digits({"part": "beside", **chats.read_beside(number, ids, how, self._name)}, 4)
 
     def closing(self, result: dict[str, Any]) -> str:
         return chats_table([result])

@@ -112,7 +112,7 @@ def test_a_recipe_runs_as_it_was_read_whatever_becomes_of_its_file(
     ("change", "says"),
     [
         (("budgets", "bugdets"), "unknown key of the recipe mine.toml 'bugdets'; did you mean 'budgets'?"),
-        (("length = 500\n", ""), "the recipe mine.toml is not complete; it lacks lengths."),
+        (("length = 500\n", ""), "a recipe needs tasks and lengths, or files, or both."),
         (("passkey", "paskey"), "unknown task 'paskey'; did you mean 'passkey'?"),
         (('"dense"', '"denes"'), "unknown method 'denes'; did you mean 'dense'?"),
         (("[64]", "[16]"), "budget=16 leaves nothing to select"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,27 @@ def sample(plan: str = "dense", budget: int | None = None, score: float = 1.0, *
         "layers": [[0, 60.0, 0.5, 0.7], [1, 60.0, 0.6, 0.8]], "read_s": 1.0, "ttft_s": 0.2, "tpot_s": 0.01,
         "kv_bytes": 1 << 20, "peak_memory_bytes": 1 << 30, "path": "composed", **changes,
     }  # fmt: skip
+
+
+class Tags(HTMLParser):
+    """Tags that are open, links, and text outside of tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in ("meta", "br", "wbr"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from math import sqrt
 from typing import Any, NamedTuple
 
+import numpy as np
 from markupsafe import Markup, escape
+from matplotlib.colors import to_rgba
 
 from kvsift_lab.eval.explain.explanation import TOP, Explanation
-from kvsift_lab.eval.page.parts import Cell, Heading, Parts, SideBySide, Table, heat, rendered
+from kvsift_lab.eval.page.charts import COLOURS, IN_PLACE, figure_of, inline, settings
+from kvsift_lab.eval.page.parts import Cell, Figure, Heading, Parts, SideBySide, Table, heat, rendered
 
 FAINTEST = 0.002  # the least attention of a marked word, and the least share that a map shows
 DARKEST = 60  # percent of the colour behind a word, so that it stays readable
-WIDTH, ROW, LABEL = 960, 12, 150  # pixels of a map: all passages, a row, the name of a row
+WIDTH, ROW = 1130, 12  # pixels of a map, and of one of its rows
 MEASURES = {"recall": "Top-10 token recall", "recovery": "Attention mass recovered"}
 
 
@@ -40,7 +42,7 @@ def _token(e: Explanation) -> dict[str, Any]:
         "title": f"Token {e.token}, {e.tokens[e.token].strip()!r}",
         "num_before": f"{e.position + 1:,}",
         "most": [passages[index] for index in e.most_read(TOP)],
-        "map": _run_map(e),
+        "map": [_run_map(e)],
         "comparison": _comparison(e) if e.choices else [],
         "heads": _heads(e),
         "passages": passages,
@@ -125,23 +127,23 @@ def _heads(e: Explanation) -> Table:
 
 
 class MapRow(NamedTuple):
-    """A row of a heat map: the share of each passage, 0 to 1, and whether it is visible."""
+    """A row of a heat map: the share of each passage, 0 to 1, and whether it is visible; ``kind`` is its colour."""
 
     name: str
     shares: Sequence[float]
     seen: Sequence[bool]
     link: str = ""
-    kind: str = "heat"
+    kind: str = "mark"
 
 
-def _run_map(e: Explanation) -> Markup:
+def _run_map(e: Explanation) -> Figure:
     rows = []
     for reading in e.readings:
         for head, (mass, visible) in enumerate(zip(reading.mass, reading.seen, strict=True)):
             link = f"#t{e.token}l{reading.layer}h{head}"
             rows.append(MapRow(f"layer {reading.layer}, head {head}", mass, [share > 0 for share in visible], link))
         if reading.oracle is not None:
-            rows.append(MapRow(f"layer {reading.layer}, oracle", reading.oracle, [], kind="oracle"))
+            rows.append(MapRow(f"layer {reading.layer}, oracle", reading.oracle, [], kind="c0"))
     caption = (
         "A column is a passage, from the start of the prompt to its end. Click a column for its text and the name of a "
         "row for its numbers. Colour is attention on a square-root scale from 0 to all of a head's; the pale ground "
@@ -151,36 +153,34 @@ def _run_map(e: Explanation) -> Markup:
     return heat_map(e, rows, caption, "{share:.1%} of the attention")
 
 
-def heat_map(e: Explanation, rows: Sequence[MapRow], caption: str, hint: str) -> Markup:
+def heat_map(e: Explanation, rows: Sequence[MapRow], caption: str, hint: str) -> Figure:
     """Return a figure of passages. Its links are for pointers; the tables have the same ones for keyboards and screen
     readers."""
-    cell = WIDTH / len(e.passages)
-    columns = [
-        {"id": f"t{e.token}p{index}", "x": f"{LABEL + index * cell:.1f}", "start": f"{passage.start:,}",
-         "where": f"passage {index}, tokens {passage.start:,} to {passage.stop - 1:,}"}
-        for index, passage in enumerate(e.passages)
-    ]  # fmt: skip
-    drawn = []
-    for number, row in enumerate(rows):
-        label = hint if row.kind == "heat" else "{share:.1%} of its tokens selected by the oracle"
-        marks = [
-            (columns[index], f"{min(sqrt(share), 1):.2f}", f"passage {index}: {label.format(share=share)}")
-            for index, share in enumerate(row.shares)
-            if share >= FAINTEST
-        ]
-        drawn.append({**row._asdict(), "y": number * ROW, "visible": _runs(row.seen, cell), "marks": marks})
-    return rendered(
-        "heat_map.html", caption=caption, left=LABEL, width=WIDTH, row_height=ROW, height=len(rows) * ROW,
-        cell=round(cell, 2), step=max(1, round(60 / cell)), columns=columns, rows=drawn,
-    )  # fmt: skip
-
-
-def _runs(seen: Sequence[bool], cell: float) -> list[tuple[str, str]]:
-    """Return left edges and widths of visible passages; adjacent ones share one mark."""
-    runs, first = [], 0
-    for visible, group in groupby(seen):
-        length = len(list(group))
-        if visible:
-            runs.append((f"{LABEL + first * cell:.1f}", f"{max(length * cell, 1):.2f}"))
-        first += length
-    return runs
+    starts = [passage.start for passage in e.passages]
+    links = [f"#t{e.token}p{index} passage {index}" for index in range(len(starts))]
+    with settings():
+        figure = figure_of(WIDTH, ROW * (len(rows) + 3))
+        axis = figure.subplots()
+        columns = [(index, 1) for index in range(len(starts))]
+        axis.broken_barh(columns, (-0.5, len(rows)), facecolors=to_rgba(COLOURS["seen"], 0), urls=links)
+        for number, row in enumerate(rows):
+            seen = np.flatnonzero(np.diff([0, *row.seen, 0])).reshape(-1, 2)  # starts and stops of visible passages
+            marked = [(index, share) for index, share in enumerate(row.shares) if share >= FAINTEST]
+            label = hint if row.kind == "mark" else "{share:.1%} of its tokens selected by the oracle"
+            texts = [f"{links[index]}: {label.format(share=share)}" for index, share in marked]
+            colours = [to_rgba(COLOURS[row.kind], min(sqrt(share), 1)) for _, share in marked]
+            at = number - 0.46, 0.92
+            runs = [(first, stop - first) for first, stop in seen]
+            axis.broken_barh(runs, at, facecolors=COLOURS["seen"], path_effects=IN_PLACE)
+            axis.broken_barh([columns[index] for index, _ in marked], at, facecolors=colours, urls=texts)
+        shown = range(0, len(starts), max(1, round(60 * len(starts) / WIDTH)))
+        axis.set_xticks(shown, [f"{starts[index]:,}" for index in shown])
+        axis.set_yticks(range(len(rows)), [row.name for row in rows])
+        axis.tick_params(labelsize=10)
+        for name, row in zip(axis.get_yticklabels(), rows):
+            name.set(url=row.link or None, color=COLOURS["link" if row.link else "soft"])
+        axis.set(xlim=(0, len(starts)), ylim=(len(rows) - 0.5, -0.5))
+        axis.grid(visible=False)
+        chart = inline(figure, caption, "The tables below have the numbers.")
+    box = Markup('<div class="scroll map" tabindex=0 role=region aria-label="Map of passages">{}</div>').format(chart)
+    return Figure("", [box, caption])

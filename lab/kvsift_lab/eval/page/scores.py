@@ -92,7 +92,7 @@ def _chart(
     levels = [Level(cell["name"], cell["score"]) for cell in cells if cell["phase"] is None]
     levels += [] if chance is None else [Level("chance", chance)]
     title = place(where)
-    return Figure(title, [line_chart(f"Score of {title}", "visible tokens, counted", "score", series, levels, True)])
+    return Figure(title, [line_chart(f"Score of {title}", "visible tokens, counted", "score", series, levels)])
 
 
 def _numbers(where: tuple[str, Any], cells: list[dict[str, Any]]) -> Table:
