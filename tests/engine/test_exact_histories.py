@@ -20,7 +20,7 @@ from kvsift.engine.transcript import Request
 
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
-ROWS, NEW = 10, 36
+ROWS, NEW = 8, 36
 
 pytestmark = pytest.mark.usefixtures("eager_pace")
 

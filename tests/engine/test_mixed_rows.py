@@ -47,11 +47,11 @@ def test_rows_around_the_threshold_answer_as_each_does_alone(plan: str, llama: P
     for _ in range(2 if plan == QUEST else 1):  # the second time in slots that are there, whatever the plan
         texts = [text_of(BELOW + rng.randint(-60, 60)) for _ in range(3)] + [text_of(rng.choice([40, 700]))]
         sampling = [Sampling(rng.choice([0, 0, 0.8, 1.3]), rng.choice([1.0, 0.8]), rng.randint(0, 99)) for _ in texts]
-        together = eager.generate(texts, max_new_tokens=40, sampling=sampling)
+        together = eager.generate(texts, max_new_tokens=24, sampling=sampling)
         assert {answer.path for answer in together} == {"eager"}
         for text, choose, answer in zip(texts, sampling, together):
             for llm in (eager, composed):
-                alone = llm.generate(text, max_new_tokens=40, sampling=choose)
+                alone = llm.generate(text, max_new_tokens=24, sampling=choose)
                 assert answer.token_ids == alone.token_ids, (len(text), choose)
                 assert counters(answer) == counters(alone), (len(text), choose)
                 if llm is eager:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,22 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed on this platform")
+
+
+def crossed(**values: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrise by three or more arguments: all combinations on a GPU, every second one in the slow interpreter.
+
+    Among these, any two values of two arguments still meet.
+    """
+    chosen = [
+        combination
+        for numbers, combination in zip(
+            product(*(range(len(each)) for each in values.values())), product(*values.values())
+        )
+        if DEVICE == "cuda" or sum(numbers) % 2 == 0
+    ]
+    ids = ["-".join(str(value) for value in combination) for combination in chosen]
+    return pytest.mark.parametrize(tuple(values), chosen, ids=ids)
 
 
 def far_memory(folder: Path, size: int, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.decode_cases import DecodeCase, Lists, draw_case, everything, exact_attention, tokens_of
 from kernels.decode_checks import error_ratio
 from torch import Tensor
@@ -56,17 +56,14 @@ def sinks(case: DecodeCase) -> Tensor:
 
 
 @needs_triton
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ["per KV head", "per query head", "everything"])
-@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (3.0, True)], ids=["plain", "bent"])
+@crossed(shape=SHAPES, dtype=DTYPES, rows=["per KV head", "per query head", "everything"], softcap=[None, 3.0])
 def test_answers_are_at_most_twice_as_far_from_float64_as_the_reference_in_their_dtype(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, rows: str, softcap: float | None, with_sinks: bool
+    shape: tuple[int, int, int, int], dtype: torch.dtype, rows: str, softcap: float | None
 ) -> None:
     case = draw_case(LENGTHS, *shape, dtype)
     lists = everything(case.kv, case.kv.num_kv_heads) if rows == "everything" else lists_of(case, rows == "per KV head")
     given = (None, None) if rows == "everything" else lists
-    how = {"softcap": softcap, "sink_logit": sinks(case) if with_sinks else None}
+    how = {"softcap": softcap, "sink_logit": None if softcap is None else sinks(case)}
     exact, formula = (
         exact_attention(case.queries, case.kv, lists, scale=case.scale, dtype=each, **how)
         for each in (torch.float64, dtype)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernels.conftest import DEVICE, DTYPES, far_memory, needs_triton
+from kernels.conftest import DEVICE, DTYPES, crossed, far_memory, needs_triton
 
 from kvsift.kernels.pick_queries import pick_queries, pick_queries_reference, pick_queries_triton
 
@@ -29,13 +29,14 @@ def test_by_hand(pick: object) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shared", "mean"), WAYS)
-@pytest.mark.parametrize(
-    "shape", [(4, 2, 128, 64, 16), (3, 3, 100, 80, 5), (6, 1, 65, 16, 65), (2, 1, 16, 128, 1)], ids=str
-)  # query heads, KV heads, queries, head_dim, count
+@crossed(
+    shape=[(4, 2, 128, 64, 16), (3, 3, 100, 80, 5), (6, 1, 65, 16, 65), (2, 1, 16, 128, 1)],
+    shared=[True, False],
+    mean=[True, False],
+    dtype=DTYPES,
+)
 def test_the_twin(shape: tuple[int, int, int, int, int], shared: bool, mean: bool, dtype: torch.dtype) -> None:
-    heads, kv_heads, size, head_dim, count = shape
+    heads, kv_heads, size, head_dim, count = shape  # query heads, KV heads, queries, head_dim, count
     generator = torch.Generator().manual_seed(size)
     queries = torch.randn(3 * size, heads, head_dim, generator=generator).to(DEVICE, dtype).transpose(0, 1)
     scores = torch.randint(40, (3, heads, size), generator=generator).to(DEVICE, torch.float32)  # with ties

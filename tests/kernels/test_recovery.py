@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.decode_cases import draw_case
 from kernels.test_page_attention import LENGTHS, SHAPES, lists_of
 
@@ -13,10 +12,7 @@ from kvsift.kernels.recovery import RecoverySpace, recovery_reference, recovery_
 
 
 @needs_triton
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shared", [True, False], ids=["per KV head", "per query head"])
-@pytest.mark.parametrize("softcap", [None, 3.0], ids=["plain", "capped"])
+@crossed(shape=SHAPES, dtype=DTYPES, shared=[True, False], softcap=[None, 3.0])
 def test_it_is_the_softmax_mass_on_the_lists(
     shape: tuple[int, int, int, int], dtype: torch.dtype, shared: bool, softcap: float | None
 ) -> None:
