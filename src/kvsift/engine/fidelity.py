@@ -113,7 +113,8 @@ class FidelityScorer:
             caches = [document.prefill(plan, self.num_tokens) for document in self._documents]
             for cache in caches:
                 cache.stats.clear()
-            self._last = _Decoded(plan, caches, *([[] for _ in caches] for _ in range(3)))
+            nothing = [[list[Tensor]() for _ in caches] for _ in range(3)]
+            self._last = _Decoded(plan, caches, *nothing)
         last, first = self._last, self._last.tokens
         for number, cache in enumerate(last.caches if first < tokens else ()):
             logits = decoded(self._runner, cache, self._fed[number][first:tokens])
