@@ -37,6 +37,10 @@ class AnsweringLineByLine(TyperCommand):
     after_interrupt = "No file was left half written; answers to --questions-file so far are whole lines."
 
 
+class GoingOn(TyperCommand):
+    after_interrupt = "The same command goes on from what was measured so far."
+
+
 class Commands(TyperGroup):
     """The commands of the package and those of installed distributions that have a Typer application in the entry
     points ``kvsift.commands``; after Ctrl-C, a line on stderr names what is saved (``after_interrupt`` of a command).
@@ -90,7 +94,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command(cls=AnsweringLineByLine)(ask)
-for command in (chat, generate, methods, tune, calibrate, doctor):
+app.command(cls=GoingOn)(tune)
+for command in (chat, generate, methods, calibrate, doctor):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 

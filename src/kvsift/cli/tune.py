@@ -96,7 +96,8 @@ def tune(
         pieces = windows(llm, texts, before, SCORED, PIECES, seed)
     made_for = fingerprint(llm.directory.path)
     path = out or default_path(made_for, llm.device.type)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with o.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     recipe = {
         "texts": sorted(texts or {"prose, program text and questions": ""}), "seed": seed, "context": asked,
         "scored_context": min(piece.start for piece in pieces), "dtype": str(llm.dtype).removeprefix("torch."),
@@ -108,7 +109,8 @@ def tune(
         tuner = Tuner(llm, pieces, asked, notebook, path.with_suffix(".anchors.json"), progress.working)
         found = tuner.search(wanted, None if tpot is None else tpot / 1e3)
     report = {key: value for key, value in {**found, **recipe}.items() if key != "plan"}
-    write(path, TunedPlan(parse_plan(found["plan"]), llm.directory.name, made_for, llm.device.type, report))
+    with o.writing(path):
+        write(path, TunedPlan(parse_plan(found["plan"]), llm.directory.name, made_for, llm.device.type, report))
     tuner.remove_anchors()  # the file of the plan has them inside
     notebook.remove()
     chosen, found["plan"] = found["plan"], str(read(path).plan)
