@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli.watched import Refused, Run
-from engine.tiny_directory import text_of
+from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM
 from kvsift.plan.syntax import parse_plan
@@ -50,6 +50,16 @@ def test_a_plan_beside_the_model_and_the_table(run: Run, model: Path, manual: Pa
     assert "bounds" in outcome.out
     assert "is in plan.json; plan=auto takes it as kvsift-plan.json beside the model." in " ".join(outcome.out.split())
     assert json.loads((tmp_path / "plan.json").read_text())["format"] == "kvsift plan 1"
+
+
+@pytest.mark.parametrize("family", ["Gemma3", "GPTNeoX"])  # sliding windows; a forward pass of transformers alone
+def test_models_of_other_families_are_tuned(family: str, run: Run, manual: Path, tmp_path: Path) -> None:
+    directory = write_model(tmp_path / family, family, num_hidden_layers=2)
+    outcome = run(
+        "tune", directory, "--text", manual, "--context", 800, "--length", 600, "--target", "kl=0.9", "--json"
+    )
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["kl_interval"][1] <= 0.9
 
 
 def test_texts_that_come_with_kvsift_are_read_without_others(run: Run, model: Path) -> None:
