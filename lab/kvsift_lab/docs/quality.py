@@ -13,7 +13,7 @@ from kvsift_lab import stored
 from kvsift_lab.bench.report import commit_of
 from kvsift_lab.eval.intervals import wilson
 from kvsift_lab.eval.results import load_result
-from kvsift_lab.eval.tables import budget_table, fidelity_table, finished_by_all, prefill_table, quality_table
+from kvsift_lab.eval.tables import budget_table, fidelity_table, prefill_table, quality_table
 from kvsift_lab.numbers import grouped, table
 from kvsift_lab.studies.recall import summary_table
 
@@ -149,31 +149,35 @@ def _at_half(questions: int, effects: dict[str, float | None]) -> str:
 
 def commits(results: Iterable[dict[str, Any]]) -> str:
     """Return the commits of the sessions that have samples."""
-    named = []
-    for result in results:
-        used = {sample.get("session", 0) for sample in result["samples"]}
-        named += [commit_of(session) for number, session in enumerate(result["sessions"]) if number in used]
-    short = dict.fromkeys(named)
+    short = dict.fromkeys(commit_of(session) for result in results for session in _with_samples(result))
     return f"{'commit' if len(short) == 1 else 'commits'} {', '.join(short)}"
 
 
+def _with_samples(result: dict[str, Any]) -> list[dict[str, Any]]:
+    used = {sample.get("session", 0) for sample in result["samples"]}
+    return [session for number, session in enumerate(result["sessions"]) if number in used]
+
+
 def _made(name: str, result: dict[str, Any], lengths: Iterable[int]) -> str:
-    versions = ", ".join(f"{name} {result['versions'][name]}" for name in ("torch", "transformers"))
-    machines = " and ".join(dict.fromkeys(session["machine"] for session in result["sessions"]))
-    return (
-        f"at {' and '.join(f'{length:,}' for length in lengths)} tokens on the embedded model; `results/{name}`: "
-        f"{machines}, {versions}, {commits([result])}."
+    sessions = _with_samples(result)
+    versions = ", ".join(
+        f"{name} {' and '.join(dict.fromkeys(session['versions'][name] for session in sessions))}"
+        for name in ("torch", "transformers")
     )
+    machines = " and ".join(dict.fromkeys(session["machine"] for session in sessions))
+    at, model = " and ".join(f"{length:,}" for length in lengths), result["recipe"].get("model")
+    where = f"on `{model}`" if model else f"at {at} tokens on the embedded model"
+    left = f" {len(result['left_out'])} contexts are not finished." if result.get("left_out") and model else ""
+    return f"{where}; `results/{name}`: {machines}, {versions}, {commits([result])}.{left}"
 
 
 def evaluated(name: str, tables: Callable[[dict[str, Any]], str], about: str) -> Render:
-    """Return a block: tables of an evaluation, what they hold, and how it was made. {budget} and {contexts} in
-    ``about`` are those of the evaluation."""
+    """Return a block: tables of an evaluation, what they hold, and how it was made. {budget} in ``about`` is the
+    evaluation's."""
 
     def render() -> str:
         result = result_of(name)
-        contexts = {(sample["length"], sample["seed"]) for sample in finished_by_all(result)}
-        text = about.format(budget=result["recipe"]["budgets"][0], contexts=len(contexts))
+        text = about.format(budget=result["recipe"]["budgets"][0])
         left = sorted({job["task"] for job in result["left_out"]} - {s["task"] for s in result["samples"]})
         missing = f" Not asked for lack of time: {', '.join(left)}." if left and tables is prefill_table else ""
         return f"{tables(result)}\n\n{text} {_made(name, result, result['recipe']['lengths'])}{missing}"
@@ -219,11 +223,13 @@ def _as_evaluation(result: dict[str, Any]) -> dict[str, Any]:
 
 
 EXACT_MATCH = "Exact match"
-DIVERGENCE = "Means over contexts, {contexts} in all,"
+DIVERGENCE = (
+    "KL(dense || plan) in nats (95 % interval by bootstrap over contexts), how often the likeliest token is the same, "
+    "and NLL above that of dense attention,"
+)
 IN_PREFILL = "Exact match, budget {budget},"
 RETRIEVAL_TABLES = ["retrieval-tables", "retrieval-tables-index"]
 BLOCKS: dict[str, dict[str, Render]] = {
-    "README.md": {"results": evaluated(RESULT, readme_table, EXACT_MATCH)},
     "docs/quality.md": {
         "quality": evaluated(RESULT, quality_table, EXACT_MATCH),
         "fidelity": evaluated("fidelity", fidelity_table, DIVERGENCE),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from math import exp
+from itertools import pairwise
+from math import exp, log
 from statistics import fmean
 from typing import Any
 
+from kvsift_lab.eval.intervals import bootstrap
 from kvsift_lab.numbers import grouped, table
 
 
@@ -82,28 +84,70 @@ def prefill_table(result: dict[str, Any]) -> str:
 
 
 def fidelity_table(result: dict[str, Any]) -> str:
-    """Return a table per length of predictions: a row per plan, a column per budget, mean KL(dense || plan) and how
-    often the likeliest token agrees, over contexts that all plans have finished."""
-    budgets, finished = result["recipe"]["budgets"], finished_by_all({**result, "samples": _named(result)})
-    compared = [sample for sample in finished if "kl" in sample and sample["budget"] is not None]
+    """Return a table per length of predictions: a row per plan, a column per budget: mean KL(dense || plan) with its
+    interval over contexts, how often the likeliest token agrees, and the NLL above that of dense attention."""
     tables = []
-    for length, samples in sorted(grouped(compared, "length").items()):
+    for context, samples in compared(result).items():
+        dense = {sample["seed"]: sample["nll"] for sample in samples if sample["budget"] is None}
+        by_plan = grouped((sample for sample in samples if sample["budget"] is not None), "name")
         rows = []
-        for plan, own in grouped(samples, "name").items():
+        for plan, own in by_plan.items():
             by_budget = grouped(own, "budget")
-            means = [[fmean(s[key] for s in by_budget[budget]) for key in ("kl", "agreement")] for budget in budgets]
-            rows.append([plan, *(f"{kl:.4f} ({same:.2f})" for kl, same in means)])
-        tables.append(table([f"{length:,} tokens: KL (agreement)", *budgets], rows))
+            rows.append([plan, *(_prediction(by_budget.get(budget), dense) for budget in result["recipe"]["budgets"])])
+        number = len({sample["seed"] for sample in samples})
+        head = f"{context:,} tokens, {number} context{'s' if number > 1 else ''}"
+        head += f", dense NLL {fmean(dense.values()):.2f}" if dense else ""
+        tables.append(table([head, *result["recipe"]["budgets"]], rows))
     return "\n\n".join(tables)
 
 
-def finished_by_all(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the samples of contexts that every plan has finished; contexts differ, so means need the same ones."""
-    counts = Counter((sample["task"], sample["length"], sample["seed"]) for sample in result["samples"])
-    return [
-        sample for sample in result["samples"]
-        if counts[sample["task"], sample["length"], sample["seed"]] == len(result["rows"]) * sample["questions"]
-    ]  # fmt: skip
+def _prediction(samples: Sequence[dict[str, Any]] | None, dense: dict[int, float]) -> str:
+    if not samples:
+        return "-"
+    divergences = [sample["kl"] for sample in samples]
+    low, high = bootstrap(divergences)
+    interval = f" ({_nats(low)} to {_nats(high)})" if len(samples) > 1 else ""
+    loss = [sample["nll"] - dense[sample["seed"]] for sample in samples if sample["seed"] in dense]
+    above = f", {fmean(loss):+.3f}" if len(loss) == len(samples) else ""
+    same = fmean(sample["agreement"] for sample in samples)
+    return f"{_nats(fmean(divergences))}{interval}, {same:.2f}{above}"
+
+
+def _nats(number: float) -> str:
+    """Return a KL with two significant digits, and four decimals at most."""
+    return f"{number:.{3 if number >= 0.0095 else 4}f}" if number < 0.0995 else f"{number:.2f}"
+
+
+def compared(result: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    """Return samples of predictions with the names of their rows, by the length of their contexts. Contexts differ, so
+    means need the same ones: those that every plan has finished, or, where there is none, those in which the most plans
+    are finished, by these plans."""
+    lengths = {file["name"]: file["max_tokens"] - file["targets"] for file in result["recipe"].get("files", ())}
+    by_length: dict[int, list[dict[str, Any]]] = {}
+    for sample in _named(result):
+        if "kl" in sample:
+            by_length.setdefault(lengths.get(sample["task"]) or sample["length"], []).append(sample)
+    kept = {}
+    for length, samples in sorted(by_length.items()):
+        counts = Counter(sample["seed"] for sample in samples)
+        most = max(counts.values())
+        kept[length] = [sample for sample in samples if counts[sample["seed"]] == most]
+    return kept
+
+
+def budget_for(divergences: dict[int, float], target: float) -> float | None:
+    """Return the tokens at which the KL of a plan falls to a target, on a line between the logarithms of budgets and
+    KL; None if it does so outside of the measured budgets.
+
+    Args:
+        divergences: mean KL by budget.
+        target: in nats.
+    """
+    points = sorted((log(budget), log(divergence)) for budget, divergence in divergences.items())
+    for (fewer, far), (more, close) in pairwise(points):
+        if far >= log(target) >= close:
+            return exp(fewer + (more - fewer) * (far - log(target)) / (far - close)) if far > close else exp(fewer)
+    return None
 
 
 def _mean(values: Iterable[float]) -> float | None:
