@@ -131,6 +131,8 @@ class SketchHead {
   }
 
  private:
+  static constexpr float kMostPowers = 126;  // of 2 that a factor may have
+
   int pages_in(std::int64_t block) const {
     return int(std::min(pages_per_block_, num_pages_ - block * pages_per_block_));
   }
@@ -243,7 +245,8 @@ class SketchHead {
     const int head_dim = call_->rows.format.head_dim, head = kv_head_ * call_->group() + q;
     const float log_total = log_sum(q);
     const bool any = log_total > -std::numeric_limits<float>::infinity();
-    const float factor = any ? std::exp2(largest(q) - log_total) : 0.0f;
+    // The values of a rest that weighs almost nothing are 0 by now (to_whole), and a factor beyond float32 would be NaN.
+    const float factor = any ? std::exp2(std::min(largest(q) - log_total, kMostPowers)) : 0.0f;
     for (int i = 0; i < head_dim; ++i) call_->output[std::int64_t(head) * head_dim + i] = values[i] * factor;
     call_->lse[head] = log_total * 0.693147181f;
   }

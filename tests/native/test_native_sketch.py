@@ -103,6 +103,16 @@ def test_choice_and_rest_are_those_of_the_reference(level: str, heads: int, grou
 
 
 @pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("size", [4, 20, 60])
+def test_a_rest_that_weighs_almost_nothing_is_no_nan(level: str, size: float, bits: int) -> None:
+    given = case(bits, pages=8, size=size)
+    for left in (1, 2, 5):
+        _, output, lse = given.choose(given.count - left, given.heads)
+        assert bool(output.isfinite().all())
+        assert not bool(lse.isnan().any())
+
+
+@pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize(
     ("page_size", "pages", "first", "missing"),
     [
