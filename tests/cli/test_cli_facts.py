@@ -217,7 +217,7 @@ def test_without_a_command_there_is_help(run: Run) -> None:
 def test_the_help_of_a_plan_has_all_its_words(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     for command in ("ask", "generate", "explain", "demo"):
-        assert "a TOML file with a [plan] table." in run(command, "--help").out
+        assert "a TOML file with a [plan] table" in run(command, "--help").out
 
 
 def test_an_interrupted_eval_says_that_its_samples_are_safe(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
