@@ -21,7 +21,7 @@ from kvsift.kernels.block_attention import (
 )
 from kvsift.kernels.paged import PagedKV
 
-SHAPES = [(2, 1, 16, 8), (1, 3, 12, 4), (2, 2, 16, 16)]  # KV heads, group, head_dim, page_size
+SHAPES = [(1, 3, 12, 4), (2, 2, 16, 8)]  # KV heads, group, head_dim, page_size
 if DEVICE == "cuda":
     SHAPES = [(1, 1, 64, 8), (2, 3, 80, 16), (4, 8, 128, 16), (2, 2, 256, 16)]
 SIZE = 4

@@ -13,6 +13,7 @@ from kernels.conftest import needs_triton
 
 
 @needs_triton
+@pytest.mark.slow  # half a minute of one processor; on a GPU every test of kernels compiles them
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the other tests compile every twin on this machine's GPU")
 def test_step_kernels_compile_for_hopper_and_wait_for_their_predecessors_where_they_must(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_for_hopper.py")
