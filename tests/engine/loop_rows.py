@@ -47,7 +47,7 @@ def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 12, sampling: Samp
 
 def take_steps(llm: LLM, rows: list[Row], after_step: Callable[[], object] = lambda: None) -> None:
     while not all(row.is_ended for row in rows):
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
         llm.loop.check()
         after_step()
 

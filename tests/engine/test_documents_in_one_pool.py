@@ -1,19 +1,21 @@
-"""Documents and prompts of one model in one pool of pages: the answers that each gets alone."""
+"""Documents of one LLM share its pool of pages: what each answers, and what goes back."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
+from typing import Any
 
 import pytest
 from engine.tiny_directory import text_of
 
-from kvsift.engine.llm import LLM
-from kvsift.stores.kv_pool import KVPool
-from kvsift.stores.page_pool import OutOfPages
+from kvsift import LLM
 
 QUEST = "quest:budget=128:window=32:dense_layers=0"
-QUESTIONS = ("Which mill?", "How many sacks?")
+QUESTIONS = ["How many sacks?", "Which mill grinds?"]
 
 
 @pytest.mark.parametrize("path", ["composed", "eager"])
@@ -22,29 +24,71 @@ def test_two_documents_in_one_pool_answer_as_each_does_alone(path: str, llama: P
     alone = [LLM(llama, QUEST, path=path).read(text) for text in texts]
     expected = [[each.ask(question, max_new_tokens=12).token_ids for question in QUESTIONS] for each in alone]
     llm = LLM(llama, QUEST, path=path)
-    llm.kv = KVPool.of_size(400)
     documents = [llm.read(text) for text in texts]
     answers: list[list[list[int]]] = [[], []]
     for question in QUESTIONS:  # in turns
         for document, of_document in zip(documents, answers):
             of_document.append(document.ask(question, max_new_tokens=12).token_ids)
     assert answers == expected
-    tensors = [tensor for layer in llm.kv.layers.values() for tensor in layer.tensors]
-    used = llm.kv.pages.num_used
     assert llm.generate(text_of(60), max_new_tokens=8).token_ids == (
         LLM(llama, QUEST, path=path).generate(text_of(60), max_new_tokens=8).token_ids
     )
-    assert all(one is other for one, other in zip(tensors, (t for la in llm.kv.layers.values() for t in la.tensors)))
+    llm.loop.check()
+    used = llm.loop.kv.pages.num_used
     del document, documents
     gc.collect()
-    assert llm.kv.pages.num_used < used, "the pages of a document go back with it"
+    llm.loop.step()
+    assert llm.loop.kv.pages.num_used < used, "the pages of a document go back with it"
+    llm.loop.check()
 
 
-def test_a_document_that_does_not_fit_the_pool_leaves_the_others_alone(llama: Path) -> None:
-    llm = LLM(llama, QUEST, path="composed")
-    llm.kv = KVPool.of_size(60)
-    document = llm.read(text_of(200))
-    first = document.ask(QUESTIONS[0], max_new_tokens=6).token_ids
-    with pytest.raises(OutOfPages):
-        llm.read(text_of(900)).ask(QUESTIONS[0], max_new_tokens=6)
-    assert document.ask(QUESTIONS[0], max_new_tokens=6).token_ids == first
+@pytest.mark.parametrize("path", ["composed", "eager"])
+def test_documents_a_chat_and_prompts_are_decoded_in_one_step(path: str, llama: Path) -> None:
+    """Four threads; every answer is as alone, and some step decodes all of them."""
+    texts = [text_of(300), text_of(180), text_of(90)]
+    options: dict[str, Any] = {"dense_below": 0, "path": path, "deterministic": True}
+
+    def tasks(llm: LLM) -> list[Callable[[], list[int]]]:
+        documents, chat = [llm.read(text) for text in texts[:2]], llm.chat(texts[2])
+        asks = [lambda each=each: each.ask(QUESTIONS[0], max_new_tokens=40).token_ids for each in documents]
+        return [
+            *asks,
+            lambda: chat.ask(QUESTIONS[1], max_new_tokens=40).token_ids,
+            lambda: [
+                token
+                for answer in llm.generate([text_of(50), text_of(70)], max_new_tokens=40)
+                for token in answer.token_ids
+            ],
+        ]
+
+    expected = [task() for task in tasks(LLM(llama, QUEST, **options))]
+    llm, together, start = LLM(llama, QUEST, **options), list[int](), Barrier(4)
+    step = llm.loop._model.decode_rows
+    llm.loop._model.decode_rows = lambda rows: together.append(len(rows)) or step(rows)  # type: ignore[method-assign]
+
+    def run(task: Callable[[], list[int]]) -> list[int]:
+        start.wait()
+        return task()
+
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(threads.map(run, tasks(llm)))
+    assert answers == expected
+    if path == "eager":
+        assert max(together) == 5
+    llm.loop.check()
+
+
+def test_threads_ask_one_document_side_by_side(llama: Path) -> None:
+    """Copies of its cache share its full pages, and go when their answers end."""
+    llm = LLM(llama, QUEST, dense_below=0)
+    document = llm.read(text_of(303))
+    questions = [f"{question} {number}" for question in QUESTIONS for number in range(3)]
+    expected = [document.ask(question, max_new_tokens=30).token_ids for question in questions]
+    used, seen = llm.loop.kv.pages.num_used, list[int]()
+    llm.loop.after_step = lambda: seen.append(len(llm.loop._schedule.decoding))
+    with ThreadPoolExecutor(len(questions)) as threads:
+        answers = list(threads.map(lambda question: document.ask(question, max_new_tokens=30).token_ids, questions))
+    assert answers == expected
+    assert max(seen) > 1, "one after the other"
+    llm.loop.check()
+    assert llm.loop.kv.pages.num_used <= used + 2

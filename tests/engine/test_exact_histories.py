@@ -91,7 +91,7 @@ def test_rows_come_and_go_whatever_is_drafted(
         if waiting and rng.random() < 0.15:
             rows[waiting[-1]] = row_of(llm, waiting[-1], has_own_mind)
             llm.loop.submit(rows[waiting.pop()])
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
         llm.loop.check()
         if rng.random() < 0.01 and rows:
             llm.loop.cancel(rng.choice(list(rows.values())))

@@ -115,7 +115,7 @@ def test_rows_of_all_kinds_join_and_leave(llm: LLM) -> None:
             if waiting and rng.random() < 0.4:
                 rows[waiting[-1]] = row_of(waiting[-1])
                 llm.loop.submit(rows[waiting.pop()])
-            llm.loop.step(unless=lambda: False)
+            llm.loop.step()
             llm.loop.check()
             if rng.random() < 0.02 and rows:
                 llm.loop.cancel(rng.choice(list(rows.values())))
@@ -173,7 +173,7 @@ def test_a_sampled_row_that_joins_another_part_changes_no_token_that_is_launched
     rows = [new_row(other, text_of(300), "dense", 60)]
     other.loop.submit(rows[0])
     while len(tokens(rows[0])) < 20:
-        other.loop.step(unless=lambda: False)
+        other.loop.step()
     rows += [new_row(other, text_of(200), PLANS[1], 12, SAMPLINGS[1]) for _ in range(1 if exact else 4)]
     for row in rows[1:]:
         row.plan = parse_plan(PLANS[1] if exact else "dense")
@@ -279,7 +279,7 @@ def test_rows_of_other_rules_take_steps_of_their_own(llm: LLM, monkeypatch: pyte
         llm.loop.submit(row)
     while any(row.steps is None for row in rows):
         assert not any(row.is_ended for row in rows)
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     assert rows[0].steps is rows[2].steps
     assert len({id(row.steps) for row in rows}) == 4
     take_steps(llm, rows)

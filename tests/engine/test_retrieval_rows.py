@@ -67,7 +67,7 @@ def test_what_a_cancelled_row_has_read_is_of_use(llama: Path, alone: dict[str, R
     cancelled = new_row(llm, TEXT, PLAN, 40)
     llm.loop.submit(cancelled)
     while cancelled.num_cached < 3 * GRID:
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     llm.loop.cancel(cancelled)
     row = run(llm, new_row(llm, TEXT, PLAN, 40))
     assert row.num_reused == 3 * GRID
@@ -80,7 +80,7 @@ def test_rows_that_decode_and_widen_change_nothing_for_others(llama: Path, alone
     for row in rows:
         llm.loop.submit(row)
         while row.state in ("waiting", "reading"):
-            llm.loop.step(unless=lambda: False)
+            llm.loop.step()
     finish(llm, rows)
     for row in rows:
         assert_equal(row, alone[TEXT])
@@ -148,7 +148,7 @@ def test_a_server_keeps_no_file_that_it_could_not_use(llama: Path, tmp_path: Pat
         row = new_row(llm, TEXT, plan)
         llm.loop.submit(row)
         while row.state != "decoding":
-            llm.loop.step(unless=lambda: False)
+            llm.loop.step()
         keep(tmp_path / "kept", llm, row, TEXT)
         assert (tmp_path / "kept").exists() == is_kept
         llm.loop.close(row)

@@ -91,7 +91,7 @@ def test_steps_go_on_while_a_row_joins_and_are_made_anew_when_the_pool_moves(
     rows = [new_row(llm, text_of(500), QUEST, 40)]
     llm.loop.submit(rows[0])
     while len(tokens(rows[0])) < 8:
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     before, keys = llm.loop.kv.moves, weakref.ref(llm.loop.kv.layers[0].keys)
     assert made.count(1) == 1
     rows.append(new_row(llm, text_of(900), QUEST, 10))
@@ -116,7 +116,7 @@ def test_a_step_that_fails_is_taken_again(
     for row in rows:
         llm.loop.submit(row)
     while not all(len(tokens(row)) > 5 for row in rows):
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     owner, name = (Slots, "run") if where == "run" else (captured_rows.CapturedRows, "_read")
     original = getattr(owner, name)
 

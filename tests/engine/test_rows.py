@@ -81,7 +81,7 @@ def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **options: Any)
 def finish(llm: LLM, rows: Sequence[Row], after_step: Callable[[], object] = lambda: None) -> None:
     """Take steps until these rows have ended, with the books balanced after each."""
     while not all(row.is_ended for row in rows):
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
         llm.loop.check()
         after_step()
 
@@ -137,12 +137,13 @@ def test_a_prompt_that_pauses_between_layers_changes_no_bit_and_keeps_others_goi
     first, second = (new_row(llm, text, plan, 40) for text in texts)
     llm.loop.submit(first)
     while len(first.output.tokens) < 2:
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     llm.loop.submit(second)
+    llm.loop.after_step = lambda: gained.append(len(first.output.tokens))
     while second.state != "decoding":
-        llm.loop.step(unless=lambda: False, news=lambda: gained.append(len(first.output.tokens)))
-    assert len(gained) > 3
-    assert sorted(set(gained)) == gained, "a token each time"
+        llm.loop.step()
+    assert len(set(gained)) > 3
+    assert sorted(gained) == gained, "a token each time"
     run_on(llm, first, second)
     for row, expected in zip((first, second), alone):
         assert_equal(row, expected)
@@ -155,7 +156,7 @@ def test_a_failure_in_a_pause_ends_the_row_that_fails(llama: Path, monkeypatch: 
     first, second = new_row(llm, text_of(100), PLANS[2], 40), new_row(llm, text_of(250), PLANS[2])
     llm.loop.submit(first)
     while len(first.output.tokens) < 2:
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     llm.loop.submit(second)
 
     def take(*args: object) -> None:
@@ -195,7 +196,7 @@ def test_histories_of_joining_cancelling_and_failing_change_no_other_row(
                 llm.loop.submit(rows[-1][0])
             if rows and rng.random() < 0.06:
                 rng.choice([llm.loop.cancel, llm.loop.close])(rng.choice(rows)[0])
-            llm.loop.step(unless=lambda: False)
+            llm.loop.step()
             llm.loop.check()
         for row, key in rows:
             assert row.finish_reason in ("length", "cancelled"), seed
@@ -560,7 +561,7 @@ def test_memory_that_was_reserved_in_vain_does_not_fail_the_others(
     running, large = new_row(llm, text_of(200), PLANS[1], 40), new_row(llm, text_of(900), "dense")
     llm.loop.submit(running)
     while running.state != "decoding":
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
     let_no_pool_grow(llm, monkeypatch)
     llm.loop.submit(large)
     finish(llm, [running, large])

@@ -71,7 +71,7 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
             if not row.key:
                 llm.loop.submit(row)
         for _ in range(5):
-            llm.loop.step(unless=lambda: False)
+            llm.loop.step()
     take_steps(llm, rows)
     assert captured == []
     assert llm.loop.kv.moves == moves

@@ -42,7 +42,7 @@ class Held:
 
     def step(self, done: Callable[[], object]) -> None:
         def stepped() -> object:
-            self.llm.loop.step(unless=lambda: not self.llm.loop.rows)
+            self.llm.loop.step()
             self.llm.loop.check()
             self.documents.report()
             return done()

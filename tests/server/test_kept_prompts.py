@@ -29,7 +29,7 @@ def new_llm(model: Path, plan: str, **options: Any) -> LLM:
 def run(llm: LLM, row: Row) -> Row:
     llm.loop.submit(row)
     while not row.is_ended:
-        llm.loop.step(unless=lambda: False)
+        llm.loop.step()
         llm.loop.check()
     return row
 

@@ -171,7 +171,7 @@ class Chats(MeasuredChats):
         return row
 
     def step(self) -> None:
-        self.llm.loop.step(unless=lambda: False)
+        self.llm.loop.step()
 
     def close(self, *rows: Row) -> None:
         for row in rows:

@@ -133,7 +133,7 @@ class ImposedRows:
         group = rows[0].steps
         begun, setup_s, started = [len(row.output.times) for row in rows], group.setup_s, perf_counter()
         while not any(row.is_ended for row in rows):
-            self._llm.loop.step(unless=lambda: False)
+            self._llm.loop.step()
         made = max(sum(len(row.output.times) for row in rows) - sum(begun), 1)  # none if all was compiled meanwhile
         setup_s = group.setup_s - setup_s  # captures: a process makes each once, this one whenever the method changes
         found: dict[str, Any] = {"seconds": len(rows) * (perf_counter() - started - setup_s) / made, "setup_s": setup_s}

@@ -1,25 +1,33 @@
-"""The loop: rows join, are read chunk by chunk, decode together, and leave.
+"""The loop of the engine: rows are admitted, prefilled chunk by chunk, decode together, and leave.
 
-It has no thread of its own. Whoever waits for a row takes steps, and a step serves all rows, whoever waits for them.
-What a row answers does not depend on the others: it is read on a fixed grid of chunks, attended by itself, and shares
-with others only pages that are full and were written by the same pass over the same tokens.
+It runs in a thread of its own, from the first request on. Other threads are its clients: what they ask for waits in an
+inbox until the present step ends, and ``KeyboardInterrupt``, which Python raises in the main thread alone, never leaves
+a step half done. What a row answers does not depend on the others: it is prefilled on a fixed grid of chunks, attended
+by itself, and shares with others only pages that are full and were written by the same pass over the same tokens.
 """
 
 from __future__ import annotations
 
+import atexit
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
-from threading import Lock
-from time import perf_counter, sleep
+from queue import Empty, SimpleQueue
+from threading import Thread, get_ident
+from time import perf_counter
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from kvsift.batching.exact.step import Logits, step_exactly
 from kvsift.batching.ledger import Books, audit
 from kvsift.batching.pauses import Pauses
+from kvsift.batching.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.batching.prefix_tree import Node, PrefixTree
 from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row
 from kvsift.batching.row_model import RowModel
@@ -27,7 +35,6 @@ from kvsift.batching.schedule import Decision, Schedule
 from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
-from kvsift.locks import take
 from kvsift.models.inference import inference
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan
@@ -35,8 +42,11 @@ from kvsift.stores.kv_pool import KVPool, LayerPool
 from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
-PATIENCE_S = 0.005  # between two looks at what another thread's step has brought
+MOST_OPEN = 4096  # requests that wait or run
+JOIN_S = 60.0  # for the step that runs when the process ends
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
+Message = Callable[[], object]
+T = TypeVar("T")
 
 
 class Loop:
@@ -49,6 +59,11 @@ class Loop:
         keep_tokens: of prompts that no row needs any more, those that are kept for later ones.
         turn: held during a step.
         clock: seconds.
+
+    Attributes:
+        after_step: called in the thread of the loop after every step, and within one, where rows decode in the middle
+            of a chunk.
+        on_fault: called with an exception that no row explains; by default all rows end with it.
     """
 
     def __init__(
@@ -59,17 +74,26 @@ class Loop:
         self._model, self.grid, self.max_rows, self.clock = model, grid, max_rows, clock
         self._keep_pages = keep_tokens // model.page_size
         self._turn = nullcontext() if turn is None else turn
-        self._schedule = Schedule(max_rows, grid)
-        self._rows: dict[int, Row] = {}  # that have not ended
+        self.after_step: Callable[[], None] = _nothing
+        self.on_fault: Callable[[BaseException], None] = self._fail
+        self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._process = os.getpid()
+        self._is_closed = self._is_stepping = False
+        self.step_started: float | None = None  # by ``perf_counter``
+        self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
-        self._lock = Lock()
-        self._leaving: deque[tuple[Row, bool]] = deque()  # rows to end, and whether they let go of their prompts
-        self._entering: deque[Row] = deque()  # one for each thread that submits, in no order
+        self._pinned: weakref.WeakSet[PinnedPrefix] = weakref.WeakSet()
         self._begin()
 
     def _begin(self) -> None:
-        kv = KVPool(steady=self._model.steady)
-        self.kv, self.tree = kv, PrefixTree(kv.pages, self.grid)  # together, whatever interrupts
+        self._schedule = Schedule(self.max_rows, self.grid)
+        self._rows: dict[int, Row] = {}  # that have not ended
+        self._new_pool()
+
+    def _new_pool(self) -> None:
+        self.kv = KVPool(steady=self._model.steady)
+        self.tree = PrefixTree(self.kv.pages, self.grid)
 
     @property
     def rows(self) -> list[Row]:
@@ -84,87 +108,231 @@ class Loop:
         owned = {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept - loose, 0)}
         return Books({state: states[state] for state in OPEN_STATES}, owned)
 
-    def submit(self, row: Row) -> None:
-        """Put a row into the line.
+    def start(self) -> None:
+        """Start the thread of the loop, unless it runs.
 
         Raises:
-            InputError: if the line is full.
+            InputError: in a process that was forked from the one that runs it, and after ``stop``.
         """
-        try:
-            self._entering.append(row)
-            with self._lock:
-                self._enter(row)
-        finally:
-            self._entering.pop()
-        self._leave()
+        if self._is_closed:
+            raise InputError("this LLM is closed. Make another one.")
+        if self._thread is not None and self._process != os.getpid():
+            raise InputError(
+                f"this LLM computes in a thread of process {self._process}, which a forked process does not have. Make "
+                "the LLM in the process that uses it, or start that one with multiprocessing's method 'spawn'."
+            )
+        if self._thread is None:
+            self._process = os.getpid()
+            thread = Thread(target=_serve, args=(weakref.ref(self), self._inbox), name="kvsift engine", daemon=True)
+            weakref.finalize(self, self._inbox.put, None).atexit = False
+            _RUNNING.add(self)
+            self._thread = thread
+            thread.start()
 
-    def _enter(self, row: Row) -> None:
-        row.key, apart = next(self._keys), self._model.reason_apart(row)
-        row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
-        row.root = b"" if row.no_reuse else self._model.root(row)
-        try:
-            self._hold(row, self._found(row))
-            self._rows[row.key] = row  # before the schedule names it to whoever takes a step
-            if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
-                raise InputError("too many requests are waiting. Try again when some of them have ended.")
-        except Exception:
-            self._rows.pop(row.key, None)
-            self._hold(row, [])
-            raise
+    def stop(self) -> None:
+        """End all rows, and the thread once the present step has ended. Nothing can be submitted afterwards."""
+        self._is_closed = True
+        if self._thread is not None and self._process == os.getpid():
+            self._inbox.put(None)
+            if not self._is_own_thread:
+                self._thread.join(JOIN_S)
+        else:
+            self._end_all("cancelled")
+
+    @property
+    def _is_own_thread(self) -> bool:
+        return self._thread is not None and self._thread.ident == get_ident()
+
+    def submit(self, row: Row) -> None:
+        """Queue a row for admission.
+
+        Raises:
+            InputError: if too many requests wait.
+        """
+        if len(self._rows) + self._inbox.qsize() >= MOST_OPEN:
+            raise InputError(FULL)
+        row.key = next(self._keys)
+        if self._num_threads and (number := torch.get_num_threads()) != self._num_threads:
+            self._num_threads = number
+            self.post(partial(torch.set_num_threads, number))
+        self._num_threads = torch.get_num_threads()
+        self.post(partial(self._enter, row))
 
     def cancel(self, row: Row) -> None:
         """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
-        self._leaving.append((row, False))
-        self._leave()
+        self.post(partial(self._close, row, False))
 
     def close(self, row: Row) -> None:
         """As ``cancel``, and let go of its prompt, which stays no longer than others. Safe in a finalizer."""
-        self._leaving.append((row, True))
-        self._leave()
+        self.post(partial(self._close, row, True))
 
-    def _leave(self) -> None:
-        """Carry out what was asked for, unless a step is being taken: it does so when it ends."""
-        while self._leaving:
-            taken: list[bool] = []
-            try:
-                if not take(self._lock, taken):
-                    return
-                with self._mending():
-                    while self._leaving:
-                        row, lets_go = self._leaving[0]
-                        self._end(row, "cancelled")
-                        self._hold(row, [] if lets_go else row.nodes)
-                        self._trim()
-                        self._leaving.popleft()  # last: the next one does again what an interrupt leaves undone
-            finally:
-                if taken:
-                    self._lock.release()
+    def post(self, message: Message) -> None:
+        """Have a message carried out before the next step; at once, if no thread takes steps. Safe in a finalizer."""
+        if self._thread is None and not self._is_stepping:
+            message()
+        else:
+            self._inbox.put(message)  # a single step of C: an interrupt comes before or after it
 
-    def step(self, unless: Callable[[], bool], news: Callable[[], None] | None = None) -> None:
-        """Take a step, unless a condition holds by the time that the step can begin. ``news`` is called when rows have
-        new tokens while the step, which reads a chunk, goes on."""
-        if self._entering:  # a lock is not fair: who takes it again at once gets it
-            sleep(PATIENCE_S)
-        taken: list[bool] = []
-        with self._turn:
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, in the thread of the loop if it has one; returns what it returns."""
+        if self._thread is None or self._is_own_thread or self._is_closed:
+            with self._turn, inference():
+                return function()
+        outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
+        self.start()  # or it is refused
+        self.post(partial(_report, function, outcome))
+        result, error = outcome.get()
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+
+    def iterate(self, steps: Generator[T]) -> Generator[T]:
+        """Run each step of a generator between two steps of the loop."""
+        self.start()
+        try:
+            while (step := self.call(partial(next, steps, END))) is not END:
+                yield step  # type: ignore[misc]
+        finally:
+            self.post(steps.close)
+
+    def step(self) -> None:
+        """Carry out what clients have asked for, and take a step. Beside the thread of the loop: wait for one."""
+        if self._thread is not None and not self._is_own_thread:
+            self.call(_nothing)
+            return
+        with self._turn, inference():
+            self._is_stepping, self.step_started = True, perf_counter()
             try:
-                while not take(self._lock, taken, PATIENCE_S):
-                    if unless():
-                        return
-                if not unless():
-                    with self._mending():
-                        self._step(news)
+                self._carry_out()
+                if self._rows:
+                    self._step()
             finally:
-                if taken:
-                    self._lock.release()
-                self._leave()
+                self._is_stepping, self.step_started = False, None
+        self.after_step()
+        if self._thread is None:
+            self._carry_out()
+
+    def _carry_out(self) -> None:
+        """Carry out the messages that wait."""
+        with suppress(Empty):
+            while True:
+                message = self._inbox.get_nowait()
+                if message is None:
+                    self._is_closed = True
+                else:
+                    message()
+
+    def work(self, message: Message | None) -> bool:
+        """Carry out a message, and take steps while there are rows; returns whether to wait for the next message. For
+        the thread of the loop."""
+        try:
+            if message is not None and not self._is_closed:
+                with self._turn:
+                    message()
+            while self._rows and not self._is_closed:
+                self.step()
+        except BaseException as error:
+            self.on_fault(error)
+        if self._is_closed or message is None:
+            self._is_closed = True
+            with self._turn:
+                self._end_all("cancelled")
+                self._carry_out()
+        return not self._is_closed
+
+    def _fail(self, error: BaseException) -> None:
+        """End all rows after a fault that none of them explains, and begin with an empty pool."""
+        failure = RuntimeError(f"the engine failed ({type(error).__name__}: {error})")
+        failure.__cause__ = error
+        rows = self.rows
+        for prefix in list(self._pinned):
+            prefix.is_spoiled = True
+        self._model.fail()
+        self._begin()
+        for row in rows:
+            row.cache, row.nodes, row.finish_reason, row.error = None, [], "error", failure
+            row.state = "ended"
+            row.on_end()
+
+    def _end_all(self, reason: FinishReason) -> None:
+        for row in self.rows:
+            self._end(row, reason)
+
+    def _enter(self, row: Row) -> None:
+        if self._is_closed:
+            row.key = 0
+            self._finish(row, "cancelled", None)
+            return
+        if row.prefix is not None and not row.prefix.take(row, partial(self._enter, row)):
+            self._rows[row.key] = row  # it waits for the prefix
+            return
+        self._rows[row.key] = row
+        try:
+            apart = self._model.reason_apart(row)
+            row.in_pool = apart is None
+            row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or reason_against(row.plan) or ""
+            row.root = b"" if row.no_reuse else self._model.root(row)
+            self._hold(row, self._found(row))
+            if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+                raise InputError(FULL)
+        except Exception as error:
+            self._end(row, "error", error)
+
+    def _close(self, row: Row, lets_go: bool) -> None:
+        self._end(row, "cancelled")
+        self._hold(row, [] if lets_go else row.nodes)
+        self._trim()
 
     def release(self) -> None:
         """Give the memory of the pool back, if no row needs it and no prompt is kept."""
-        with self._lock, self._mending():
-            self._model.forget()
+        self.call(self._release)
+
+    def _release(self) -> None:
+        self._model.forget()
+        self._trim()
+
+    def rewound(self, prefix: PinnedPrefix, plan: Plan) -> SparseCache:
+        """The cache of a pinned prefix under a plan, for a client that has the prefix to itself."""
+        assert not isinstance(prefix.user, Row), "a row continues in this cache"
+        assert prefix.cache is not None, "the prefix was prefilled"
+        self._model.rewind(prefix.cache)
+        self._replan(prefix, prefix.cache, plan)
+        return prefix.cache
+
+    def restore(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+        """Pin the prompt of a row, whose cache is filled by ``fill`` instead of a prefill."""
+        self.call(partial(self._restore_pinned, row, rotation, fill))
+
+    def _restore_pinned(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+        assert row.pins is not None
+        table = PageTable(1, self.kv) if self._model.reason_apart(row) is None else None
+        try:
+            if table is not None:
+                self._reserve(table, self._model.pages_of(row))
+            row.cache = self._model.open(row, table)
+            row.cache.pin(rotation)
+            row.source = fill
+            self._model.restore(row)
+            row.cache.prepare()
+            self.pin(row.pins, row.cache)
+        except BaseException:
+            if table is not None:
+                table.close(0)
             self._trim()
-        self._leave()
+            raise
+
+    @contextmanager
+    def leased(self, prefix: PinnedPrefix, plan: Plan) -> Iterator[SparseCache]:
+        """The cache of a pinned prefix under a plan, which no row continues in meanwhile."""
+        granted: SimpleQueue[None] = SimpleQueue()
+        lease = object()
+        self.start()
+        try:
+            self.post(partial(prefix.lease, lease, partial(granted.put, None)))
+            granted.get()
+            yield self.call(partial(self.rewound, prefix, plan))
+        finally:
+            self.post(partial(prefix.give_back, lease))
 
     def prepare(self, plan: Plan, kinds: Iterable[str], num_pages: int | None = None) -> int:
         """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
@@ -173,56 +341,39 @@ class Loop:
         ``num_pages`` are by default what the rows that are open at once need at most, with the prompts that are kept.
         There may be room for fewer.
         """
+        return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
+
+    def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
         longest = self._model.longest
-        with self._turn, self._lock, inference():
-            self.tree.kinds |= frozenset(kinds)
-            for pool in self.kv.layers.values():
-                pool.maintain(self.tree, self.tree.kinds)
-            room = self._room()
-            if num_pages is None:
-                num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
-            table = PageTable(1, self.kv)
-            try:
-                with suppress(*OUT_OF_MEMORY):  # the books tell what there is
-                    self._reserve(table, min(num_pages, room), grows=False)
-                for pool in self.kv.layers.values():  # steps are timed
-                    pool.write_noise(table.all_runs)
-            finally:
-                table.close(0)
-            num_steps = self._model.prepare(self.kv, plan, self.max_rows)
-        self._leave()
-        return num_steps
+        self.tree.kinds |= kinds
+        for pool in self.kv.layers.values():
+            pool.maintain(self.tree, self.tree.kinds)
+        room = self._room()
+        if num_pages is None:
+            num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
+        table = PageTable(1, self.kv)
+        try:
+            with suppress(*OUT_OF_MEMORY):  # the books tell what there is
+                self._reserve(table, min(num_pages, room), grows=False)
+            for pool in self.kv.layers.values():  # steps are timed
+                pool.write_noise(table.all_runs)
+        finally:
+            table.close(0)
+        return self._model.prepare(self.kv, plan, self.max_rows)
 
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""
-        with self._lock:
-            wrong = audit(self.kv.pages, self._owned())
-        self._leave()
+        wrong = self.call(lambda: audit(self.kv.pages, self._owned()))
         assert not wrong, wrong[:5]
 
     def _owned(self) -> list[Run]:
         """Pages, once for each owner."""
-        tables = [row.cache.run.table for row in self._rows.values() if row.cache is not None]
+        caches = [row.cache for row in self._rows.values()] + [prefix.cache for prefix in self._pinned]
+        tables = {id(cache): cache.run.table for cache in caches if cache is not None}.values()
         owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
         return [*owned, *self.tree.runs, *self._model.runs(self.kv)]
 
-    @contextmanager
-    def _mending(self) -> Iterator[None]:
-        """Let an interrupt leave no page without an owner, and no row without a place in the schedule."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            self.kv.pages.recount(self._owned())
-            for row in [self._rows[key] for key in self._schedule.mend(self._rows)]:
-                tokens, pages = self._cost_of(row)
-                if not self._schedule.add(row.key, row.client, tokens, pages if row.cache is None else 0):
-                    self._end(row, "error", RuntimeError("the step of this row was interrupted, and the line is full"))
-            raise
-
-    @inference()
-    def _step(self, news: Callable[[], None] | None) -> None:
+    def _step(self) -> None:
         now = self.clock()
         for row in self.rows:
             if row.deadline is not None and now >= row.deadline:
@@ -235,8 +386,8 @@ class Loop:
             if row.cache is None:
                 self._admit(row)
             if not row.is_ended:
-                self._read(row, Pauses(self.clock, partial(self._pause, news)))
-        elif decision == Decision() and self._rows:
+                self._read(row, Pauses(self.clock, self._pause))
+        elif decision == Decision() and self._schedule.waiting:
             self._refuse_largest()
 
     def _refuse_largest(self) -> None:
@@ -258,6 +409,8 @@ class Loop:
     def _cost_of(self, row: Row) -> tuple[int, int]:
         """Tokens of a prompt that are to be read, and pages to be reserved, beside the chunks that the row holds."""
         shared = sum(node.num_pages for node in row.nodes)
+        if row.prefix is not None and row.prefix.cache is not None:
+            return len(row.ids) - row.prefix.length, self._model.pages_of(row) - row.prefix.num_shared(row)
         return len(row.ids) - self.grid * len(row.nodes), self._model.pages_of(row) - shared
 
     def _room(self) -> int:
@@ -291,13 +444,15 @@ class Loop:
     def _hold(self, row: Row, nodes: Sequence[Node]) -> None:
         """Keep these chunks for a row, instead of those that it has held."""
         before, after = row.nodes, set(nodes)
-        row.nodes = list(dict.fromkeys([*before, *nodes]))  # an interrupt leaves none held that are not among these
         self.tree.hold(nodes, row, self.clock())
         self.tree.let_go([node for node in before if node not in after], row)
         row.nodes = list(nodes)
 
     def _admit(self, row: Row) -> None:
         row.state = "reading"
+        if row.prefix is not None and row.prefix.cache is not None:
+            self._continue(row, row.prefix)
+            return
         self._hold(row, self._found(row))
         nodes, length = row.nodes, self.grid * len(row.nodes)
         table = PageTable(1, self.kv) if row.in_pool else None
@@ -318,13 +473,45 @@ class Loop:
                 length = self._restore(row)
             row.num_cached = row.num_reused = length
             row.output.read(length)
-        except BaseException as error:
+        except Exception as error:  # of this row alone
             if table is not None:
                 table.close(0)
             row.cache = None
-            if not isinstance(error, Exception):  # the thread that takes the step is interrupted: the next one admits
+            self._end(row, "error", error)
+
+    def _continue(self, row: Row, prefix: PinnedPrefix) -> None:
+        """Let a row begin with a pinned prefix: in its cache, or in a copy that shares its full pages."""
+        assert prefix.cache is not None
+        try:
+            if prefix.is_spoiled:
+                raise PrefixSpoiled
+            cache = prefix.cache
+            if prefix.user is row:
+                self._model.rewind(cache)  # a client may have gone on in it
+            else:
+                cache = self._model.fork(cache, prefix.length, row)
+            try:
+                if cache.run.table is not None and cache.run.table.kv is self.kv:
+                    self._reserve(cache.run.table, self._model.pages_of(row))
+                row.build_s = self._replan(prefix, cache, row.plan)
+                self._model.begin(row, cache)
+            except BaseException:
+                if cache is not prefix.cache and cache.run.table is not None:
+                    cache.run.table.close(0)
                 raise
-            self._end(row, "error", error)  # of this row alone
+            row.cache, row.num_cached, row.num_reused = cache, prefix.length, prefix.length
+            cache.stats.observer = row.observer
+            row.output.read(prefix.length)
+        except Exception as error:  # of this row alone
+            self._end(row, "error", error)
+
+    def _replan(self, prefix: PinnedPrefix, cache: SparseCache, plan: Plan) -> float:
+        """Let the cache of a pinned prefix go on under a plan; seconds in which that built what decode needs."""
+        started, is_new = self.clock(), cache.run.plan != plan
+        cache.replan(plan)
+        if is_new:
+            cache.prepare()  # now, and not in the first decode step
+        return self.clock() - started if is_new else 0.0
 
     def _restore(self, row: Row) -> int:
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
@@ -346,7 +533,6 @@ class Loop:
         except OUT_OF_MEMORY:
             if not self.tree.drop(num_pages, self.clock()):
                 raise
-            table.adopt(0, runs)
             self._reserve(table, num_pages, grows=False)
 
     def _reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
@@ -366,7 +552,7 @@ class Loop:
             except OUT_OF_MEMORY:
                 self._fit(pools, 0)
         except BaseException:  # or the rows that run would be the next to fail
-            table.close(0)
+            table.release_spare(0)
             self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
             raise
 
@@ -376,52 +562,89 @@ class Loop:
                 pool.fit(exactly=True, spare=spare)
 
     def _read(self, row: Row, pauses: Pauses) -> None:
-        """Read the next chunk of a prompt, and with the last one choose the first token."""
-        started, cache, last = self.clock(), row.cache, len(row.ids) - 1
+        """Prefill the next chunk of a prompt, and with the last one choose the first token."""
+        started, cache, before = self.clock(), row.cache, row.num_cached
         assert cache is not None
-        before = row.num_cached
-        alone = not self._schedule.decoding and not self._schedule.waiting and row.plan.prefill is None
-        chunks = max(self._model.most_read // self.grid, 1) if alone else 1
-        stop = min(before - before % self.grid + chunks * self.grid, last)
+        stop, end = self._next_stop(row), len(row.ids)
         counters, logits = cache.stats.snapshot(), None
         try:
             if stop > before:
-                if stop == last:
+                if stop >= end - 1 and row.prefix is None:
                     cache.prepare_after_next()
-                self._model.read(cache, row.ids[before:stop], pauses)
+                logits = self._model.read(row, row.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
-                for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
-                    if row.num_cached % self.grid == 0 and not row.no_reuse:
-                        self._seal(row)
-            if before <= last == stop:
+                self._count(row, before, stop)
+            if stop == end - 1:  # the last token alone, whatever was reused before it
                 cache.prepare()
-                logits = self._model.read(cache, row.ids[last:])
-                cache.prepare()
-            self._tell(row, logits)
+                logits = self._model.read(row, row.ids[stop:])
+                row.num_cached = end
+            self._has_read(row, cache, logits)
         except OUT_OF_MEMORY as error:
             if not self._undo(row, counters) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
                 self._end(row, "error", error)  # else it is read again, in the next step
         except Exception as error:
             self._end(row, "error", error)
-        except BaseException as error:  # the thread that takes the step is interrupted, and the row may be another's
-            if row.num_cached <= last and not self._undo(row, counters):
-                self._end(row, "error", _told(error))
-            raise
         finally:
             read_s = self.clock() - started - pauses.seconds
-            self._schedule.has_read(row.key, row.num_cached - before, read_s, done=row.num_cached > last)
+            self._schedule.has_read(row.key, row.num_cached - before, read_s, done=row.num_cached >= end)
             if pauses.seconds:
                 self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
-        if row.num_cached > last:
+        if row.num_cached >= end:
             self._look_again()
 
-    def _pause(self, news: Callable[[], None] | None) -> bool:
+    def _next_stop(self, row: Row) -> int:
+        """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
+        before, end = row.num_cached, len(row.ids)
+        alone = not self._schedule.decoding and not self._schedule.waiting and row.plan.prefill is None
+        chunks = max(self._model.most_read // self.grid, 1) if alone else 1
+        if row.prefix is None:
+            return min(before - before % self.grid + chunks * self.grid, end - (row.pins is None))
+        stop = min(before - (before - row.prefix.length) % self.grid + chunks * self.grid, end)
+        return stop - (stop == end - 1)  # the last token is not left over
+
+    def _count(self, row: Row, before: int, stop: int) -> None:
+        """Note that a prompt is cached from one position to another, and share its chunks."""
+        for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
+            if row.num_cached % self.grid == 0 and not row.no_reuse:
+                self._seal(row)
+
+    def _has_read(self, row: Row, cache: SparseCache, logits: Tensor | None) -> None:
+        """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
+        if row.num_cached < len(row.ids):
+            self._tell(row, None)
+            return
+        if row.pins is not None:
+            self._pin(row, row.pins, cache)
+            return
+        cache.prepare()
+        row.num_cached -= 1  # ``_tell`` counts the token that was fed
+        self._tell(row, logits)
+
+    def _pin(self, row: Row, prefix: PinnedPrefix, cache: SparseCache) -> None:
+        """End a row that has read a prefix, which keeps its cache."""
+        started = self.clock()
+        cache.prepare()
+        prefix.build_s = self.clock() - started
+        row.output.read(row.num_cached)
+        row.report = CacheReport.of(cache)
+        self.pin(prefix, cache)
+        row.cache = None
+        self._end(row, "stop")
+
+    def pin(self, prefix: PinnedPrefix, cache: SparseCache) -> None:
+        """Keep a cache, whose tokens are those of a prefix, for rows that begin with it."""
+        cache.restart_stats()
+        cache.mark()
+        prefix.cache, prefix.forks = cache, self._model.forks(cache)
+        self._pinned.add(prefix)
+        weakref.finalize(prefix, self.post, self._trim).atexit = False
+
+    def _pause(self) -> bool:
         """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
         if not self._schedule.decoding:
             return False
         self._decode()
-        if news is not None:
-            news()
+        self.after_step()
         return True
 
     def _look_again(self) -> None:
@@ -479,16 +702,14 @@ class Loop:
             else:
                 for row, logits in zip(group, self._model.decode_rows(group)):
                     self._tell(row, logits)
-        except BaseException as error:
-            if len(group) == 1 and isinstance(error, Exception):
+        except Exception as error:
+            if len(group) == 1:
                 self._end(group[0], "error", error)
                 return
             for row, num_cached, counters in zip(group, before, counted):
                 is_told = row.is_ended or (row.exact is None and row.num_cached > num_cached)
                 if not is_told and not self._undo(row, counters):
-                    self._end(row, "error", _told(error))
-            if not isinstance(error, Exception):
-                raise
+                    self._end(row, "error", error)
             for row in group:  # the one that fails again ends
                 if not row.is_ended:
                     self._decode_together([row])
@@ -509,10 +730,8 @@ class Loop:
                 row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
                 if reason:
                     self._end(row, reason)
-        except BaseException as error:
-            self._end(row, "error", _told(error))
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
+            self._end(row, "error", error)
 
     def _undo(self, row: Row, counters: Snapshot | None) -> bool:
         """Forget what a failed pass has stored and counted; False if the row cannot."""
@@ -526,44 +745,84 @@ class Loop:
         return True
 
     def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
-        if row.key in self._rows:  # else it has ended, or was never in the line
-            try:
-                self._finish(row, reason, error)
-            except BaseException:
-                self._finish(row, reason, error)  # an interrupt comes once, and what was done is not done again
-                raise
+        if self._rows.pop(row.key, None) is not None:  # else it has ended, or was never queued
+            self._finish(row, reason, error)
 
     def _finish(self, row: Row, reason: FinishReason, error: BaseException | None) -> None:
-        self._rows.pop(row.key, None)
         with suppress(KeyError):
             self._schedule.remove(row.key)
-        cache = row.cache
-        if cache is not None:
+        if row.cache is not None:
             try:
                 self._model.leave(row)
-                row.report = CacheReport.of(cache)
+                row.report = CacheReport.of(row.cache)
             except Exception as failure:  # of a method that describes itself
                 reason, error = "error", error or failure
-            if cache.run.table is not None:
-                cache.run.table.close(0)
-            row.cache = None
+            self._give_back(row, row.cache)
+        if row.prefix is not None:
+            row.prefix.give_back(row)
         self._trim()
         row.finish_reason, row.error = reason, error
         row.state = "ended"  # last, since whoever waits for it goes on now
+        row.on_end()
+
+    def _give_back(self, row: Row, cache: SparseCache) -> None:
+        """Return the pages of a row, but those of a pinned prefix."""
+        row.cache = None
+        if row.prefix is None or row.prefix.user is not row or row.prefix.cache is not cache:
+            if cache.run.table is not None:
+                cache.run.table.close(0)
+            return
+        try:
+            row.prefix.is_spoiled = not self._model.rewind(cache)
+        except Exception:
+            row.prefix.is_spoiled = True
 
     def _trim(self) -> None:
         """Drop prompts beyond those that are kept; an idle loop without any gives its memory back."""
         excess = self.tree.droppable() - self._keep_pages
         if excess > 0:
             self.tree.drop(excess, self.clock())
-        if not self._rows and not len(self.tree) and not self._model.holds_pool:
-            self._begin()
+        if not self._rows and not len(self.tree) and not self._model.holds_pool and not self._holds_prefix:
+            self._new_pool()
+
+    @property
+    def _holds_prefix(self) -> bool:
+        tables = [prefix.cache.run.table for prefix in self._pinned if prefix.cache is not None]
+        return any(table is not None and table.kv is self.kv for table in tables)
 
 
-def _told(error: BaseException) -> Exception:
-    """The error of a row; an interrupt is that of whichever thread took the step."""
-    if isinstance(error, Exception):
-        return error
-    told = RuntimeError(f"the step of this row was interrupted ({type(error).__name__}), and it cannot be repeated")
-    told.__cause__ = error
-    return told
+_RUNNING: weakref.WeakSet[Loop] = weakref.WeakSet()
+END = object()
+FULL = "too many requests are waiting. Try again when some of them have ended."
+DOCUMENT = "it continues a document"
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _report(function: Callable[[], T], outcome: SimpleQueue[tuple[T | None, BaseException | None]]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        outcome.put((None, error))
+    else:
+        outcome.put((result, None))
+
+
+def _serve(loop: weakref.ref[Loop], inbox: SimpleQueue[Message | None]) -> None:
+    """Serve a loop in its thread. While it has nothing to do, the thread keeps no reference to it."""
+    with torch.inference_mode():
+        while True:
+            message = inbox.get()
+            present = loop()
+            if present is None or not present.work(message):
+                return
+            del present, message
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End the threads before the interpreter does, which would end them in the middle of a step."""
+    for loop in list(_RUNNING):
+        loop.stop()

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from kvsift.batching.exact.decoder import ExactDecoder
+from kvsift.batching.pinned_prefix import PinnedPrefix
 from kvsift.batching.prefix_tree import Node
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.observer import Observer
@@ -43,7 +44,7 @@ class CacheReport:
 
 
 class RowOutput(Protocol):
-    """What a client makes of the logits. Whoever takes a step of the loop calls it; what it raises ends the row."""
+    """What a client makes of the logits. The thread of the loop calls it; what it raises ends the row."""
 
     def read(self, num_tokens: int) -> None:
         """So many tokens of the prompt are cached."""
@@ -71,6 +72,10 @@ class Row:
         exact: the plan drafts, and dense attention verifies; None: it answers.
         observer: of its passes.
         source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
+        prefix: with which its prompt begins, and in whose cache or a copy of it the row continues.
+        pins: the prefix that its prompt is; the row ends when that is cached, and chooses no token.
+        decode_from: position from which the tokens of the prompt are attended as if they had been generated.
+        on_end: called in the thread of the loop when the row has ended.
         state, finish_reason, error: how far it is, and how it ended.
         place, stats: its row in a cache that has several, and its counters if they are not those of the cache.
         num_cached: tokens that are cached; those of a step that failed are not.
@@ -81,6 +86,7 @@ class Row:
         steps: what the model keeps of a row that takes captured steps.
         composed: why it takes none; empty if it does, None before it decodes.
         setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
+        build_s: seconds in which the cache of its prefix built what decode needs under its plan.
     """
 
     ids: Sequence[int]
@@ -93,6 +99,10 @@ class Row:
     exact: ExactDecoder | None = None
     observer: Observer | None = None
     source: Callable[[SparseCache], None] | None = None
+    prefix: PinnedPrefix | None = None
+    pins: PinnedPrefix | None = None
+    decode_from: int | None = None
+    on_end: Callable[[], object] = lambda: None
     key: int = 0
     state: State = "waiting"
     finish_reason: FinishReason = ""
@@ -111,6 +121,7 @@ class Row:
     steps: Any = None
     composed: str | None = None
     setup_s: float = 0.0
+    build_s: float = 0.0
     dense_below: int = 0
 
     @property

@@ -47,8 +47,23 @@ class RowModel(ExactModel, Protocol):
     def most_read(self) -> int:
         """Tokens of a prompt to read densely in one pass when no other row waits for it."""
 
-    def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
-        """Store and attend tokens of a prompt; logits [vocabulary] of the last one.
+    def forks(self, cache: SparseCache) -> bool:
+        """Whether ``fork`` can copy a cache."""
+
+    def fork(self, cache: SparseCache, length: int, row: Row) -> SparseCache:
+        """A cache for a row that begins with the first ``length`` tokens of another one, whose full pages it shares."""
+
+    def begin(self, row: Row, cache: SparseCache) -> None:
+        """Set up a cache for the answer of a row."""
+
+    def rewind(self, cache: SparseCache) -> bool:
+        """Remove what follows the tokens of a pinned prefix, if that is possible; returns whether it was."""
+
+    def fail(self) -> None:
+        """Forget all captured steps and pools, after a fault."""
+
+    def read(self, row: Row, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+        """Store and attend tokens of a row's prompt; logits [vocabulary] of the last one.
 
         ``pause`` may be called at any time, and may decode other rows; it returns whether it has.
         """

@@ -32,7 +32,6 @@ the request whose turn it is are not available, comes on top.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import NamedTuple
 
 from kvsift.batching.waiting import WaitingQueue, WaitingRequest
@@ -182,15 +181,6 @@ class Schedule:
             del self._reading[key]
         else:
             del self._decoding[key]
-
-    def mend(self, keys: Collection[int]) -> list[int]:
-        """Begin again with requests of these keys alone, each in one state, after an interrupt in the middle of a
-        change; returns those that are known no more."""
-        self._decoding = {key: None for key in self._decoding if key in keys}
-        reading = {key: request for key, request in self._reading.items() if key in keys}
-        self._reading = {key: request for key, request in reading.items() if key not in self._decoding}
-        self._queue.mend([key for key in keys if key not in self._reading and key not in self._decoding])
-        return [key for key in keys if not self._is_known(key)]
 
     def _is_known(self, key: int) -> bool:
         return key in self._queue.requests or key in self._reading or key in self._decoding

@@ -21,7 +21,6 @@ its turn: only short requests pass it, as above.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Container
 from dataclasses import dataclass, field
 from heapq import heappush, heappushpop
 from operator import attrgetter
@@ -110,14 +109,6 @@ class WaitingQueue:
         request.tokens, request.pages = tokens, pages
         self._insert(account, request)
         self._settle(request.client)
-
-    def mend(self, keys: Container[int]) -> None:
-        """Begin again with the requests of these keys that are known, after an interrupt in the middle of a change."""
-        self._requests = {key: request for key, request in self._requests.items() if key in keys}
-        for account in self._accounts.values():
-            account.requests, account.short = [], []
-        for request in self._requests.values():
-            self._insert(self._accounts.setdefault(request.client, Account(self._round)), request)
 
     def take(self, room: int, short_only: bool = False) -> WaitingRequest | None:
         """Remove and return the request that is admitted next; None if there is none.

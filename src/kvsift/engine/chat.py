@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
 from typing import TYPE_CHECKING, Unpack
 
 from kvsift.engine.growing_text import GrowingText
@@ -13,7 +12,6 @@ from kvsift.engine.result import Answer
 from kvsift.engine.token_text import TokenDecoder
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
-from kvsift.locks import take
 from kvsift.methods import checks
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ class Chat(Uncopied):
         self._start, self._form, self._context, self._stop = start, form, context, stop or form.stop
         self._answered: Generation | None = None  # of the last turn, which holds what it has read
         self._tried: Generation | None = None  # of an interrupted one after it, likewise
-        self._lock, self._growing = Lock(), GrowingText()
+        self._answering, self._growing = dict[str, object](), GrowingText()  # the turn, while there is one
         self.turns: list[Turn] = []
 
     def __repr__(self) -> str:
@@ -72,10 +70,9 @@ class Chat(Uncopied):
             raise InputError("the question is empty.")
         checks.function("on_text", on_text)
         _require_turns(self.turns)
-        taken: list[bool] = []
-        earlier, generation = self._tried, None
+        earlier, generation, turn = self._tried, None, object()
         try:
-            if not take(self._lock, taken):
+            if self._answering.setdefault("turn", turn) is not turn:
                 raise InputError("this chat is answering a turn; ask the next one after it.")
             ids = self._form.encode(self._context, question, self.turns, self._growing)
             chosen: Options = {"stop": self._stop, **options}
@@ -94,8 +91,8 @@ class Chat(Uncopied):
             return answer
         finally:
             del earlier, generation  # they let go now, whoever keeps a traceback
-            if taken:
-                self._lock.release()
+            if self._answering.get("turn") is turn:
+                self._answering.clear()
 
 
 def _require_turns(turns: object) -> None:

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock, get_ident
+from threading import Lock
 from time import perf_counter
-from typing import Any, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
-from kvsift.batching.row import CacheReport
-from kvsift.engine.decode_paths import decode_beside, row_beside
+from kvsift.batching.pinned_prefix import PinnedPrefix, PrefixSpoiled
+from kvsift.batching.row import Row
 from kvsift.engine.exactness import check_exact, exact_decoder
-from kvsift.engine.fast_path import in_turns
-from kvsift.engine.generation import answer_of, check_captured, log_of
+from kvsift.engine.generation import answer_of_row, check_captured, log_of
 from kvsift.engine.model_runner import ModelRunner, require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
 from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.prompt import DocumentPrompts, DocumentText, require_text
 from kvsift.engine.result import Answer
+from kvsift.engine.rows import TextOutput, follow
 from kvsift.engine.saved_document import check_saving, check_target, save
-from kvsift.engine.session import Session, row_lengths
 from kvsift.engine.text_offsets import TextOffsets
-from kvsift.engine.transcript import Transcript
+from kvsift.engine.transcript import Request
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError, unknown
-from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.models.inference import inference
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
+
+if TYPE_CHECKING:
+    from kvsift.engine.llm import LLM
 
 LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
 
@@ -58,10 +59,11 @@ class CacheContents(Protocol):
 class Document(Uncopied):
     """A prefilled context. Every question starts from the same cache and leaves it unchanged.
 
-    Threads may share it; their questions are answered one after the other.
+    Threads may share it, and their questions are answered side by side; under plans that drop tokens, and with keys in
+    host memory, one after the other.
 
     Args:
-        runner: of the model, for instance an ``LLM``.
+        runner: the ``LLM``.
         ids: the tokens that all questions share.
         encode: returns the whole prompt of a question, which begins with ``ids``.
         plan: of questions without a plan of their own.
@@ -80,7 +82,7 @@ class Document(Uncopied):
 
     def __init__(
         self,
-        runner: ModelRunner,
+        runner: LLM,
         ids: list[int],
         encode: Callable[[str], list[int]],
         plan: Plan,
@@ -91,15 +93,14 @@ class Document(Uncopied):
         checks.function("progress", progress)
         self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
         self._stop, self.text = stop, text
-        self._cache: SparseCache | None = None
-        self._session: Session | None = None  # captured steps over the cache
-        self._lock, self._thread = Lock(), 0  # the thread whose question is being answered
+        self._prefix: PinnedPrefix | None = None
+        self._lock = Lock()  # while the document is prefilled
         self.read_s = self.open_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
         self.read_stats: dict[str, Any] = {}
 
     def __repr__(self) -> str:
         read = "not prefilled yet"
-        if self._cache is not None:
+        if self._prefix is not None:
             read = f"opened in {self.open_s:.1f} s" if self.open_s else f"prefilled in {self.read_s:.1f} s"
         return f"<Document of {self.num_tokens:,} tokens for {self._runner.directory.name}, {self._plan}, {read}>"
 
@@ -140,52 +141,54 @@ class Document(Uncopied):
         return self._runner.plan_of(plan, self._plan, exact)
 
     def prefill(self, plan: Plan, more: int | None = None) -> SparseCache:
-        """The cache of the document under a plan, with room for ``more`` tokens after it. None: no token will follow,
-        so any rotation is right.
+        """The cache of the document under a plan, with room for ``more`` tokens after it, for a caller that has the
+        document to itself until the next question. None: no token will follow, so any rotation is right.
 
         The document is prefilled again only if the plan prefills differently, if the last answer has evicted a part of
         it (evict=true), or if RoPE rotates a sequence of this length differently.
         """
-        runner = self._runner
         plan = self._executed(plan)
-        length = self.num_tokens + (more or 0)
-        if (
-            self._cache is not None
-            and self._cache.can_rewind
-            and can_share_prefill(self._cache.run.plan, plan)
-            and (more is None or self._cache.rotation == runner.rotation(length))
-        ):
-            self._cache.rewind()
-            started, is_new = perf_counter(), self._cache.run.plan != plan
-            self._cache.replan(plan)
-            if is_new:
-                self._cache.prepare()  # now, and not in the first decode step
-            self._build_s = perf_counter() - started
-            return self._cache
-        cache, started = self._new_cache(plan, more), perf_counter()
-        runner.prefill(cache, self._ids, self._progress)
-        prefilled = perf_counter()
-        cache.prepare()
-        self.read_s, self._build_s, self.open_s = prefilled - started, perf_counter() - prefilled, 0.0
-        self.read_stats = cache.stats.report()
-        cache.stats.clear()
-        cache.mark()
-        self._cache = cache  # only now: an interrupted prefill leaves no cache
-        return cache
+        prefix = self._prefilled(plan, more)
+        return self._runner.loop.call(partial(self._runner.loop.rewound, prefix, plan))
+
+    def _prefilled(self, plan: Plan, more: int | None) -> PinnedPrefix:
+        """The document's tokens, cached as a plan prefills them."""
+        with self._lock:
+            prefix = self._prefix
+            if prefix is None or not self._runner.loop.call(partial(self._fits, prefix, plan, more)):
+                prefix = self._read(plan, more)
+            return prefix
+
+    def _fits(self, prefix: PinnedPrefix, plan: Plan, more: int | None) -> bool:
+        """Whether a question under a plan can begin with a prefix, with room for ``more`` tokens."""
+        cache, runner = prefix.cache, self._runner
+        if cache is None or prefix.is_spoiled or not can_share_prefill(cache.run.plan, plan):
+            return False
+        return more is None or cache.rotation == runner.rotation(self.num_tokens + more)
+
+    def _read(self, plan: Plan, more: int | None) -> PinnedPrefix:
+        """Prefill the document; its old cache is dropped."""
+        runner, prefix = self._runner, PinnedPrefix(self.num_tokens)
+        self._prefix = None  # the memory of the old cache is free before the new one grows
+        runner.load()
+        runner.release()
+        output = TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device)
+        row = Row(self._ids, plan, max(more or 0, 1), output, pins=prefix)
+        started, total = perf_counter(), self.num_tokens
+        for _ in follow(runner.loop, [row], [output], holds=False):
+            if self._progress is not None:
+                self._progress(min(output.num_read, total), total)
+        if row.error is not None:
+            raise row.error
+        assert row.report is not None
+        self.read_s, self.open_s = perf_counter() - started - prefix.build_s, 0.0
+        self.read_stats = row.report.stats.report()
+        self._prefix = prefix  # only now: an interrupted prefill leaves no cache
+        return prefix
 
     def _executed(self, plan: Plan) -> Plan:
         """The plan as it runs on this machine."""
         return plan if self._runner.composed_reason(plan) is None else self._runner.composed_plan(plan)
-
-    def _new_cache(self, plan: Plan, more: int | None) -> SparseCache:
-        """An empty cache for the document and ``more`` tokens; the old one is dropped."""
-        runner = self._runner
-        self._cache = self._session = None  # the memory of the old cache is free before the new one grows
-        runner.release()
-        total = self.num_tokens + max(more or 0, 256)
-        captured = runner.composed_reason(plan) is None
-        rows = row_lengths([total], plan.page_size or DEFAULT_PAGE_SIZE) if captured else ()
-        return runner.new_cache(plan, total, rows, self.num_tokens + (more or 0))
 
     def save(self, path: str | Path) -> None:
         """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
@@ -199,30 +202,27 @@ class Document(Uncopied):
         if self.text is None:
             raise InputError("this document was made of tokens, without its text. Documents of llm.read can be saved.")
         check_saving(runner, self._plan, self.num_tokens, path)
-        if self._cache is None:
+        if self._prefix is None:
             runner.check_prompts([self._ids], 1, self._plan)
-        with runner.fast_path.turn, self._exclusive(), inference():
-            if self._cache is not None and not self._cache.can_rewind:
-                raise InputError(
-                    f"the last answer, under {self._cache.run.plan}, has dropped tokens of the document for good "
-                    "(evict=true). Save it before the first question, or after one under a plan without evict=true."
-                )
-            save(path, runner, self.prefill(self._plan), self.text, self._ids, self.read_s, self.read_stats)
+        elif self._prefix.is_spoiled:
+            raise InputError(
+                "the last answer has dropped tokens of the document for good (evict=true). Save it before the first "
+                "question, or after one under a plan without evict=true."
+            )
+        prefix = self._prefilled(self._executed(self._plan), None)
+        with runner.loop.leased(prefix, self._executed(self._plan)) as cache, runner.fast_path.turn, inference():
+            save(path, runner, cache, self.text, self._ids, self.read_s, self.read_stats)
 
     def restore(self, saved: CacheContents) -> None:
         """Fill the cache instead of a prefill."""
         runner = self._runner
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
-        with runner.fast_path.turn, inference():
-            plan, started = self._executed(self._plan), perf_counter()
-            cache = self._new_cache(plan, None)
-            cache.pin(saved.rotation)
-            saved.fill(cache, runner)
-            cache.prepare()
-            cache.mark()
+        started, plan, prefix = perf_counter(), self._executed(self._plan), PinnedPrefix(self.num_tokens)
+        row = Row(self._ids, plan, 1, TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device), pins=prefix)
+        runner.loop.restore(row, saved.rotation, partial(saved.fill, runner=runner))
         self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
-        self._cache = cache
+        self._prefix = prefix
 
     def ask(
         self,
@@ -300,59 +300,38 @@ class Document(Uncopied):
         check_exact(runner, plan, chosen.exact)
         if chosen.passages and offsets is None:
             raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
-        with runner.fast_path.turn, self._exclusive():
-            more = len(ids) - self.num_tokens + chosen.max_new_tokens - 1
-            with inference():
-                cache, started = self.prefill(plan, more), perf_counter() - self._build_s
-            request = runner.request(ids, chosen, on_text is not None, offsets, started, ignores_ends)
-            return self._answer(cache, Transcript(request, runner.tokenizer), started, question_phase, on_text)
-
-    @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """One question at a time, since all questions use the same cache.
-
-        Raises:
-            InputError: if this thread is answering another one.
-        """
-        if self._thread == get_ident():
-            raise InputError("this document is answering a question; ask the next one after it, not from on_text.")
-        with self._lock:
-            self._thread = get_ident()
-            try:
-                yield
-            finally:
-                self._thread = 0
+        while True:
+            with suppress(PrefixSpoiled):  # by the answer before, for which this question has waited
+                return self._answer(ids, plan, chosen, offsets, on_text, question_phase, ignores_ends)
 
     def _answer(
-        self, cache: SparseCache, transcript: Transcript, started: float, phase: Phase,
-        on_text: Callable[[str], None] | None,
+        self, ids: list[int], plan: Plan, options: GenerateOptions, offsets: TextOffsets | None,
+        on_text: Callable[[str], None] | None, question_phase: Phase, ignores_ends: bool,
     ) -> Answer:  # fmt: skip
-        runner, num_cached = self._runner, cache.get_seq_length()
-        plan, request = cache.run.plan, transcript.request
-        reason, exact = runner.composed_reason(plan), exact_decoder(runner, request, plan)
+        runner, before = self._runner, self._prefix
+        reason = runner.composed_reason(plan)
+        prefix = self._prefilled(self._executed(plan), len(ids) - self.num_tokens + options.max_new_tokens - 1)
+        build_s, started = 0.0 if prefix is before else prefix.build_s, perf_counter()
+        request = runner.request(ids, options, on_text is not None, offsets, started - build_s, ignores_ends)
         if reason is None:
             check_captured([request])
-        in_blocks = reason is None and runner.fast_path.takes_blocks(plan, exact is not None, runner.model)
-        row, is_captured = row_beside(runner, cache, transcript, exact), in_blocks or (reason is None and exact is None)
-        session = partial(self._steps, cache, request.length + 1) if is_captured else None
-        pieces = in_turns(nullcontext(), decode_beside(runner, [row], phase, session, in_blocks))
-        cache.stats.observer = log_of(request)
-        try:
-            for _, piece in pieces:
-                if on_text is not None:
-                    on_text(piece)
-            if row.error is not None:
-                raise row.error
-            return answer_of(
-                runner, CacheReport.of(cache), transcript, started, num_cached=num_cached,
-                captured=row if is_captured else None, path=reason or "", build_s=self._build_s, exact=exact,
-            )  # fmt: skip
-        finally:
-            pieces.close()  # now, and not in the middle of the next answer
-            cache.stats.observer = None
-
-    @contextmanager
-    def _steps(self, cache: SparseCache, length: int) -> Iterator[Session]:
-        """Captured steps over the cache, which will grow to a length; they are kept for the next question."""
-        self._session = self._runner.fast_path.extend(self._runner.model, cache, length, self._session)
-        yield self._session
+        output = TextOutput(request, runner.tokenizer, runner.device)
+        row = Row(
+            ids,
+            self._executed(plan),
+            request.max_new_tokens,
+            output,
+            exact=exact_decoder(runner, request, plan),
+            observer=log_of(request),
+            prefix=prefix,
+            decode_from=self.num_tokens if question_phase == "decode" else None,
+        )
+        for _, piece in follow(runner.loop, [row], [output], holds=False):
+            if piece and on_text is not None:
+                on_text(piece)
+        if row.error is not None:
+            raise row.error
+        row.build_s += build_s
+        return runner.loop.call(
+            partial(answer_of_row, runner, row, output.transcript, started - build_s, reason or "")
+        )

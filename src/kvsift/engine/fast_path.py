@@ -7,10 +7,10 @@ Ownership: a ``Session`` owns the graphs over one cache, and belongs to the owne
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -33,7 +33,6 @@ from kvsift.plan.plan import Plan, Rule
 
 log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
-T = TypeVar("T")
 DEVICE = Placement()
 GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole process
 SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
@@ -47,21 +46,6 @@ def _reason_of_place(place: Placement, plan: Plan) -> str | None:
     if place.knob("host_values") != "model":
         return f"the kernels read values as the model computes them, not host_values={place.knob('host_values')}"
     return None
-
-
-def in_turns(turn: AbstractContextManager[object], steps: Generator[T]) -> Generator[T]:
-    """Run each step of a generator, and its closing, in a turn of its own."""
-    try:
-        while True:
-            with turn, inference():
-                try:
-                    step = next(steps)
-                except StopIteration:
-                    return
-            yield step
-    finally:
-        with turn:
-            steps.close()
 
 
 class FastPath:
@@ -178,13 +162,6 @@ class FastPath:
             yield session
         finally:
             self._kept = session
-
-    def extend(self, model: Any, cache: SparseCache, length: int, kept: Session | None) -> Session:
-        """Captured steps over a document's cache, which will grow to a length; ``kept`` if it still fits."""
-        if kept is not None and not (kept.has_room([length + SPARE_TOKENS]) and kept.fits):
-            kept.forget()  # old pools are free before new ones grow
-        cache.reserve_rows([length + SPARE_TOKENS])
-        return self._session(model, cache, kept)
 
     def _session(self, model: Any, cache: SparseCache, kept: Session | None) -> Session:
         if kept is not None and kept.cache is cache and kept.fits:

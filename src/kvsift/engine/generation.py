@@ -14,9 +14,9 @@ from kvsift import native
 from kvsift.batching.exact.decoder import ExactDecoder
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import CacheReport, Row
-from kvsift.engine.decode_paths import decode_beside, row_beside
+from kvsift.engine.decode_paths import decode_in_slots, row_in_slot
 from kvsift.engine.exactness import exact_decoder
-from kvsift.engine.fast_path import SPARE_TOKENS, in_turns
+from kvsift.engine.fast_path import SPARE_TOKENS
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
@@ -54,7 +54,8 @@ class Generation:
     ) -> None:  # fmt: skip
         self._holds = holds
         self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
-        self._total, self._done, self._progress = sum(len(request.ids) - 1 for request in requests), 0, progress
+        self._total, self._progress = sum(len(request.ids) - 1 for request in requests), progress
+        self._done, self._reported = dict[int, int](), 0  # tokens of each captured prompt
         self._answers: dict[int, Answer] = {}
         self._errors: dict[int, BaseException] = {}  # of requests that failed
         self._rows: list[Row] = []  # of the loop
@@ -102,13 +103,18 @@ class Generation:
             check_captured(self._requests)
         if reason is None and together:
             self._loop.release()
-            return in_turns(runner.fast_path.turn, self._in_slots())
+            return self._in_slots()
         runner.fast_path.release()
         return self._in_rows(reason or "")
 
     def _in_slots(self) -> Generator[tuple[int, str], None, None]:
         for indices in self._groups():
-            yield from self._captured(indices)
+            rows = list[Row]()
+            for index, piece in self._loop.iterate(self._captured(indices, rows)):
+                if piece:
+                    yield indices[index], piece
+                else:
+                    self._report(indices, rows)
         self._raise_error()
 
     def _groups(self) -> Iterable[list[int]]:
@@ -144,27 +150,20 @@ class Generation:
             elif self._progress is not None:
                 done = (min(output.num_read, len(row.ids) - 1) for output, row in zip(outputs, rows))
                 self._progress(sum(done), self._total)
-        with runner.fast_path.turn:  # counters may be on the device
-            for index, (row, output) in enumerate(zip(rows, outputs)):
-                answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
-                self._settle(index, row, answer)
+        for index, (row, output) in enumerate(zip(rows, outputs)):
+            answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
+            self._loop.call(partial(self._settle, index, row, answer))  # counters may be on the device
         self._raise_error()
 
-    def _captured(self, indices: Sequence[int]) -> Iterator[tuple[int, str]]:
+    def _captured(self, indices: Sequence[int], rows: list[Row]) -> Generator[tuple[int, str], None, None]:
         runner, requests = self._runner, [self._requests[index] for index in indices]
         cache, kept = self._pooled_cache(requests)
         transcripts = [Transcript(request, runner.tokenizer) for request in requests]
-        rows = [
-            row_beside(runner, cache, transcript, place=place, stats=RunStats(runner.probe_every))
+        rows += [
+            row_in_slot(runner, cache, transcript, place, RunStats(runner.probe_every))
             for place, transcript in enumerate(transcripts)
         ]
-        session = partial(runner.fast_path.session, runner.model, cache, kept)
-        pieces = decode_beside(runner, rows, session=session, progress=self._report)
-        try:
-            for number, piece in pieces:
-                yield indices[number], piece
-        finally:
-            pieces.close()
+        yield from decode_in_slots(runner, rows, partial(runner.fast_path.session, runner.model, cache, kept))
         for index, row, transcript in zip(indices, rows, transcripts):
             self._settle(index, row, partial(self._answer_beside, cache, row, transcript))
 
@@ -181,11 +180,14 @@ class Generation:
         kept = runner.fast_path.take(self._plan, runner.rotation(length), rows)
         return (runner.new_cache(self._plan, 0, rows, length), None) if kept is None else (kept.cache, kept)
 
-    def _report(self, done: int, total: int) -> None:
-        """Report the progress over all prompts after ``done`` of the ``total`` tokens of one."""
-        if self._progress is not None:
-            self._progress(min(self._done + done, self._total), self._total)
-        self._done += total if done == total else 0
+    def _report(self, indices: Sequence[int], rows: Sequence[Row]) -> None:
+        """Report the progress over all prompts, of which those of a group are being prefilled."""
+        for index, row in zip(indices, rows):
+            self._done[index] = min(row.num_cached, len(row.ids) - 1)
+        done = sum(self._done.values())
+        if self._progress is not None and done > self._reported:
+            self._reported = done
+            self._progress(done, self._total)
 
 
 class TextStream(Uncopied):
@@ -248,7 +250,7 @@ def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started
     reason = path if reason is None else reason
     return answer_of(
         runner, report, transcript, started, num_cached=row.num_reused, captured=None if reason else row, path=reason,
-        no_reuse=row.no_reuse, exact=row.exact,
+        no_reuse="" if row.prefix is not None else row.no_reuse, exact=row.exact, build_s=row.build_s,
     )  # fmt: skip
 
 

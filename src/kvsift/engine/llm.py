@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter
-from typing import Unpack, overload
+from typing import Self, Unpack, overload
 
 from kvsift.engine.chat import Chat
 from kvsift.engine.document import Document
@@ -44,7 +44,8 @@ MOST_CHUNK = 65_536  # at most 2^31 numbers in an 8B model's MLP: kernels of lib
 class LLM(ModelRunner):
     """A model with its tokenizer and a default plan. Weights are loaded on first use.
 
-    Threads may share it: each answer has a state of its own. On a GPU they take turns, piece by piece in a stream.
+    It computes in a thread of its own, which begins with the first request and ends with ``close``, a ``with`` block,
+    the ``LLM`` itself or the process. Threads may share it: their answers are decoded together.
 
     Args:
         model: a Hugging Face directory, or the name of a model on huggingface.co, which is downloaded at once into its
@@ -121,6 +122,17 @@ class LLM(ModelRunner):
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"<LLM {self.directory.name} on {self.device} ({dtype}), {self.plan}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all answers and the thread that computes them, and free the memory of the cache. Nothing can be asked
+        afterwards."""
+        self.loop.stop()
 
     def release(self) -> None:
         """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""

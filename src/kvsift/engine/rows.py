@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from queue import SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from kvsift.engine.transcript import Request, Transcript
 from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
+from kvsift.methods.base import Phase
 from kvsift.models.decoder_prefill import MAX_SEQUENCES, DecoderPrefill
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan, Rule
@@ -37,6 +39,7 @@ from kvsift.types import LayerShape
 
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
 FREE_SHARE = 0.8  # of the free memory that rows may take: a pool that grows is copied layer by layer
+ROOM_BEHIND_DOCUMENTS = 256  # tokens, so that most questions move no pool
 GroupKind = type[BlockGroup] | type[RowGroup]
 
 
@@ -61,11 +64,35 @@ class RunnerRows:
         return self._runner.reason_apart(row.plan)
 
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
-        cache = self._runner.new_cache(row.plan, len(row.ids) + row.max_new_tokens, length=row.length)
+        cache = self._runner.new_cache(row.plan, len(row.ids) + _room_behind(row), length=row.length)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
+        self.begin(row, cache)
+        return cache
+
+    def begin(self, row: Row, cache: SparseCache) -> None:
         if row.exact is not None:
             cache.run.exact, cache.stats.probe_every = "dense", 0
-        return cache
+
+    def forks(self, cache: SparseCache) -> bool:
+        return self._runner.reason_apart(cache.run.plan) is None and cache.can_undo
+
+    def fork(self, cache: SparseCache, length: int, row: Row) -> SparseCache:
+        forked = self._runner.new_cache(cache.run.plan, len(row.ids) + row.max_new_tokens, length=row.length)
+        forked.run.kv, forked.run.table = cache.table.kv, PageTable(1, cache.table.kv)
+        forked.begin_as(cache, length)
+        return forked
+
+    def rewind(self, cache: SparseCache) -> bool:
+        cache.run.exact = ""
+        cache.stats.probe_every = self._runner.probe_every
+        cache.restart_stats()
+        if not cache.can_rewind:
+            return False
+        cache.rewind()
+        return True
+
+    def fail(self) -> None:
+        self._groups.clear()
 
     def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
         if rows[0].steps is not None:
@@ -80,15 +107,17 @@ class RunnerRows:
     def restore(self, row: Row) -> None:
         assert row.source is not None
         assert row.cache is not None
-        self._runner.load()
         row.source(row.cache)
         self._remember(row.cache)
 
     def root(self, row: Row) -> bytes:
         return repr((row.salt, prefill_key(row.plan), self._runner.rotation(row.length))).encode()
 
-    def read(self, cache: SparseCache, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
-        logits: Tensor = self._runner.prefill(cache, ids, pause=pause)
+    def read(self, row: Row, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+        cache = row.cache
+        assert cache is not None
+        phase: Phase = "prefill" if row.decode_from is None or row.num_cached < row.decode_from else "decode"
+        logits: Tensor = self._runner.prefill(cache, ids, phase=phase, pause=pause)
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)  # what others are owed is measured
         self._remember(cache)
@@ -218,7 +247,8 @@ class RunnerRows:
             return "drafts are verified"
         if transcript is None or transcript.request.logprobs is not None:
             return "probabilities are kept"
-        return self._runner.composed_reason(row.plan) or (None if row.in_pool else row.no_reuse)
+        apart = "" if row.prefix is not None else row.no_reuse  # steps over a pool of one row serve that row alone
+        return self._runner.composed_reason(row.plan) or (None if row.in_pool else apart or None)
 
     def _open_session(
         self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
@@ -236,8 +266,12 @@ class RunnerRows:
         row.steps.recall()
 
     def leave(self, row: Row) -> None:
-        if row.steps is not None:
-            row.steps.leave(row)
+        if row.steps is None:
+            return
+        launched = row.steps.leave(row)
+        if row.prefix is not None and row.cache is not None:  # which goes on without what was written ahead
+            written, stale = (row.num_cached, None) if launched is None else (launched.written, launched.stale_from)
+            row.cache.advance(row.place, written, row.num_cached, stale)
 
     def release(self, kv: KVPool) -> None:
         for group in self._groups:
@@ -267,7 +301,8 @@ class RunnerRows:
 
     def pages_of(self, row: Row) -> int:
         layers = [layer.layer for layer in self._runner.directory.full_layers]
-        return -(-stored_tokens(row.plan, layers, row.length + 1, self._runner.chunk_size) // self.page_size)
+        length = len(row.ids) + _room_behind(row)
+        return -(-stored_tokens(row.plan, layers, length, self._runner.chunk_size) // self.page_size)
 
     def room(self, kv: KVPool) -> int | None:
         runner = self._runner
@@ -293,29 +328,40 @@ def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:
     return Loop(rows, grid, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
 
 
+def _room_behind(row: Row) -> int:
+    """Tokens for which there is to be room behind the prompt of a row."""
+    return row.max_new_tokens if row.pins is None else max(row.max_new_tokens, ROOM_BEHIND_DOCUMENTS)
+
+
+class News(NamedTuple):
+    """What a row tells the client that waits for it: a piece of text, empty if more of the prompt was read; None: the
+    row has ended."""
+
+    index: int
+    piece: str | None
+
+
 class TextOutput:
     """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
 
     Attributes:
         transcript: of the answer.
-        pieces: of its text that were not fetched yet.
         num_read: tokens of the prompt that are cached.
+        tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
     """
 
     def __init__(
         self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
     ) -> None:
         self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
-        self.pieces: deque[str] = deque()
         self.num_read = 0
+        self.tell: Callable[[str], None] | None = None
         self._choose = request.chooser(device)
 
-    def take_pieces(self) -> Iterator[str]:
-        """Fetch the pieces that were not fetched yet."""
-        while self.pieces:
-            yield self.pieces.popleft()
-
     def read(self, num_tokens: int) -> None:
+        if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
+            self.num_read = num_tokens
+            self.tell("")
         self.num_read = num_tokens
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
@@ -324,60 +370,58 @@ class TextOutput:
     def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
         token = self._choose(logits)
         piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
-        if piece:
-            self.pieces.append(piece)
+        if piece and self.tell is not None:
+            self.tell(piece)
         return token, self.transcript.finish_reason if self.transcript.done else ""
 
 
 def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
-    """Take steps until rows have ended; yields (index of the row, piece of its text), and "" when more was read.
+    """Submit rows, and wait until they have ended; yields (index of the row, piece of its text), and "" when more was
+    read.
 
     Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed. A row that fails
     ends with its ``error``, and the others go on.
     """
-    told = [0] * len(rows)
-
-    def has_news() -> bool:
-        reads = any(output.num_read != done for output, done in zip(outputs, told))
-        return reads or any(output.pieces for output in outputs) or all(row.is_ended for row in rows)
-
-    coming = deque(rows)
-
-    def submit() -> None:
-        while coming:
-            try:
-                loop.submit(coming[0])
-            except InputError:  # the line is full, maybe of these
-                if all(row.is_ended for row in rows[: len(rows) - len(coming)]):
-                    raise
-                return
-            except Exception as error:  # of this row alone
-                coming[0].state, coming[0].error = "ended", error
-            coming.popleft()
-
+    loop.start()
+    news: SimpleQueue[News] = SimpleQueue()
+    for index, (row, output) in enumerate(zip(rows, outputs)):
+        output.tell = partial(_put, news, index)
+        row.on_end = partial(_put, news, index, None)
+    coming, num_running = deque(rows), 0
     try:
-        while True:
-            submit()
-            all_ended = all(row.is_ended for row in rows)  # before what they have said is fetched
-            for index, (row, output) in enumerate(zip(rows, outputs)):
-                if output.num_read != told[index]:
-                    told[index] = output.num_read
-                    yield index, ""
-                ended = row.is_ended  # before its text is fetched: another thread may end it meanwhile
-                for piece in output.take_pieces():
-                    yield index, piece
-                if ended and not holds:
-                    loop.close(row)
-                if ended and row.error is None:
-                    try:
-                        piece = output.transcript.end(row.finish_reason)
-                    except Exception as error:  # of this row alone
-                        row.error, piece = error, ""
-                    if piece:
-                        yield index, piece
-            if all_ended:
-                return
-            loop.step(unless=has_news)
+        while coming or num_running:
+            try:
+                while coming:
+                    loop.submit(coming[0])
+                    coming.popleft()
+                    num_running += 1
+            except InputError:  # too many wait, maybe of these
+                if not num_running:
+                    raise
+            index, piece = news.get()
+            if piece is None:
+                num_running -= 1
+                piece = _end(rows[index], outputs[index])
+                if not holds:
+                    loop.close(rows[index])
+                if not piece:
+                    continue
+            yield index, piece
     finally:
         for row in rows:
             (loop.cancel if holds else loop.close)(row)
+
+
+def _put(news: SimpleQueue[News], index: int, piece: str | None) -> None:
+    news.put(News(index, piece))
+
+
+def _end(row: Row, output: TextOutput) -> str:
+    """The last text of a row that has ended."""
+    if row.error is not None:
+        return ""
+    try:
+        return output.transcript.end(row.finish_reason)
+    except Exception as error:  # of this row alone
+        row.error = error
+        return ""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 from kvsift.batching.loop import OUT_OF_MEMORY, Loop
 from kvsift.batching.row import Row
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.rows import TextOutput
+from kvsift.engine.rows import TextOutput, follow
 from kvsift.engine.transcript import Request
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
-from kvsift.models.inference import inference
 from kvsift.plan.plan import Plan
 
 MOST_READ = 32768  # tokens, to see a rule of prefill leave something out
@@ -44,7 +44,7 @@ def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: 
     plan = next((plan for plan in captured if rule_of(plan) is not None), captured[0])
     _answer(runner, loop, plan)
     for each in {str(plan.prefill): plan for plan in pooled if plan.prefill is not None}.values():
-        _read(runner, loop.grid, each)
+        loop.call(partial(_read, runner, loop.grid, each))
     num_pages = None if num_tokens is None else -(-num_tokens // DEFAULT_PAGE_SIZE)
     num_steps = loop.prepare(plan, {kind for each in pooled for kind in each.summaries}, num_pages)
     return WarmUp(loop.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
@@ -54,11 +54,10 @@ def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
     """Read a chunk and decode a token: kernels are compiled, and the layers are known."""
     length = min(loop.grid, (runner.directory.max_positions or loop.grid + 1) - 1)  # too short to be shared
     request = Request([0] * length, 2)
-    row = Row(request.ids, plan, 2, TextOutput(request, runner.tokenizer, runner.device))
-    loop.submit(row)
-    while not row.is_ended:
-        loop.step(unless=lambda: row.is_ended)
-    loop.close(row)
+    output = TextOutput(request, runner.tokenizer, runner.device)
+    row = Row(request.ids, plan, 2, output)
+    for _ in follow(loop, [row], [output], holds=False):
+        pass
     if row.error is not None:
         raise row.error
 
@@ -72,7 +71,7 @@ def _read(runner: ModelRunner, grid: int, plan: Plan) -> None:
     start = next((start for start in range(grid, longest - end, grid) if not rule.is_dense(-1, start, start + 1)), None)
     if start is None:
         return
-    with suppress(*OUT_OF_MEMORY), runner.fast_path.turn, inference():
+    with suppress(*OUT_OF_MEMORY):
         cache = runner.new_cache(plan, start + end)
         for first in range(0, start + end, grid):
             runner.prefill(cache, [0] * min(grid, start + end - first))

@@ -57,7 +57,7 @@ class LayerCache:
         self.messages = LayerMessages() if messages is None else messages
         self.guards = Guards() if guards is None else guards
         self._forks = self.guards.forks
-        place, page_size = Placement.of(placement), self.plan.page_size or DEFAULT_PAGE_SIZE
+        place, page_size = Placement.of(placement), self.plan.page_size or _page_size_of(table) or DEFAULT_PAGE_SIZE
         evicts = self.plan.evicts_in(shape.layer)
         if evicts and self.plan.evicts_prompt:
             reserve = 0  # not even the prompt is ever stored as a whole
@@ -108,6 +108,13 @@ class LayerCache:
         self.store.adopt(0, length, stale)
         self._observe_stored(chunk_size, [phase for phase in PHASES if phase not in sealed])
         self._states.adopt(0, sealed)
+
+    def begin_as(self, other: LayerCache, length: int) -> None:
+        """Begin the only row as a copy of the first ``length`` tokens of another one, whose pages the table has
+        adopted."""
+        assert isinstance(self.store, PagedStore), "rows that share pages keep them in a pool"
+        self.store.begin_copy(0, length)
+        self._states.begin_as(other._states, length)
 
     def summaries(self, row: int) -> dict[str, Tensor]:
         """Summaries of all pages of a row that are maintained: kind -> [num_kv_heads, num_pages, width]."""
@@ -207,6 +214,11 @@ class LayerCache:
         """Remember the present lengths: rows may be rolled back to them."""
         self._states.checkpoint()
         self.store.checkpoint()
+
+
+def _page_size_of(table: PageTable | None) -> int | None:
+    """Tokens of a page of the pool of a table; None if it has none yet."""
+    return None if table is None else next((pool.page_size for pool in table.kv.layers.values()), None)
 
 
 def _plan_in_layer(plan: Plan, shape: LayerShape) -> Plan:

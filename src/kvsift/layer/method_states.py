@@ -110,6 +110,13 @@ class MethodStates:
         for phase, state in sealed.items():
             self._states[phase][row] = state.fork()
 
+    def begin_as(self, other: MethodStates, length: int) -> None:
+        """Begin with copies of the states of another batch under the same plan, after ``length`` tokens."""
+        self._states = other._states
+        self.fork(range(len(next(iter(self._states.values()), ()))))
+        for row in range(len(next(iter(self._states.values()), ()))):
+            self.crop(row, length)
+
     def describe(self) -> list[dict[str, Any]]:
         """The decode method's report on every row."""
         rule = self.plan.decode

@@ -196,6 +196,22 @@ class SparseCache(DynamicCache):
         for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
             layer.adopt(shape, like, length, stale, chunk_size, own)
 
+    def begin_as(self, other: SparseCache, length: int) -> None:
+        """Begin an empty cache of one row as a copy of the first ``length`` tokens of another one, under the same plan.
+        Its table shares their full pages; a page that is not full is copied."""
+        self.table.adopt(0, other.table.runs_between(0, 0, -(-length // other.page_size)))
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.open_like(source)
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.begin_as(source, length)
+
+    def restart_stats(self) -> None:
+        """Count from zero; whoever has the counters so far keeps them as they are."""
+        self.run.stats = RunStats(self.stats.probe_every)
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.stats = self.run.stats
+
     @property
     def can_undo(self) -> bool:
         """Whether ``undo`` can be called: sliding and linear layers drop tokens."""

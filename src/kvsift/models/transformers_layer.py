@@ -124,6 +124,20 @@ class SparseLayer(AttendingLayer):
         self.attention.adopt(length, stale, chunk_size, sealed)
         self.columns = length
 
+    def open_like(self, other: SparseLayer) -> None:
+        """Be ready to store the tokens of one row, in a layer like another one that has some."""
+        assert other.attention is not None
+        like = other.attention.like
+        self.lazy_initialization(like, like)
+        self.attention = self._new_attention(other.attention.shape, like.new_empty(1, 0))
+
+    def begin_as(self, other: SparseLayer, length: int) -> None:
+        """As ``SparseCache.begin_as``, once every layer is open."""
+        assert self.attention is not None
+        assert other.attention is not None
+        self.attention.begin_as(other.attention, length)
+        self.columns = length
+
     def undo(self, length: int) -> None:
         """As ``SparseCache.undo``."""
         rotation, self._pending, self.foreseen = self.rotation, None, None

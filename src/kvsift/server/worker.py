@@ -1,4 +1,4 @@
-"""The engine process: an LLM whose loop takes rows from messages. One thread takes steps, one reads messages.
+"""The engine process: an LLM whose loop takes rows from messages, which one thread reads.
 
     python -m kvsift.server.worker FD
 
@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from socket import socket
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from time import perf_counter, sleep
 from typing import Any
 
@@ -91,11 +91,10 @@ class Worker:
         self._limit = PromptLimit.of(llm)
         self._waiting: list[OpenRow] = []  # accepted rows that have not begun
         self._rows: list[OpenRow] = []
-        self._lock, self._work = Lock(), Event()
-        self._step_started: float | None = None
+        self._lock = Lock()
         self._has_worked = False  # since the heap was trimmed
         self._documents = HeldDocuments[OpenRow](
-            llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_row, self._work.set
+            llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_row
         )
 
     def run(self) -> None:
@@ -103,8 +102,9 @@ class Worker:
         llm = self._llm
         ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_rows}
         self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
-        for target in (self._take_steps, self._show_life):
-            Thread(target=target, daemon=True).start()
+        llm.loop.after_step, llm.loop.on_fault = self._report, _end_process
+        llm.loop.start()
+        Thread(target=self._show_life, daemon=True).start()
         while (message := frames.receive(self._connection)) is not None:
             self._take(message)
 
@@ -128,7 +128,7 @@ class Worker:
 
     def _show_life(self) -> None:
         while True:
-            started = self._step_started
+            started = self._llm.loop.step_started
             step_s = 0.0 if started is None else perf_counter() - started
             if self._has_worked and not self._rows:
                 self._has_worked = False
@@ -178,9 +178,8 @@ class Worker:
             self._send_frame(frames.pack_step([self._leave(opened, error)]))
         with self._lock:
             is_gone = opened not in self._rows
-        if is_gone:  # cancelled while it came into the line
+        if is_gone:  # cancelled while it was submitted
             self._llm.loop.close(opened.row)
-        self._work.set()
 
     def _refuse_row(self, opened: OpenRow, reason: str) -> None:
         """End a row that has not begun."""
@@ -286,24 +285,9 @@ class Worker:
         for opened in gone:
             self._llm.loop.close(opened.row)
 
-    def _take_steps(self) -> None:
-        """Take steps while there are rows; what no row explains ends the process, and the server starts another."""
-        loop = self._llm.loop
-        try:
-            while True:
-                self._work.wait()
-                self._work.clear()
-                while self._rows or self._documents.is_reading:
-                    self._step_started, self._has_worked = perf_counter(), True
-                    loop.step(unless=lambda: not loop.rows, news=self._report)
-                    self._step_started = None
-                    self._report()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
     def _report(self) -> None:
         """Send what a step has brought, in one message. A row whose news cannot be told ends; the others go on."""
+        self._has_worked = True
         with self._lock:
             rows = list(self._rows)
         if told := [*filter(None, map(self._told, rows))]:
@@ -351,9 +335,14 @@ class Worker:
         row = opened.row
         if row.error is not None:
             return _ending_of(row.error)
-        with self._llm.fast_path.turn:  # counters may be on the device
-            answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
+        answer = answer_of_row(self._llm, row, opened.reply.transcript, opened.started, self._reason)
         return {"finish": row.finish_reason, "usage": usage_of(answer, row.num_reused)}
+
+
+def _end_process(error: BaseException) -> None:
+    """End the process after a fault that no row explains; the server starts another."""
+    traceback.print_exception(error)
+    os._exit(1)
 
 
 def _ending_of(error: BaseException) -> dict[str, Any]:

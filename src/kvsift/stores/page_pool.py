@@ -133,18 +133,6 @@ class PagePool:
         """Drop references at the next call of another method: safe in a finalizer, which may interrupt one of them."""
         self._abandoned.append(runs)
 
-    def recount(self, owned: Iterable[Run]) -> None:
-        """Begin again from what all owners have, after an interrupt in the middle of a change."""
-        with self.lock:
-            self._abandoned.clear()  # of owners that are gone
-            self.num_pages = max(self.num_pages, len(self._references))
-            self._references = [0] * self.num_pages
-            self.share(owned)
-            self._stop_of, self._start_of, self._by_size, self._num_free = {}, {}, [], 0
-            for page, count in enumerate(self._references):
-                if count == 0:
-                    self._free(page, page + 1)
-
     def is_shared(self, page: int) -> bool:
         """Whether a page has more than one reference."""
         return self.references(page) > 1

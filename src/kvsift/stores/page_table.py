@@ -97,7 +97,7 @@ class PageTable:
         """Return all pages of a row, reserved ones too; the row stays, empty."""
         pages = self.rows[row]
         runs = pages.runs + pages.spare
-        pages.runs, pages.spare, pages.num_pages = [], [], 0  # first: what an interrupt leaves is not released again
+        pages.runs, pages.spare, pages.num_pages = [], [], 0
         pages.drop_derived()
         self.pool.release(runs)
 
@@ -208,6 +208,11 @@ class PageTable:
         if missing > 0:
             pages.spare = _joined([*pages.spare, *self.pool.allocate(missing, after=pages.last)])
 
+    def release_spare(self, row: int) -> None:
+        """Return the pages that a row has reserved and does not own."""
+        spare, self.rows[row].spare = self.rows[row].spare, []
+        self.pool.release(spare)
+
     def reserve_scratch(self) -> int:
         """The scratch page."""
         if self.scratch is None:
@@ -276,7 +281,7 @@ class PageTable:
 
 
 def _extend(pages: RowPages, runs: Iterable[Run]) -> None:
-    """Add pages to a row; an interrupt adds none."""
+    """Add pages to a row."""
     pages.drop_derived()
     extended, num_pages = list(pages.runs), pages.num_pages
     for run in runs:

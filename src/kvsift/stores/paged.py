@@ -102,6 +102,14 @@ class PagedStore(Store):
                 self._summarise(row, 0, self.kinds)
 
     @torch.inference_mode()
+    def begin_copy(self, row: int, length: int) -> None:
+        """Begin a row with ``length`` tokens of pages that the table has adopted; the last one, if it is not full, is
+        copied."""
+        self.lengths[row] = length
+        self._own_partial_page(row)
+        self._summarise(row, length // self.page_size, self.kinds)
+
+    @torch.inference_mode()
     def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
         self._grow(row, keys.shape[1])
         with self.pool.lock:

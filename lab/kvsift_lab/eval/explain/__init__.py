@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsift.engine.decode_paths import decode_beside, row_beside
+from kvsift.batching.row import Row
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.prompt import STOP
+from kvsift.engine.rows import TextOutput, follow
 from kvsift.engine.token_text import TokenDecoder
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
@@ -204,11 +205,12 @@ def _answer(
     llm.load()
     plan = HiddenStatePlan(plan.prefill, plan.decode) if observer.wants_hidden else plan
     stop = None if llm.tokenizer.chat_template else STOP
-    transcript = Transcript(llm.request(ids, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop)), llm.tokenizer)
-    cache = llm.new_cache(plan, len(ids) + max_new_tokens, length=transcript.request.length)
-    cache.stats.observer = observer
-    llm.prefill(cache, ids[:-1], progress)
-    cache.prepare()
-    for _ in decode_beside(llm, [row_beside(llm, cache, transcript)], "decode"):
-        pass
-    return transcript
+    request = llm.request(ids, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop))
+    output = TextOutput(request, llm.tokenizer, llm.device)
+    row = Row(ids, plan, max_new_tokens, output, observer=observer, decode_from=len(ids) - 1)
+    for _ in follow(llm.loop, [row], [output], holds=False):
+        if progress is not None:
+            progress(min(output.num_read, len(ids) - 1), len(ids) - 1)
+    if row.error is not None:
+        raise row.error
+    return output.transcript

@@ -1,0 +1,74 @@
+"""A pinned prefix: tokens at the beginning of prompts, cached until their owner lets go, for instance a document."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvsift.models.transformers_cache import SparseCache
+
+if TYPE_CHECKING:
+    from kvsift.batching.row import Row
+
+
+class PrefixSpoiled(Exception):
+    """An answer has evicted tokens of the prefix for good (evict=true); it must be prefilled again."""
+
+
+class PinnedPrefix:
+    """Cached tokens with which rows begin. The thread of the loop alone changes it.
+
+    One row at a time continues in the prefix's own cache, which is rolled back when the row ends. Others continue in
+    copies, which share its full pages, where the cache can be copied (``forks``), and wait for it elsewhere.
+
+    Attributes:
+        length: tokens of the prefix.
+        cache: of the prefix; None until it is prefilled.
+        user: the row that continues in the cache, or a lease; None if it is free.
+        forks: rows may continue in copies.
+        is_spoiled: an answer has evicted tokens of the prefix, so that no row can begin with it.
+        build_s: seconds in which what decode needs was built when the prefix was prefilled.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.cache: SparseCache | None = None
+        self.user: object | None = None
+        self.forks = self.is_spoiled = False
+        self.build_s = 0.0
+        self._waiting: deque[tuple[object, Callable[[], object]]] = deque()
+
+    def take(self, row: Row, again: Callable[[], object]) -> bool:
+        """Let a row continue in the cache or in a copy of it; False if it must wait, until ``again`` is called."""
+        if self.user is None:
+            self.user = row
+        elif self.user is not row and not self.forks:
+            self._waiting.append((row, again))
+            return False
+        return True
+
+    def lease(self, lease: object, granted: Callable[[], object]) -> None:
+        """Give the cache to a client of the loop as soon as it is free."""
+        if self.user is None:
+            self.user = lease
+            granted()
+        else:
+            self._waiting.append((lease, partial(self.lease, lease, granted)))
+
+    def give_back(self, user: object) -> None:
+        """Note that a row or a lease has ended, and let the next one begin that waits."""
+        self._waiting = deque(each for each in self._waiting if each[0] is not user)
+        if self.user is user:
+            self.user = None
+            if self._waiting:
+                _, again = self._waiting.popleft()
+                again()
+
+    def num_shared(self, row: Row) -> int:
+        """Pages of a row that are those of the prefix, or reserved behind them."""
+        table = None if self.cache is None else self.cache.run.table
+        if self.cache is None or table is None:
+            return 0
+        return table.rows[0].num_reserved if self.user is row else self.length // self.cache.page_size
