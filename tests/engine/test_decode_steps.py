@@ -235,12 +235,14 @@ def test_a_stream_that_is_closed_has_ended(path: str, llama: Path) -> None:
     next(stream)
     assert len(llm.loop.rows) == 1
     stream.close()
+    llm.loop.step()
     assert llm.loop.rows == []
     assert list(stream) == []
     assert stream.answer is None
     unread = llm.stream(TEXTS[0], max_new_tokens=50)
     unread.close()
     assert list(unread) == []
+    llm.loop.step()
     assert llm.loop.rows == []
 
 
@@ -261,14 +263,17 @@ def test_documents_answer_as_on_the_composed_path(plan: str, llama: Path) -> Non
 
 
 def test_a_document_keeps_its_steps_from_question_to_question(llama: Path) -> None:
-    document = LLM(llama, QUEST, path="eager").read(TEXTS[0])
+    llm = LLM(llama, QUEST, path="eager")
+    document = llm.read(TEXTS[0])
     document.ask("How many sacks?", max_new_tokens=5)
-    session = document._session
+    [group] = llm.loop._model._groups  # type: ignore[attr-defined]
+    session = group._source._session
     assert session is not None
     document.ask("Which mill?", max_new_tokens=50)
-    assert document._session is session
+    assert group._source._session is session
     long = document.ask("Which mill?", max_new_tokens=900)  # more than was reserved
-    assert document._session is not session
+    assert llm.loop._model._groups == [group]  # type: ignore[attr-defined]
+    assert group._source._session is not session
     assert long.token_ids == LLM(llama, QUEST).read(TEXTS[0]).ask("Which mill?", max_new_tokens=900).token_ids
 
 

@@ -328,24 +328,6 @@ def test_an_error_reaches_the_one_who_asked(llama: Path, monkeypatch: pytest.Mon
     assert llm.generate(text_of(100), max_new_tokens=3).token_ids
 
 
-def test_an_interrupted_step_leaves_the_rows_as_they_were(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, texts = f"sketch:{SMALL}", [text_of(150), text_of(170)]
-    alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text in texts]
-    llm = new_llm(llama)
-    rows = [new_row(llm, text, plan) for text in texts]
-    for row in rows:
-        llm.loop.submit(row)
-    for length in (100, len(rows[0].ids) + 2):
-        with monkeypatch.context() as patch:
-            patch.setattr(SparseLayer, "attend", _failing(rows[0], 1, length, KeyboardInterrupt()))
-            with pytest.raises(KeyboardInterrupt):
-                finish(llm, rows)
-        llm.loop.check()
-    finish(llm, rows)
-    for row, expected in zip(rows, alone):
-        assert_equal(row, expected)
-
-
 def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text, plan = text_of(300), f"sketch:{SMALL}"
     alone = run(llm := new_llm(llama), new_row(llm, text, plan))
@@ -427,6 +409,7 @@ def test_a_stream_that_is_left_ends_its_row(llama: Path) -> None:
     next(stream)
     assert len(llm.loop.rows) == 1
     del stream
+    llm.loop.step()
     assert llm.loop.rows == []
     assert llm.loop.kv.pages.num_used == 0
 
@@ -516,31 +499,6 @@ def test_rows_decode_together_where_that_changes_no_bit(path: str, family: str, 
     assert max(groups) == (3 if path == "auto" and dtype == "float32" else 1)
 
 
-@pytest.mark.parametrize("where", ["read", "take"])
-def test_an_interrupt_in_the_output_of_a_row_ends_that_row(where: str, llama: Path) -> None:
-    texts = [text_of(150), text_of(170), text_of(130)]
-    alone = [run(llm := new_llm(llama), new_row(llm, text, PLANS[1])) for text in texts]
-    llm = new_llm(llama)
-    rows = [new_row(llm, text, PLANS[1]) for text in texts]
-    tell, calls = getattr(rows[1].output, where), []
-
-    def interrupt(*args: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return tell(*args)
-
-    setattr(rows[1].output, where, interrupt)
-    for row in rows:
-        llm.loop.submit(row)
-    with pytest.raises(KeyboardInterrupt):
-        finish(llm, rows)
-    finish(llm, rows)
-    assert (rows[1].finish_reason, type(rows[1].error)) == ("error", RuntimeError)
-    for index in (0, 2):
-        assert_equal(rows[index], alone[index])
-
-
 def let_no_pool_grow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no memory beside that of the loop's pool."""
     fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
@@ -628,4 +586,6 @@ def test_many_threads_that_enter_leave_no_trace(llama: Path) -> None:
     for thread in threads:
         thread.join(timeout=120)
     assert found == [expected] * 60
-    assert (llm.loop.rows, len(llm.loop._entering), len(llm.loop._leaving)) == ([], 0, 0)
+    llm.loop.step()
+    assert llm.loop.rows == []
+    llm.loop.check()

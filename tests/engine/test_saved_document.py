@@ -497,10 +497,17 @@ def test_threads_ask_while_another_saves(llama: Path, path: Path, saved: Path) -
     assert path.read_bytes() == saved.read_bytes()
 
 
-def test_saving_from_on_text_is_refused(llama: Path, saved: Path, path: Path) -> None:
-    document = LLM(llama, QUEST).open(saved)
-    with pytest.raises(InputError, match="is answering a question"):
-        document.ask(QUESTION, max_new_tokens=8, on_text=lambda piece: document.save(path))
+def test_a_document_is_saved_from_on_text(llama: Path, saved: Path, path: Path) -> None:
+    document, first = LLM(llama, QUEST).open(saved), list[str]()
+
+    def save(piece: str) -> None:
+        if not first:
+            document.save(path)
+        first.append(piece)
+
+    expected = document.ask(QUESTION, max_new_tokens=8).token_ids
+    assert document.ask(QUESTION, max_new_tokens=8, on_text=save).token_ids == expected
+    assert LLM(llama, QUEST).open(path).ask(QUESTION, max_new_tokens=8).token_ids == expected
 
 
 def test_a_file_is_opened_twice_and_by_two_processes(llama: Path, saved: Path) -> None:

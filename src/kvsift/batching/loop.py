@@ -12,7 +12,7 @@ import atexit
 import itertools
 import os
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -77,6 +77,7 @@ class Loop:
         self.after_step: Callable[[], None] = _nothing
         self.on_fault: Callable[[BaseException], None] = self._fail
         self._inbox: SimpleQueue[Message | None] = SimpleQueue()
+        self._entering: deque[Row] = deque()  # submitted, in their order
         self._thread: Thread | None = None
         self._process = os.getpid()
         self._is_closed = self._is_stepping = False
@@ -149,14 +150,15 @@ class Loop:
         Raises:
             InputError: if too many requests wait.
         """
-        if len(self._rows) + self._inbox.qsize() >= MOST_OPEN:
+        if len(self._rows) + len(self._entering) >= MOST_OPEN:
             raise InputError(FULL)
         row.key = next(self._keys)
         if self._num_threads and (number := torch.get_num_threads()) != self._num_threads:
             self._num_threads = number
             self.post(partial(torch.set_num_threads, number))
         self._num_threads = torch.get_num_threads()
-        self.post(partial(self._enter, row))
+        self._entering.append(row)
+        self.post(self._enter_next)
 
     def cancel(self, row: Row) -> None:
         """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
@@ -257,6 +259,9 @@ class Loop:
     def _end_all(self, reason: FinishReason) -> None:
         for row in self.rows:
             self._end(row, reason)
+
+    def _enter_next(self) -> None:
+        self._enter(self._entering.popleft())
 
     def _enter(self, row: Row) -> None:
         if self._is_closed:
@@ -363,7 +368,12 @@ class Loop:
 
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""
-        wrong = self.call(lambda: audit(self.kv.pages, self._owned()))
+
+        def found() -> list[str]:
+            _ = self.kv.pages.num_free  # pages of owners that are gone are returned now
+            return audit(self.kv.pages, self._owned())
+
+        wrong = self.call(found)
         assert not wrong, wrong[:5]
 
     def _owned(self) -> list[Run]:
@@ -637,7 +647,13 @@ class Loop:
         cache.mark()
         prefix.cache, prefix.forks = cache, self._model.forks(cache)
         self._pinned.add(prefix)
-        weakref.finalize(prefix, self.post, self._trim).atexit = False
+        weakref.finalize(prefix, self.post, partial(self._unpin, cache)).atexit = False
+
+    def _unpin(self, cache: SparseCache) -> None:
+        """Return the pages of a prefix that its owner has let go of."""
+        if cache.run.table is not None:
+            cache.run.table.clear()
+        self._trim()
 
     def _pause(self) -> bool:
         """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
