@@ -32,8 +32,9 @@ class Held:
         self.documents = HeldDocuments[str](
             self.llm, PromptFormat(self.llm.tokenizer), PromptLimit.of(self.llm), self.llm.plan,
             self.told.append, self.begun.append,
-            lambda question, reason: self.refused.append((question, reason)), lambda: None,
+            lambda question, reason: self.refused.append((question, reason)),
         )  # fmt: skip
+        self.llm.loop.start()
 
     def add(self, key: str, text: str, kept: Path | None = None) -> None:
         path = None if kept is None else str(kept)

@@ -261,27 +261,29 @@ class Loop:
             self._end(row, reason)
 
     def _enter_next(self) -> None:
-        self._enter(self._entering.popleft())
+        self._try_to_enter(self._entering.popleft())
+
+    def _try_to_enter(self, row: Row) -> None:
+        try:
+            self._enter(row)
+        except Exception as error:  # of this row alone
+            self._rows[row.key] = row
+            self._end(row, "error", error)
 
     def _enter(self, row: Row) -> None:
         if self._is_closed:
-            row.key = 0
             self._finish(row, "cancelled", None)
             return
-        if row.prefix is not None and not row.prefix.take(row, partial(self._enter, row)):
-            self._rows[row.key] = row  # it waits for the prefix
-            return
         self._rows[row.key] = row
-        try:
-            apart = self._model.reason_apart(row)
-            row.in_pool = apart is None
-            row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or reason_against(row.plan) or ""
-            row.root = b"" if row.no_reuse else self._model.root(row)
-            self._hold(row, self._found(row))
-            if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
-                raise InputError(FULL)
-        except Exception as error:
-            self._end(row, "error", error)
+        if row.prefix is not None and not row.prefix.take(row, partial(self._try_to_enter, row)):
+            return  # it waits for the prefix
+        apart = self._model.reason_apart(row)
+        row.in_pool = apart is None
+        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or reason_against(row.plan) or ""
+        row.root = b"" if row.no_reuse else self._model.root(row)
+        self._hold(row, self._found(row))
+        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+            raise InputError(FULL)
 
     def _close(self, row: Row, lets_go: bool) -> None:
         self._end(row, "cancelled")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from time import sleep
 from typing import Any, Generic, TypeVar
 
@@ -22,7 +22,7 @@ from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, remove, source_of
 from kvsift.server.prompt_limit import PromptLimit
 
-LINE_S = 1.0  # between two tries to enter a full line
+FULL_S = 1.0  # between two tries to enter a full queue
 DELETED = "the document was deleted."
 Question = TypeVar("Question")
 
@@ -86,7 +86,7 @@ class HeldDocument(Generic[Question]):
 
 
 class HeldDocuments(Generic[Question]):
-    """Documents over the loop of an LLM, read one after the other.
+    """Documents over the loop of an LLM, which shares prefill between their clients.
 
     Args:
         llm: whose weights are loaded.
@@ -95,36 +95,29 @@ class HeldDocuments(Generic[Question]):
         send: a message to the server.
         begin: a question whose document is read; it may have been cancelled.
         refuse: a question whose document cannot be read, with the reason.
-        wake: let the loop take steps.
     """
 
     def __init__(
         self, llm: LLM, form: PromptFormat, limit: PromptLimit, plan: Plan, send: Callable[[dict[str, Any]], None],
-        begin: Callable[[Question], None], refuse: Callable[[Question, str], None], wake: Callable[[], None],
+        begin: Callable[[Question], None], refuse: Callable[[Question, str], None],
     ) -> None:  # fmt: skip
         self._llm, self._form, self._limit, self._plan, self._send = llm, form, limit, plan, send
-        self._begin, self._refuse, self._wake = begin, refuse, wake
+        self._begin, self._refuse = begin, refuse
         self._held: dict[str, HeldDocument[Question]] = {}
-        self._present: HeldDocument[Question] | None = None  # that is being read
-        self._line: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
-        self._lock, self._ended = Lock(), Event()
+        self._reading: dict[HeldDocument[Question], Row] = {}  # those whose rows have not ended
+        self._coming: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
+        self._lock = Lock()
         Thread(target=self._read_all, daemon=True).start()
 
-    @property
-    def is_reading(self) -> bool:
-        """Whether a row reads a document."""
-        present = self._present
-        return present is not None and present.row is not None
-
     def add(self, message: dict[str, Any]) -> None:
-        """Read a document, when those before it are read."""
+        """Read a document, once those before it are tokenized."""
         document: HeldDocument[Question] = HeldDocument(
             message["document"], message["text"], message["client"], message["salt"],
             None if message["kept"] is None else Path(message["kept"]),
         )  # fmt: skip
         self._let_go(document.key)
         self._held[document.key] = document
-        self._line.put(document)
+        self._coming.put(document)
 
     def forget(self, key: str) -> None:
         """Let go of a deleted document, refuse the questions that wait for it, and delete what was written since."""
@@ -168,13 +161,11 @@ class HeldDocuments(Generic[Question]):
 
     def report(self) -> None:
         """Tell the server what a step has read."""
-        document = self._present
-        if document is None or document.row is None:
-            return
-        try:
-            self._report(document, document.row)
-        except Exception as error:
-            self._fail(document, error)
+        for document, row in [*self._reading.items()]:
+            try:
+                self._report(document, row)
+            except Exception as error:
+                self._fail(document, error)
 
     def _fail(self, document: HeldDocument[Question], error: Exception) -> None:
         """End a document of which something cannot be told, or that cannot be begun; other ones go on."""
@@ -182,9 +173,9 @@ class HeldDocuments(Generic[Question]):
             traceback.print_exception(error)
         if document.row is not None:
             self._llm.loop.close(document.row)
-        self._present, document.is_settled = None, False
+        self._reading.pop(document, None)
+        document.is_settled = False
         self._settle(document, _reason(error))
-        self._ended.set()
 
     def _report(self, document: HeldDocument[Question], row: Row) -> None:
         ended = row.is_ended  # before its progress is fetched
@@ -192,45 +183,45 @@ class HeldDocuments(Generic[Question]):
             error = row.error
             if error is not None and not isinstance(error, InputError):
                 traceback.print_exception(error)
-            self._present = None
+            self._reading.pop(document, None)
             if error is not None and row.source is not None and document.kept is not None:
                 drop(document.kept, _reason(error))  # and it is read from its text
                 if document.kept.exists():  # it would be tried again
                     document.kept = None
+                self._coming.put(document)
             else:
                 self._settle(document, "" if error is None else _reason(error))
-            self._ended.set()
+        elif row.no_reuse:  # every question reads it anew
+            self._reading.pop(document, None)
+            self._llm.loop.close(row)
+            self._settle(document, "")
         elif document.num_read != document.told:
             document.told = document.num_read
             self._tell(document, "reading")
 
     def _read_all(self) -> None:
         while True:
-            document = self._line.get()
-            while not document.is_settled:  # twice, if a file of what was read before is damaged
-                try:
-                    self._read(document)
-                except Exception as error:
-                    self._fail(document, error)
+            document = self._coming.get()
+            if document.is_settled:  # it was deleted meanwhile
+                continue
+            try:
+                self._read(document)
+            except Exception as error:
+                self._fail(document, error)
 
     def _read(self, document: HeldDocument[Question]) -> None:
-        self._ended.clear()
         self._tell(document, "reading")
         row = self._row(document)
-        document.row, document.tokens, self._present = row, len(row.ids), document
+        document.row, document.tokens = row, len(row.ids)
+        self._reading[document] = row
         self._tell(document, "reading")
         while not self._submits(row):
-            sleep(LINE_S)
+            sleep(FULL_S)
         if self._held.get(document.key) is not document:  # deleted meanwhile
             self._llm.loop.close(row)
-        elif row.no_reuse:  # every question reads it anew
-            self._llm.loop.close(row)
-            self._settle(document, "")
-        self._wake()
-        self._ended.wait()
 
     def _submits(self, row: Row) -> bool:
-        """Put a row into the line of the loop, unless that is full."""
+        """Queue a row, unless too many wait."""
         try:
             self._llm.loop.submit(row)
         except InputError:
