@@ -25,7 +25,6 @@ from kvsift.engine import saved_header
 from kvsift.engine.document import Document
 from kvsift.methods import BUILT_IN, method_class
 from kvsift.plan.syntax import parse_plan
-from kvsift.stores.kv_pool import KVPool
 
 TEXT = text_of(1001)  # the last page is not full
 QUESTION = "Which of the mills by the river grinds the least corn?"
@@ -528,7 +527,6 @@ def test_opened_documents_share_a_pool_with_others(path_name: str, llama: Path, 
     texts, llm = [text_of(900), text_of(301), text_of(650)], LLM(llama, QUEST, path=path_name)
     expected = [llm.read(text).ask(QUESTION, max_new_tokens=8).token_ids for text in texts]
     llm.read(texts[2]).save(path)
-    llm.kv = KVPool.of_size(400)
     documents = [llm.read(text) for text in texts[:2]]
     assert [each.ask(QUESTION, max_new_tokens=8).token_ids for each in documents] == expected[:2]
     del documents[0]  # its pages are free, in pieces

@@ -10,6 +10,7 @@ decoded token by token under its decode rule, so their scores are those of gener
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import lm_eval.models  # noqa: F401, first: lm-eval registers its own models only while its registry is empty
@@ -129,7 +130,10 @@ class KVSiftLM(TemplateLM):
         context = list(context)[-room:]
         self.llm.load()
         cache = self._prefilled(tuple(context[:-1]), len(continuation))
-        token, total, greedy = context[-1], 0.0, True
+        return self.llm.loop.call(partial(self._scored, cache, context[-1], continuation))
+
+    def _scored(self, cache: Any, token: int, continuation: Sequence[int]) -> tuple[float, bool]:
+        total, greedy = 0.0, True
         for target in continuation:
             logits = self.llm.prefill(cache, [token], phase="decode")[0, -1].float()
             total += float(logits.log_softmax(-1)[target])

@@ -135,13 +135,14 @@ class Loop:
         self._is_closed = True
         if self._thread is not None and self._process == os.getpid():
             self._inbox.put(None)
-            if not self._is_own_thread:
+            if not self.is_own_thread:
                 self._thread.join(JOIN_S)
         else:
             self._end_all("cancelled")
 
     @property
-    def _is_own_thread(self) -> bool:
+    def is_own_thread(self) -> bool:
+        """Whether the caller runs in the thread of the loop."""
         return self._thread is not None and self._thread.ident == get_ident()
 
     def submit(self, row: Row) -> None:
@@ -177,7 +178,7 @@ class Loop:
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, in the thread of the loop if it has one; returns what it returns."""
-        if self._thread is None or self._is_own_thread or self._is_closed:
+        if self._thread is None or self.is_own_thread or self._is_closed:
             with self._turn, inference():
                 return function()
         outcome: SimpleQueue[tuple[T | None, BaseException | None]] = SimpleQueue()
@@ -193,13 +194,13 @@ class Loop:
         self.start()
         try:
             while (step := self.call(partial(next, steps, END))) is not END:
-                yield step  # type: ignore[misc]
+                yield step
         finally:
             self.post(steps.close)
 
     def step(self) -> None:
         """Carry out what clients have asked for, and take a step. Beside the thread of the loop: wait for one."""
-        if self._thread is not None and not self._is_own_thread:
+        if self._thread is not None and not self.is_own_thread:
             self.call(_nothing)
             return
         with self._turn, inference():

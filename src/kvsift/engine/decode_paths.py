@@ -42,7 +42,7 @@ def decode_in_slots(
     assert cache is not None
     for index, row in enumerate(rows):
         assert isinstance(row.output, TextOutput)
-        row.output.tell = lambda piece, index=index: pieces.append((index, piece))  # type: ignore[misc]
+        row.output.tell = lambda piece, index=index: pieces.append((index, piece))
         cache.turn_to(row.place, row.counters)
         for start in range(0, len(row.ids), runner.chunk_size):
             logits = runner.prefill(cache, row.ids[start : start + runner.chunk_size])

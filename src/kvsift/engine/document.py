@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack
 
 from kvsift.batching.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.batching.row import Row
@@ -30,9 +30,6 @@ from kvsift.methods.base import Phase
 from kvsift.models.inference import inference
 from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
-
-if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
 
 LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
 
@@ -82,7 +79,7 @@ class Document(Uncopied):
 
     def __init__(
         self,
-        runner: LLM,
+        runner: ModelRunner,
         ids: list[int],
         encode: Callable[[str], list[int]],
         plan: Plan,
@@ -332,6 +329,4 @@ class Document(Uncopied):
         if row.error is not None:
             raise row.error
         row.build_s += build_s
-        return runner.loop.call(
-            partial(answer_of_row, runner, row, output.transcript, started - build_s, reason or "")
-        )
+        return runner.loop.call(partial(answer_of_row, runner, row, output.transcript, started - build_s, reason or ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from statistics import NormalDist, fmean, stdev
 from typing import Any, NamedTuple
@@ -96,8 +97,7 @@ class FidelityScorer:
         self._documents = [Document(runner, list(text.ids[: text.start - 1]), _not_asked, Plan()) for text in texts]
         total, done = sum(document.num_tokens for document in self._documents), 0
         for document in self._documents:
-            with inference():
-                document.prefill(Plan(), self.num_tokens)
+            document.prefill(Plan(), self.num_tokens)
             done += document.num_tokens
             if progress is not None:
                 progress(done, total)
@@ -117,7 +117,7 @@ class FidelityScorer:
             self._last = _Decoded(plan, caches, *nothing)
         last, first = self._last, self._last.tokens
         for number, cache in enumerate(last.caches if first < tokens else ()):
-            logits = decoded(self._runner, cache, self._fed[number][first:tokens])
+            logits = self._runner.loop.call(partial(decoded, self._runner, cache, self._fed[number][first:tokens]))
             predicted, targets = logits.float().log_softmax(-1), self._targets[number][first:tokens]
             dense = self._dense[number][first:tokens].to(logits.device)
             last.kl[number].append((dense.exp() * (dense - predicted)).nan_to_num(0.0).sum(-1).cpu())
@@ -131,7 +131,8 @@ class FidelityScorer:
         """Log-probabilities on the host, float32 [tokens, vocabulary] of each text."""
         found = []
         for document, fed in zip(self._documents, self._fed):
-            logits = decoded(self._runner, document.prefill(Plan(), self.num_tokens), fed)
+            cache = document.prefill(Plan(), self.num_tokens)
+            logits = self._runner.loop.call(partial(decoded, self._runner, cache, fed))
             found.append(logits.float().log_softmax(-1).cpu())
         return found
 
@@ -164,7 +165,7 @@ def predictions(
         counters of the run.
     """
     cache = document.prefill(plan, len(targets))
-    logits = decoded(runner, cache, [last, *targets[:-1]])
+    logits = runner.loop.call(partial(decoded, runner, cache, [last, *targets[:-1]]))
     return logits.float().log_softmax(-1).cpu(), cache.stats.report()
 
 

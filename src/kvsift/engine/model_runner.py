@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvsift.batching.exact.pace import Paces
+from kvsift.batching.loop import Loop
 from kvsift.engine.fast_path import FastPath
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
@@ -60,10 +61,11 @@ class ModelRunner(Uncopied):
         tokenizer: of the model.
         fast_path: captured decode steps and fused prefill.
         paces: of exact answers.
-        kv: pages that documents and captured prompts draw from; None: each cache has its own.
+        loop: serves requests.
     """
 
     INSTEAD = "Make another one there; each loads its own weights."
+    loop: Loop
 
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,
@@ -76,7 +78,6 @@ class ModelRunner(Uncopied):
         self.deterministic, self.plans = deterministic, plans
         self.fast_path = FastPath(path, device, dense_below, place, deterministic)
         self.paces = Paces()
-        self.kv: KVPool | None = None
         self._model: Any = None
         self._settings: GenerationSettings | None = None  # of the model, once it is loaded
         self._loading = Lock()
@@ -260,12 +261,12 @@ class ModelRunner(Uncopied):
         Raises:
             InputError: if rows are to be kept in host memory, which has no room for them.
         """
-        if rows and self.kv is None and self.place.in_host_memory and self.device.type == "cuda":
+        if rows and self.place.in_host_memory and self.device.type == "cuda":
             require_host_memory(self.directory, self.dtype, sum(rows), self.place)
         cache = make_drafting_cache(
             self.model, plan, probe_every=self.probe_every, reserve=reserve, rows=rows, placement=self.place
         )
-        cache.run.kv = KVPool(steady=True) if self.kv is None and self.deterministic else self.kv
+        cache.run.kv = KVPool(steady=True) if self.deterministic else None
         cache.pin(self.rotation(reserve if length is None else length))
         return cache
 

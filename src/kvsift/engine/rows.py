@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -333,14 +333,6 @@ def _room_behind(row: Row) -> int:
     return row.max_new_tokens if row.pins is None else max(row.max_new_tokens, ROOM_BEHIND_DOCUMENTS)
 
 
-class News(NamedTuple):
-    """What a row tells the client that waits for it: a piece of text, empty if more of the prompt was read; None: the
-    row has ended."""
-
-    index: int
-    piece: str | None
-
-
 class TextOutput:
     """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
 
@@ -382,8 +374,12 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
     Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed. A row that fails
     ends with its ``error``, and the others go on.
     """
+    if loop.is_own_thread:
+        raise RuntimeError(
+            "the engine was asked in its own thread, by something that it calls; it would wait for itself."
+        )
     loop.start()
-    news: SimpleQueue[News] = SimpleQueue()
+    news: SimpleQueue[tuple[int, str | None]] = SimpleQueue()  # index of a row, and a piece; None: it has ended
     for index, (row, output) in enumerate(zip(rows, outputs)):
         output.tell = partial(_put, news, index)
         row.on_end = partial(_put, news, index, None)
@@ -412,8 +408,8 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
             (loop.cancel if holds else loop.close)(row)
 
 
-def _put(news: SimpleQueue[News], index: int, piece: str | None) -> None:
-    news.put(News(index, piece))
+def _put(news: SimpleQueue[tuple[int, str | None]], index: int, piece: str | None) -> None:
+    news.put((index, piece))
 
 
 def _end(row: Row, output: TextOutput) -> str:
