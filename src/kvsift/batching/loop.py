@@ -207,8 +207,14 @@ class Loop:
             self._is_stepping, self.step_started = True, perf_counter()
             try:
                 self._carry_out()
-                if self._rows:
-                    self._step()
+                self._end_late_rows()
+                decision = self._schedule.decide(self._room_to_admit())
+                if decision.decode:
+                    self._decode()
+                if decision.read is not None:
+                    self._advance(self._rows[decision.read])
+                elif decision == Decision() and self._schedule.waiting:
+                    self._refuse_largest()
             finally:
                 self._is_stepping, self.step_started = False, None
         self.after_step()
@@ -386,22 +392,18 @@ class Loop:
         owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
         return [*owned, *self.tree.runs, *self._model.runs(self.kv)]
 
-    def _step(self) -> None:
+    def _end_late_rows(self) -> None:
         now = self.clock()
         for row in self.rows:
             if row.deadline is not None and now >= row.deadline:
                 self._end(row, "deadline")
-        decision = self._schedule.decide(self._room_to_admit())
-        if decision.decode:
-            self._decode()
-        if decision.read is not None:
-            row = self._rows[decision.read]
-            if row.cache is None:
-                self._admit(row)
-            if not row.is_ended:
-                self._read(row, Pauses(self.clock, self._pause))
-        elif decision == Decision() and self._schedule.waiting:
-            self._refuse_largest()
+
+    def _advance(self, row: Row) -> None:
+        """Prefill the next chunk of a row, which is admitted with the first one."""
+        if row.cache is None:
+            self._admit(row)
+        if not row.is_ended:
+            self._read(row, Pauses(self.clock, self._pause))
 
     def _refuse_largest(self) -> None:
         """Nothing runs, and there is no room for the next row in the line: there never will be, unless rows in the line

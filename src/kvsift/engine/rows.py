@@ -98,7 +98,10 @@ class RunnerRows:
         if rows[0].steps is not None:
             group: Group[Any] = rows[0].steps
             return group.step(rows)
-        return self.decode([row.cache for row in rows if row.cache is not None], [row.token for row in rows])
+        fused, caches = self._fused(), [row.cache for row in rows if row.cache is not None]
+        if fused is None or caches[0].run.plan.wants_hidden:  # by transformers' modules
+            return [self._runner.prefill(cache, [row.token], phase="decode")[0, -1] for row, cache in zip(rows, caches)]
+        return list(fused.decode(torch.tensor([row.token for row in rows], device=self._runner.device), caches)[:, 0])
 
     def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: Sequence[Any]) -> None:
         cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
@@ -128,13 +131,6 @@ class RunnerRows:
         if attentions := cache.attentions:
             self._shapes, self._like = [attention.shape for attention in attentions], attentions[0].like
 
-    def decode(self, caches: Sequence[SparseCache], tokens: Sequence[int]) -> Sequence[Tensor]:
-        if len(caches) == 1:
-            return [self._runner.prefill(caches[0], tokens, phase="decode")[0, -1]]
-        fused = self._fused()
-        assert fused is not None, "rows that decode in one pass are fused"
-        return list(fused.decode(torch.tensor(tokens), caches)[:, 0])
-
     def most_verified(self, row: Row) -> int:
         return MAX_SEQUENCES if row.steps is None else row.steps.most_verified(row)
 
@@ -155,12 +151,13 @@ class RunnerRows:
         return Checked(proposed, following, drafted - started, perf_counter() - drafted)
 
     def _drafts(self, row: Row, count: int) -> list[int]:
-        cache, token, drafts = row.cache, row.token, list[int]()
+        fused, cache, token, drafts = self._fused(), row.cache, row.token, list[int]()
+        assert fused is not None, "models without a fused pass decode no row exactly"
         assert cache is not None
         cache.run.exact = ""
         try:
             for ahead in range(count):
-                [logits] = self.decode([cache], [token])
+                logits = fused.decode(torch.tensor([token]), [cache])[0, 0]
                 drafts.append(token := row.output.foresee(logits, ahead))
         finally:
             cache.run.exact = "dense"
