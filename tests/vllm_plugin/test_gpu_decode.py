@@ -235,10 +235,11 @@ def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> N
     polls.poll(counters)
     torch.cuda.synchronize()
     polls.poll(counters)
-    assert (counters.queries, counters.sparse_queries, counters.context_tokens) == (1, 1, 2000)
-    assert 200 < counters.visible_tokens <= 256
-    assert counters.probes == 1
-    assert 0.1 < counters.recovery < 1
+    tally = counters.tally
+    assert (tally.queries, tally.sparse_queries, tally.context_tokens) == (1, 1, 2000)
+    assert 200 < tally.visible_tokens <= 256
+    assert tally.probes == 1
+    assert 0.1 < tally.recovery < 1
 
 
 def shares_of(server: Server, queries: torch.Tensor, row: int) -> torch.Tensor:

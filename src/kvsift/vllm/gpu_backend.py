@@ -320,8 +320,8 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         assert self._state is not None
         state, shape = self._state, self._shape(compat.layer_index(layer.layer_name), self._logit_scale(layer))
         attend_prompt(
-            prompt, shape, own, self._summary[0], query.to(output.dtype), state.messages, state.prompts, self.sinks,
-            output,
+            prompt, shape, own, self._summary[0], query.to(output.dtype), state.messages, state.prompts.tally,
+            self.sinks, output,
         )  # fmt: skip
         if (scale := self._value_scale(layer)) != 1.0:
             output.mul_(scale)

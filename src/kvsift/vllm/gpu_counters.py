@@ -7,6 +7,7 @@ from time import monotonic
 import torch
 from torch import Tensor
 
+from kvsift.layer.accounting import Tally
 from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import DecodeBuffers
 from kvsift.vllm.gpu_probes import WHOLE, GpuProbes
@@ -51,11 +52,9 @@ class GpuCounters:
         )
         self._before, layers = sums, len(self._buffers.layers)
         visible_tokens = visible / self._buffers.shape.num_kv_heads
-        counters.queries += queries * layers
-        counters.sparse_queries += sparse * layers
-        counters.visible_tokens += visible_tokens
-        counters.context_tokens += context * layers
-        counters.kv_bytes_read += visible_tokens * self._token_bytes + sparse_context * layers * self._index_bytes
-        counters.kv_bytes_dense += context * layers * self._token_bytes
-        counters.probes += probes
-        counters.recovery += recovery / WHOLE
+        counters.tally.add(Tally(
+            queries=queries * layers, sparse_queries=sparse * layers, visible_tokens=visible_tokens,
+            context_tokens=context * layers, kv_bytes_read=visible_tokens * self._token_bytes,
+            index_bytes_read=sparse_context * layers * self._index_bytes,
+            kv_bytes_dense=context * layers * self._token_bytes, probes=probes, recovery=recovery / WHOLE,
+        ))  # fmt: skip
