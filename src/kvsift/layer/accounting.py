@@ -46,15 +46,6 @@ class Tally:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def add_query(self, visible: float, context: int, token_bytes: int) -> None:
-        """Count a query that saw ``visible`` of ``context`` tokens, of ``token_bytes`` each, and read no others."""
-        self.queries += 1
-        self.sparse_queries += visible < context
-        self.visible_tokens = self.visible_tokens + visible
-        self.context_tokens += context
-        self.kv_bytes_read += visible * token_bytes
-        self.kv_bytes_dense += context * token_bytes
-
     def add_segment(self, segment: Segment, store: Store) -> None:
         """Count queries, and what dense attention would have read for them."""
         self.queries += segment.num_queries
@@ -102,6 +93,15 @@ class Tally:
         self.sparse_queries += group.num_queries
         self.visible_tokens = self.visible_tokens + (group.visible_always + selected)
         self.kv_bytes_read += (group.read_always + read) * store.token_bytes
+
+    def add_query(self, visible: float, context: int, token_bytes: int) -> None:
+        """Count a query that saw ``visible`` of ``context`` tokens, of ``token_bytes`` each, and read no others."""
+        self.queries += 1
+        self.sparse_queries += visible < context
+        self.visible_tokens = self.visible_tokens + visible
+        self.context_tokens += context
+        self.kv_bytes_read += visible * token_bytes
+        self.kv_bytes_dense += context * token_bytes
 
     def add_estimated(self, visible: Part, merged: Part) -> None:
         """Count queries whose attention to visible tokens was merged with an estimate of the rest."""
@@ -175,6 +175,20 @@ class RunStats:
         """The counters of one layer in one phase."""
         return self._tallies.setdefault((layer, phase), Tally())
 
+    def snapshot(self) -> Snapshot:
+        """All counters, for ``set_back``."""
+        return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
+
+    def set_back(self, counters: Snapshot) -> None:
+        """Forget what was counted since a snapshot, which is used up."""
+        self._tallies, self._widenings, self.probe_s = counters
+
+    def clear(self) -> None:
+        """Reset all counters."""
+        self._tallies.clear()
+        self._widenings.clear()
+        self.probe_s = 0.0
+
     def phase(self, phase: Phase) -> Tally:
         """Sum over the layers."""
         total = Tally()
@@ -199,20 +213,6 @@ class RunStats:
             ],
             "guard": [widening.as_dict() for widening in self.widenings],
         }
-
-    def snapshot(self) -> Snapshot:
-        """All counters, for ``set_back``."""
-        return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
-
-    def set_back(self, counters: Snapshot) -> None:
-        """Forget what was counted since a snapshot, which is used up."""
-        self._tallies, self._widenings, self.probe_s = counters
-
-    def clear(self) -> None:
-        """Reset all counters."""
-        self._tallies.clear()
-        self._widenings.clear()
-        self.probe_s = 0.0
 
 
 class SharedStats(RunStats):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from math import ceil, prod
+from math import ceil
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -170,12 +170,12 @@ class DecodeBatch:
         """
         if (kind, *key) not in self.launches:
             by_size = {size: found for size in self.sizes if (found := shapes(size)) is not None}
-            memory = [
-                torch.zeros(max(prod(shape) for shape, _ in each), dtype=each[0][1], device=self.table.device)
-                for each in zip(*by_size.values())
-            ]
+            memory = []
+            for each in zip(*by_size.values()):
+                largest = max(torch.Size(shape).numel() for shape, _ in each)
+                memory.append(torch.zeros(largest, dtype=each[0][1], device=self.table.device))
             self.launches[(kind, *key)] = {
-                size: kind(*(whole[: prod(shape)].view(shape) for whole, (shape, _) in zip(memory, own)))
+                size: kind(*(whole[: torch.Size(shape).numel()].view(shape) for whole, (shape, _) in zip(memory, own)))
                 for size, own in by_size.items()
             }
         return self.launches[(kind, *key)].get(rows)
