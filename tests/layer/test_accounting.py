@@ -135,6 +135,17 @@ def test_a_report_sums_layers_and_is_ready_for_json() -> None:
     assert stats.report()["phases"]["decode"]["density"] is None
 
 
+def test_the_names_of_counters_are_those_of_stored_results() -> None:
+    numbers = (2, 100, 30.0, 1, 1, 0.25, 640.0, 64.0, 1600.0, 320, 8, 4, 0.5, 2, 1.5, 1.25)
+    assert Tally(*numbers).report() == {
+        "queries": 2, "visible_tokens": 15.0, "density": 0.3, "sparse_queries": 1, "estimated_share": 0.25,
+        "kv_bytes_read": 704, "kv_bytes_attended": 640, "kv_bytes_to_select": 64, "kv_bytes_dense": 1600,
+        "kv_bytes_copied": 320, "device_cache_hits": 0.5, "select_s": 0.5, "recall": 0.75, "recovery": 0.625,
+    }  # fmt: skip
+    assert list(RunStats().report()) == ["phases", "layers", "guard"]
+    assert list(RunStats().report()["phases"]) == ["prefill", "decode"]
+
+
 def test_tallies_add_field_by_field() -> None:
     one, two = (
         Tally(queries=1, visible_tokens=2.0, probes=1, recall=0.5),

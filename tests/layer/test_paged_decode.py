@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsift.kernels.page_spans import page_spans_triton
 from kvsift.kernels.page_summary import SUMMARIES
+from kvsift.kernels.space_shapes import SpaceShape
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.accounting import RunStats
@@ -22,6 +23,7 @@ from kvsift.layer.paged_decode import (
     ALWAYS,
     DecodeBatch,
     DecodeLayer,
+    StepMode,
     list_capacity,
     page_spans,
     reason_against,
@@ -234,7 +236,7 @@ class SideBySide:
         self.layer = DecodeLayer(
             shape, self.batch, self.store.keys, self.store.values,
             self.store.summaries[rule.method.summaries[0]] if rule else None, rule and rule.method,
-            sink_logit=sink_logit,
+            sink_logit=sink_logit, estimated=torch.zeros(len(LENGTHS), dtype=torch.int64, device=DEVICE),
         )  # fmt: skip
 
     def check(self, dense: bool = False) -> None:
@@ -303,6 +305,7 @@ def test_steps_of_sketches_answer_and_count_as_the_composed_path_does(settings_o
     both = SideBySide(f"{SKETCH}:{settings_of_plan}:page_size={page_size}")
     both.check()
     tally = both.stats.tally(SHAPE.layer, "decode")
+    assert both.layer.estimated is not None
     share = float(both.layer.estimated.sum()) / ESTIMATED_WHOLE / SHAPE.num_query_heads
     assert share == pytest.approx(float(tally.estimated), abs=1e-4 * tally.estimated_queries)
     assert (tally.estimated_queries > 0) == both.layer.estimates == ("rest=false" not in settings_of_plan)
@@ -370,6 +373,43 @@ def test_one_workspace_serves_layers_of_the_same_shape() -> None:
 
     assert [batch.space(make, size, key=(size,)) for size in (3, 5, 3)] == [1, 2, 1]
     assert made == [3, 5]
+
+
+def test_launches_of_any_number_of_rows_share_the_memory_that_the_largest_takes() -> None:
+    class Space(NamedTuple):
+        scores: Tensor
+        flags: Tensor
+
+    batch = DecodeBatch(torch.zeros(4, 4, dtype=torch.int32), [1] * 4, 4, [None] * 4)
+    batch.sizes = range(1, 5)
+
+    def shapes(rows: int) -> tuple[SpaceShape, ...] | None:
+        """The launch takes no four rows, and most memory for two."""
+        return None if rows == 4 else (((rows, 6 // rows), torch.float32), ((rows,), torch.int32))
+
+    spaces = {rows: batch.launch_space(Space, shapes, rows, ("layers",)) for rows in (3, 1, 2, 4, 5)}
+    assert spaces[4] is spaces[5] is None
+    assert [spaces[rows].scores.shape for rows in (1, 2, 3)] == [(1, 6), (2, 3), (3, 2)]
+    assert len({spaces[rows].flags.data_ptr() for rows in (1, 2, 3)}) == 1
+    assert not any(spaces[3].flags.tolist())
+    assert batch.launch_space(Space, shapes, 3, ("layers",)) is spaces[3]
+    assert batch.launch_space(Space, shapes, 3, ("others",)) is not spaces[3]
+
+
+@pytest.mark.parametrize("plan", [f"{QUEST}:budget=40:sinks=4:window=5", f"{SKETCH}:budget=30:sinks=4:window=5"])
+@pytest.mark.parametrize("mode", ["sparse", "dense", "mixed"])
+def test_the_first_rows_are_attended_as_among_all(plan: str, mode: StepMode) -> None:
+    both = SideBySide(f"{plan}:page_size=8" if "sketch" in plan else plan)
+    both.layer.dense_below.fill_(62)
+    queries = torch.randn(len(LENGTHS), SHAPE.num_query_heads, SHAPE.head_dim, device=DEVICE)
+    for row, length in enumerate(LENGTHS):
+        both._feed(row, length, length + 1, 1)
+    both.batch.advance()
+    found, visible = both.layer.attend(queries, mode), both.layer.visible.clone()
+    out = torch.zeros_like(queries[:2])
+    assert both.layer.attend(queries[:2], mode, out=out) is out
+    assert torch.equal(out, found[:2])
+    assert both.layer.visible.tolist() == [*(2 * visible[:2]).tolist(), int(visible[2])]
 
 
 @pytest.mark.parametrize(

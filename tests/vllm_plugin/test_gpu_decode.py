@@ -12,11 +12,11 @@ from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_attention import listed_tokens
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import summarise_slots
+from kvsift.layer.accounting import Tally
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import LayerShape
-from kvsift.vllm.gpu_counters import GpuCounters
-from kvsift.vllm.gpu_decode import DENSE_BELOW, DecodeBuffers, LayerPages, dense_below_of
-from kvsift.vllm.gpu_probes import WHOLE, GpuProbes
+from kvsift.vllm.gpu_counters import WHOLE, GpuCounters
+from kvsift.vllm.gpu_decode import DENSE_BELOW, BlockBatch, LayerPages, dense_below_of
 from kvsift.vllm.settings import Settings, summaries_of
 
 HEADS, GROUP = 2, 4
@@ -26,7 +26,7 @@ GPU = pytest.param("cuda", marks=[
 
 
 class Server:
-    """A cache of vLLM's shape, filled with prompts in chunks, and our buffers over it."""
+    """A cache of vLLM's shape, filled with prompts in chunks, and our batch over it."""
 
     def __init__(self, spec: str, lengths: list[int], layout: str, block_size: int, device: str, **more: Any) -> None:
         torch.manual_seed(0)
@@ -50,10 +50,11 @@ class Server:
         rows = pages.new_rows(num_blocks, HEADS, width, own or dtype, self.cache.device)
         self.layer = LayerPages(pages, *pages.split(self.cache), rows)
         self.shape = LayerShape(2, HEADS * GROUP, HEADS, self.dim, self.dim**-0.5)
-        self.buffers = DecodeBuffers(
+        self.batch = BlockBatch(
             [plan.decode], self.shape, len(lengths) + 1, max(held) * block_size, more.get("dense_below", 0),
             cache.device, more.get("allows_dense", False),
         )  # fmt: skip
+        self.attention = self.batch.layer(self.layer, self.shape)
         slots = torch.cat([self.slots(row, torch.arange(length - 1)) for row, length in enumerate(lengths)])
         last = [self.slots(row, torch.tensor([length - 1])) for row, length in enumerate(lengths)]
         for chunk in (*slots.split(1000), torch.cat([*last, torch.tensor([-1])])):
@@ -63,17 +64,20 @@ class Server:
     def slots(self, row: int, positions: torch.Tensor) -> torch.Tensor:
         return self.blocks[row].long()[positions // self.block_size] * self.block_size + positions % self.block_size
 
-    def decode(self, queries: torch.Tensor, **how: Any) -> torch.Tensor:
+    def decode(self, queries: torch.Tensor) -> torch.Tensor:
         """One step, in which a row of padding follows the others."""
         device = self.cache.device
         lengths = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
         blocks = torch.cat([self.blocks, torch.zeros_like(self.blocks[:1])]).to(device)
         out = torch.full((len(lengths), *queries.shape[1:]), 7.0, dtype=queries.dtype, device=device)
         padded = torch.cat([queries, torch.zeros_like(queries[:1])])
-        self.buffers.begin(blocks, lengths, self.layer.pages)
-        self.buffers.layers.add("a layer")
-        self.buffers.attend(padded, self.layer, self.shape.scale, None, None, out, **how)
+        self.batch.begin(blocks, lengths, self.layer.pages)
+        self.batch.layers.add("a layer")
+        self.attention.attend(padded, self.batch.mode, out=out)
         return out[:-1]
+
+    def counters(self, layers: list[str], every: int = 1) -> GpuCounters:
+        return GpuCounters(self.batch, layers, every, self.dtype, 1024, 32.0)
 
     def dense(self, queries: torch.Tensor, row: int) -> torch.Tensor:
         slots = self.slots(row, torch.arange(self.lengths[row])).to(self.cache.device)
@@ -107,20 +111,19 @@ def test_a_cache_of_fp8_gives_the_bits_of_its_numbers(plan: str, layout: str, bl
     wide = Server(plan, lengths, layout, block_size, device, **how, read_as=server.dtype)
     assert server.cache.element_size() == 1 < wide.cache.element_size()
     for each in (server, wide):
-        each.buffers.set_rules([*[parse_plan(plan).decode] * 3, None, parse_plan(plan).decode])
+        each.batch.set_rules([*[parse_plan(plan).decode] * 3, None, parse_plan(plan).decode])
     if "sketch" in plan:  # products of wider keys are added up in another order
         assert (server.layer.rows != wide.layer.rows).float().mean() < 1e-3
         wide.layer.rows.copy_(server.layer.rows)
     queries = server.queries()
     found = server.decode(queries)
     assert torch.equal(found, wide.decode(queries))
-    assert server.buffers.visible.tolist() == wide.buffers.visible.tolist()
+    assert server.batch.visible.tolist() == wide.batch.visible.tolist()
     for row in range(4):  # the last of them by its own rule
         expected = server.dense(queries, row)
         assert (found[row].float() - expected).norm() < 0.02 * expected.norm(), row
-    assert torch.equal(server.decode(queries, value_scale=0.25), found / 4)
     if device == "cuda":
-        assert server.buffers.single_launches == "batches of up to 6 rows"
+        assert server.batch.single_launches == "batches of up to 6 rows"
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -133,8 +136,8 @@ def test_each_row_is_dense_or_sparse_by_its_own_length(plan: str, device: str) -
     assert errors[0] < 0.02
     assert errors[2] < 0.02
     assert errors[1] > 0.05
-    assert server.buffers.totals.sum(0).tolist() == [3, 2999, 1, 1500]
-    visible = (server.buffers.visible[:3] / HEADS).tolist()
+    assert server.batch.totals.sum(0).tolist() == [3, 2999, 1, 1500]
+    visible = (server.batch.visible[:3] / HEADS).tolist()
     assert visible[0] == 500
     assert visible[2] == 999
     assert 200 < visible[1] <= 256
@@ -163,17 +166,24 @@ def test_each_row_has_the_budget_of_its_own_plan_or_is_dense(name: str, device: 
     server = Server(f"{name}:budget=512", lengths, "NHD", 16, device, allows_dense=True)
     queries = server.queries()
     rules = [None, *(parse_plan(f"{name}:budget={budget}").decode for budget in (512, 128)), None]
-    server.buffers.set_rules(rules)
+    server.batch.set_rules(rules)
     found = server.decode(queries)
     for row in (0, 3):
         expected = server.dense(queries, row)
         assert (found[row].float() - expected).norm() < 0.02 * expected.norm(), row
-    visible = (server.buffers.visible[:4] / HEADS).tolist()
-    assert (visible[0], visible[3]) == (900, 700)
+    visible = (server.batch.visible[:4] / HEADS).tolist()
+    assert (visible[0], visible[3]) == (0, 0), "they have no lists"
     assert 400 < visible[1] <= 512
     assert 64 < visible[2] <= 128
-    assert server.buffers.totals.sum(0).tolist() == [4, 4300, 2, 2700]
-    server.buffers.set_rules([rules[1]] * 4)
+    assert server.batch.totals.sum(0).tolist() == [4, 4300, 2, 2700]
+    counters = server.counters([])
+    tally = counters.counted(counters.sums().tolist())
+    assert (tally.queries, tally.sparse_queries, tally.context_tokens) == (4, 2, 4300)
+    assert tally.visible_tokens == 900 + visible[1] + visible[2] + 700
+    assert (tally.kv_bytes_read, tally.index_bytes_read) == (1024 * float(tally.visible_tokens), 32.0 * 2700)
+    assert tally.kv_bytes_dense == 1024 * 4300
+    assert counters.counted(counters.sums().tolist()) == Tally()
+    server.batch.set_rules([rules[1]] * 4)
     alone = Server(f"{name}:budget=512", lengths, "NHD", 16, device)
     if device == "cpu":  # on a GPU parts are added in any order
         assert torch.equal(server.decode(queries), alone.decode(queries))
@@ -202,8 +212,8 @@ def test_a_captured_step_follows_tables_and_lengths(plan: str) -> None:
     out = torch.empty_like(queries)
 
     def step() -> None:
-        server.buffers.begin(blocks, lengths, server.layer.pages)
-        server.buffers.attend(queries, server.layer, server.shape.scale, None, None, out)
+        server.batch.begin(blocks, lengths, server.layer.pages)
+        server.attention.attend(queries, server.batch.mode, out=out)
 
     step()
     torch.cuda.synchronize()
@@ -222,23 +232,20 @@ def test_a_captured_step_follows_tables_and_lengths(plan: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_counters_are_read_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsift.vllm import gpu_counters
-    from kvsift.vllm.counters import PhaseCounters
 
     monkeypatch.setattr(gpu_counters, "EVERY_S", 0.0)
-    server, counters = Server("quest:budget=256", [2000], "NHD", 16, "cuda"), PhaseCounters()
-    probes = GpuProbes(server.buffers, ["a layer"], 1, torch.bfloat16)
-    polls = GpuCounters(server.buffers, probes, 1024, 32.0)
-    queries = server.queries()
+    server = Server("quest:budget=256", [2000], "NHD", 16, "cuda")
+    counters, tally, queries = server.counters(["a layer"]), Tally(), server.queries()
     server.decode(queries)
-    probes.keep("a layer", queries, server.layer, server.shape.scale, None)
-    probes.after(1)
-    polls.poll(counters)
+    counters.keep("a layer", queries, server.attention)
+    counters.probe(1)
+    counters.poll(tally)
     torch.cuda.synchronize()
-    polls.poll(counters)
-    assert (counters.queries, counters.sparse_queries, counters.context_tokens) == (1, 1, 2000)
-    assert 200 < counters.visible_tokens <= 256
-    assert counters.probes == 1
-    assert 0.1 < counters.recovery < 1
+    counters.poll(tally)
+    assert (tally.queries, tally.sparse_queries, tally.context_tokens) == (1, 1, 2000)
+    assert 200 < tally.visible_tokens <= 256
+    assert tally.probes == 1
+    assert 0.1 < tally.recovery < 1
 
 
 def shares_of(server: Server, queries: torch.Tensor, row: int) -> torch.Tensor:
@@ -256,29 +263,30 @@ def shares_of(server: Server, queries: torch.Tensor, row: int) -> torch.Tensor:
 @pytest.mark.parametrize("plan", ["quest:budget=256", "sketch:budget=256"])
 def test_probes_tell_the_softmax_mass_on_what_a_row_saw(plan: str, allows_dense: bool, device: str) -> None:
     server = Server(plan, [1500, 250, 900], "NHD", 16, device, allows_dense=allows_dense)
-    probes = GpuProbes(server.buffers, [f"layer {i}" for i in range(9)], 3, server.cache.dtype)
+    counters = server.counters([f"layer {i}" for i in range(9)], 3)
     layers = {name: server.queries() for name in ("layer 0", "layer 1", "layer 2")}  # 0, 2, 5 and 8 are probed
     found = []
     for turn in range(19):
         for name, queries in layers.items():
             server.decode(queries)
-            probes.keep(name, queries, server.layer, server.shape.scale, None)
-        lists = server.buffers.visible.clone(), server.buffers.totals.clone()
-        before = probes.sums.tolist()
-        probes.after(3)
-        assert turn % 3 == 0 or probes.sums.tolist() == before
-        assert torch.equal(lists[0], server.buffers.visible)
-        assert torch.equal(lists[1], server.buffers.totals)
+            counters.keep(name, queries, server.attention)
+        lists = server.batch.visible.clone(), server.batch.totals.clone()
+        before = counters.probed.tolist()
+        counters.probe(3)
+        assert turn % 3 == 0 or counters.probed.tolist() == before
+        assert torch.equal(lists[0], server.batch.visible)
+        assert torch.equal(lists[1], server.batch.totals)
         if turn % 3 == 0:
-            found.append([now - then for now, then in zip(probes.sums.tolist(), before)])
+            found.append([now - then for now, then in zip(counters.probed.tolist(), before)])
     order = [("layer 0", 0), ("layer 2", 0), ("layer 0", 1), ("layer 2", 1), ("layer 0", 2), ("layer 2", 2)]
     for (name, row), (count, recovery) in zip([*order, order[0]], found, strict=True):
         if row == 1:  # it saw everything
             assert (count, recovery) == (0, 0)
             continue
         server.decode(layers[name])
-        units, counts = server.buffers._units[row], server.buffers._counts[row]
-        listed = listed_tokens(units, counts, server.lengths[row], server.buffers.unit_size)
+        assert server.attention.lists is not None
+        units, counts = (each[row] for each in server.attention.lists)
+        listed = listed_tokens(units, counts, server.lengths[row], server.batch.unit_size)
         mass = (shares_of(server, layers[name], row) * listed.repeat_interleave(GROUP, 0)).sum(-1).mean()
         assert count == 1
         assert abs(recovery / WHOLE - float(mass)) < (0.01 if device == "cuda" else 1e-5), (name, row)
@@ -287,15 +295,15 @@ def test_probes_tell_the_softmax_mass_on_what_a_row_saw(plan: str, allows_dense:
 
 def test_trial_steps_and_replaced_caches_are_not_probed() -> None:
     server = Server("quest:budget=256", [1500], "NHD", 16, "cpu")
-    probes, queries = GpuProbes(server.buffers, ["a layer"], 1, torch.float32), server.queries()
+    counters, queries = server.counters(["a layer"]), server.queries()
     server.blocks.zero_()  # as in steps that vLLM runs to warm up
     server.decode(queries)
-    probes.keep("a layer", queries, server.layer, server.shape.scale, None)
-    probes.after(1)
-    probes.after(0)
-    del server.layer
-    probes.after(1)
-    assert probes.sums.tolist() == [0, 0]
+    counters.keep("a layer", queries, server.attention)
+    counters.probe(1)
+    counters.probe(0)
+    del server.attention
+    counters.probe(1)
+    assert counters.probed.tolist() == [0, 0]
 
 
 @pytest.mark.vllm

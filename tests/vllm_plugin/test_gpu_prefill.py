@@ -9,13 +9,12 @@ import pytest
 import torch
 from test_gpu_decode import GPU, GROUP, HEADS, Server
 
-from kvsift.layer.accounting import RunStats
+from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk
-from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import LayerPages
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, compile_ahead, workspace_bytes
 
@@ -42,7 +41,7 @@ def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layo
     packed = server.cache.transpose(1, 2)[slots // 32, slots % 32]
     keys, values = packed.transpose(0, 1).chunk(2, -1)
     queries = torch.randn(2500, HEADS * GROUP, server.dim).to(server.cache)
-    stats, counters, messages = RunStats(), PhaseCounters("prefill"), [LayerMessages(), LayerMessages()]
+    stats, tally, messages = RunStats(), Tally(), [LayerMessages(), LayerMessages()]
     layers = [
         SparseAttention(server.shape._replace(layer=layer), plan, 1, keys[:, :0], stats, messages=messages[0])
         for layer in (1, 2)
@@ -59,13 +58,13 @@ def test_chunks_of_any_size_are_attended_as_by_the_composed_path(spec: str, layo
             expected = layer.attend(chunk)[0].transpose(0, 1)
             found = torch.full_like(queries[start:stop], 7.0)
             attend_prompt(
-                prompt, layer.shape, server.layer, server.kind, queries[start:stop], messages[1], counters, None, found
+                prompt, layer.shape, server.layer, server.kind, queries[start:stop], messages[1], tally, None, found
             )
             assert (found - expected).norm() < (0.02 if device == "cuda" else 1e-5) * expected.norm(), (start, layer)
     total = stats.phase("prefill")
-    assert (counters.queries, counters.sparse_queries) == (total.queries, total.sparse_queries)
-    assert 0 < counters.sparse_queries < counters.queries
-    assert counters.visible_tokens == float(total.visible_tokens) < counters.context_tokens == total.context_tokens
+    assert (tally.queries, tally.sparse_queries) == (total.queries, total.sparse_queries)
+    assert 0 < tally.sparse_queries < tally.queries
+    assert tally.visible_tokens == float(total.visible_tokens) < tally.context_tokens == total.context_tokens
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -79,11 +78,11 @@ def test_prompts_over_a_cache_of_fp8_get_the_bits_of_its_numbers(spec: str, devi
     queries = torch.randn(900, HEADS * GROUP, narrow.dim).to(narrow.cache.device, narrow.dtype)
     outputs = []
     for server in (narrow, wide):
-        counters, found = PhaseCounters("prefill"), torch.empty_like(queries)
+        tally, found = Tally(), torch.empty_like(queries)
         prompt = PromptRow(0, slice(0, 900), 1600, rule, server.blocks[0].to(device))
         messages = LayerMessages()
-        attend_prompt(prompt, server.shape, server.layer, server.kind, queries, messages, counters, None, found)
-        assert counters.sparse_queries == 900
+        attend_prompt(prompt, server.shape, server.layer, server.kind, queries, messages, tally, None, found)
+        assert tally.sparse_queries == 900
         outputs.append(found)
     assert torch.equal(*outputs)
 
@@ -106,7 +105,7 @@ def test_a_prompt_finds_its_kernels_compiled(spec: str, device: str, monkeypatch
         prompt = PromptRow(0, slice(0, count), start, prefill, server.blocks[0].to(device))
         if not prompt.is_dense:
             attend_prompt(
-                prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), PhaseCounters(), None,
+                prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), Tally(), None,
                 torch.empty_like(queries),
             )  # fmt: skip
         start += count
@@ -124,7 +123,7 @@ def test_a_learned_sink_logit_takes_its_share() -> None:
     found = [torch.zeros_like(queries) for _ in range(2)]
     for out, sink in zip(found, (None, torch.full((HEADS * GROUP,), 50.0))):
         attend_prompt(
-            prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), PhaseCounters(), sink, out
+            prompt, server.shape, server.layer, server.kind, queries, LayerMessages(), Tally(), sink, out
         )  # fmt: skip
     assert found[0].norm() > 1
     assert found[1].norm() < 1e-3 * found[0].norm()
@@ -157,6 +156,6 @@ def test_a_rank_with_half_of_the_heads_gives_half_of_the_output(spec: str) -> No
         mine = queries[:, heads.start * GROUP : heads.stop * GROUP].contiguous()
         out = torch.zeros_like(mine)
         prompt = PromptRow(0, slice(0, 2000), 0, prefill, server.blocks[0])
-        attend_prompt(prompt, shape, own, server.kind, mine, LayerMessages(), PhaseCounters("prefill"), None, out)
+        attend_prompt(prompt, shape, own, server.kind, mine, LayerMessages(), Tally(), None, out)
         found.append(out)
     assert torch.allclose(found[0], torch.cat(found[1:], 1), atol=1e-5)

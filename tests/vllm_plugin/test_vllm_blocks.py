@@ -7,7 +7,7 @@ import torch
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import summarise
-from kvsift.layer.accounting import RunStats
+from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape
@@ -103,10 +103,11 @@ def test_a_token_is_attended_as_over_the_store_of_kvsift(plan, length):
     padding = torch.zeros(1, 4, length - 1, DIM)
     own.take(Chunk(padding, keys[None, :, :-1], values[None, :, :-1], [length - 1]))
     expected = own.attend(Chunk(query[None, :, None], keys[None, :, -1:], values[None, :, -1:], [1]), 1)
-    attended = attend_token(SHAPE, rule, query, cache, blocks, length, is_probed=True)
-    torch.testing.assert_close(attended.output, expected[0, :, 0], atol=1e-5, rtol=1e-5)
-    assert attended.visible == own.stats.phase("decode").visible_tokens
-    tally = own.stats.phase("decode")
-    assert tally.probes == (tally.sparse_queries > 0)
-    assert attended.recovery == pytest.approx(tally.recovery if tally.probes else 1, abs=1e-5)
-    assert attended.index_bytes > 0
+    tally, expected_tally = Tally(), own.stats.phase("decode")
+    attended = attend_token(SHAPE, rule, query, cache, blocks, length, tally, is_probed=True)
+    torch.testing.assert_close(attended, expected[0, :, 0], atol=1e-5, rtol=1e-5)
+    counted = "queries", "sparse_queries", "context_tokens", "visible_tokens", "kv_bytes_dense"
+    assert [getattr(tally, name) for name in counted] == [getattr(expected_tally, name) for name in counted]
+    assert expected_tally.probes == (expected_tally.sparse_queries > 0)
+    assert tally.recovery == pytest.approx(expected_tally.recovery if expected_tally.probes else 1, abs=1e-5)
+    assert tally.index_bytes_read > 0

@@ -13,6 +13,7 @@ from kvsift.checkpoint import fingerprint
 from kvsift.cli import serve
 from kvsift.cli.main import main
 from kvsift.errors import InputError
+from kvsift.layer.accounting import Tally
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.plan.tuned_plan import FILE, TunedPlan, write
@@ -66,9 +67,10 @@ def test_a_request_may_name_what_the_summaries_of_the_server_serve():
 def test_a_plan_that_skipped_nothing_says_so():
     counters = PhaseCounters()
     assert counters.line(1e-9) is None
-    counters.add(100, 100, 0, 8)
+    counters.tally.add_query(100, 100, 8)
     assert "skipped nothing" in (counters.line(1e-9) or "")
-    counters.add(25, 100, 80, 8)
+    counters.tally.add_query(25, 100, 8)
+    counters.tally.index_bytes_read += 80
     assert "100.0% sparse, 25 visible tokens of 100 (density 0.250), 35.0% of" in (counters.line(1e-9) or "")
     assert counters.line(60) is None
 
@@ -87,8 +89,8 @@ def test_ranks_count_tokens_once_and_bytes_of_their_own_heads(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Counter))
     ranks = [PhaseCounters("decode", rank) for rank in range(2)]
     for counters in ranks:
-        counters.add(25, 100, 80, 8)
-        counters.probes, counters.recovery = 1, 0.5
+        counters.tally.add_query(25, 100, 8)
+        counters.tally.add(Tally(index_bytes_read=80, probes=1, recovery=0.5))
         counters.export()
         counters.export()
     assert exported == {
@@ -98,6 +100,25 @@ def test_ranks_count_tokens_once_and_bytes_of_their_own_heads(monkeypatch):
     }  # fmt: skip
     assert "recovery 0.500 in 1 probes" in (ranks[0].line(1e-9) or "")
     assert ranks[1].line(1e-9) is None
+
+
+def test_prompts_are_exported_under_names_of_their_own(monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "there")
+    names = list[str]()
+
+    class Counter:
+        def __init__(self, name: str, _: str) -> None:
+            names.append(name)
+
+        def inc(self, amount: float) -> None:
+            pass
+
+    monkeypatch.setitem(sys.modules, "prometheus_client", SimpleNamespace(Counter=Counter))
+    PhaseCounters("prefill").export()
+    assert names == [
+        "kvsift:prefill_queries", "kvsift:prefill_sparse_queries", "kvsift:prefill_visible_tokens",
+        "kvsift:prefill_context_tokens", "kvsift:prefill_kv_bytes_read", "kvsift:prefill_kv_bytes_dense",
+    ]  # fmt: skip
 
 
 def test_the_command_passes_other_options_on(monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -146,26 +145,27 @@ class DecodeRow:
 
 def add_counts(row: DecodeRow, layers: Sequence[DecodeLayer], over_bus: bool = False) -> None:
     """Count the steps of a row in every layer; ``over_bus`` where a GPU attends keys and values in host memory."""
-    steps = DecodeSteps(
-        row.start + 1 + torch.arange(row.steps), ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
-    )
+    lengths = row.start + 1 + torch.arange(row.steps)
+    sparse = ~torch.tensor(row.dense[: row.steps], dtype=torch.bool)
     counted = torch.zeros(2 * len(layers), dtype=torch.int64) + row.counted + row.counted_in_slot
-    add_steps(row.stats, layers, steps, row.rule, counted, row.budgets, over_bus)
-
-
-class DecodeSteps(NamedTuple):
-    """Lengths of the context in steps of a sequence, its own tokens included, and which of the steps were sparse."""
-
-    lengths: Tensor  # int64 [steps]
-    sparse: Tensor  # bool [steps]
+    add_steps(row.stats, layers, lengths, sparse, row.rule, counted, row.budgets, over_bus)
 
 
 def add_steps(
-    stats: RunStats, layers: Sequence[DecodeLayer], steps: DecodeSteps, rule: Rule | None, counted: Tensor,
-    budgets: Sequence[tuple[int, Budget]] = (), over_bus: bool = False,
+    stats: RunStats, layers: Sequence[DecodeLayer], lengths: Tensor, sparse: Tensor, rule: Rule | None,
+    counted: Tensor, budgets: Sequence[tuple[int, Budget]] = (), over_bus: bool = False,
 ) -> None:  # fmt: skip
-    """Count steps in every layer: ``counted`` as in ``DecodeRow``, and ``budgets`` before that of the rule."""
-    lengths, sparse = steps
+    """Count steps in every layer.
+
+    Args:
+        stats: counters of the sequence.
+        layers: of the model.
+        lengths: int64 [steps], tokens of the context in each step, its own included.
+        sparse: bool [steps], which of the steps were sparse.
+        rule: of decode.
+        counted, budgets: as in ``DecodeRow``.
+        over_bus: as in ``add_counts``.
+    """
     for layer, visible_in_lists, estimated in zip(layers, *counted.unflatten(0, (2, -1)).tolist()):
         is_dense = rule is None or layer.shape.layer in rule.budget.dense_layers
         kv_bytes = _add(stats, layer, lengths, sparse & (not is_dense), visible_in_lists)

@@ -24,7 +24,7 @@ from torch import Tensor
 from kvsift.batching.exact.decoder import Proposal
 from kvsift.batching.exact.step import Checked
 from kvsift.batching.row import Row
-from kvsift.engine.accounting import DecodeSteps, add_blocks, add_steps
+from kvsift.engine.accounting import add_blocks, add_steps
 from kvsift.engine.block_launches import Clock, Drafts, PlainStep, RowPlace, launch_plain, to_host
 from kvsift.engine.feeds import Assignment, Block, Shift, drafts_at, uploaded
 from kvsift.engine.row_groups import Group, PoolSession
@@ -350,9 +350,9 @@ class BlockGroup(Group[RowBlocks]):
         """Count the drafts of a row so far."""
         if kept.drafts:
             lengths = torch.tensor(kept.drafts)
-            drafts = DecodeSteps(lengths, torch.ones_like(lengths, dtype=torch.bool))
+            sparse = torch.ones_like(lengths, dtype=torch.bool)
             counted = torch.zeros(2 * len(self._layers), dtype=torch.int64) + torch.as_tensor(kept.counted).cpu()
-            add_steps(kept.cache.stats, self._layers, drafts, kept.rule, counted)
+            add_steps(kept.cache.stats, self._layers, lengths, sparse, kept.rule, counted)
             kept.drafts, kept.counted = [], 0
 
 

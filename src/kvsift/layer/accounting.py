@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
@@ -96,6 +94,15 @@ class Tally:
         self.visible_tokens = self.visible_tokens + (group.visible_always + selected)
         self.kv_bytes_read += (group.read_always + read) * store.token_bytes
 
+    def add_query(self, visible: float, context: int, token_bytes: int) -> None:
+        """Count a query that saw ``visible`` of ``context`` tokens, of ``token_bytes`` each, and read no others."""
+        self.queries += 1
+        self.sparse_queries += visible < context
+        self.visible_tokens = self.visible_tokens + visible
+        self.context_tokens += context
+        self.kv_bytes_read += visible * token_bytes
+        self.kv_bytes_dense += context * token_bytes
+
     def add_estimated(self, visible: Part, merged: Part) -> None:
         """Count queries whose attention to visible tokens was merged with an estimate of the rest."""
         negative_shares = torch.expm1(visible.lse - merged.lse)  # [1, num_query_heads, num_queries]
@@ -138,18 +145,49 @@ Tallies = dict[tuple[int, Phase], Tally]  # by layer and phase
 Snapshot = tuple[Tallies, list[Widening], float]  # counters of a cache at some time
 
 
-class Counters(ABC):
-    """Sums over layers and phases of counters by layer and phase."""
+class RunStats:
+    """Counters of one cache. One thread at a time writes them.
+
+    Attributes:
+        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
+        probe_s: seconds spent on that, which are not part of the method.
+        observer: called around every chunk and segment, if there is one.
+    """
+
+    def __init__(self, probe_every: int = 16, observer: Observer | None = None) -> None:
+        self.probe_every = probe_every
+        self.probe_s = 0.0
+        self.observer = observer
+        self._tallies: Tallies = {}
+        self._widenings: list[Widening] = []
 
     @property
-    @abstractmethod
-    def tallies(self) -> Mapping[tuple[int, Phase], Tally]:
+    def tallies(self) -> Tallies:
         """Counters by layer and phase."""
+        return self._tallies
 
     @property
-    @abstractmethod
-    def widenings(self) -> Sequence[Widening]:
+    def widenings(self) -> list[Widening]:
         """Budgets that the guard doubled, in their order."""
+        return self._widenings
+
+    def tally(self, layer: int, phase: Phase) -> Tally:
+        """The counters of one layer in one phase."""
+        return self._tallies.setdefault((layer, phase), Tally())
+
+    def snapshot(self) -> Snapshot:
+        """All counters, for ``set_back``."""
+        return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
+
+    def set_back(self, counters: Snapshot) -> None:
+        """Forget what was counted since a snapshot, which is used up."""
+        self._tallies, self._widenings, self.probe_s = counters
+
+    def clear(self) -> None:
+        """Reset all counters."""
+        self._tallies.clear()
+        self._widenings.clear()
+        self.probe_s = 0.0
 
     def phase(self, phase: Phase) -> Tally:
         """Sum over the layers."""
@@ -177,51 +215,10 @@ class Counters(ABC):
         }
 
 
-class RunStats(Counters):
-    """Counters of one cache. One thread at a time writes them.
-
-    Attributes:
-        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
-        probe_s: seconds spent on that, which are not part of the method.
-        observer: called around every chunk and segment, if there is one.
-    """
-
-    def __init__(self, probe_every: int = 16, observer: Observer | None = None) -> None:
-        self.probe_every = probe_every
-        self.probe_s = 0.0
-        self.observer = observer
-        self._tallies: Tallies = {}
-        self._widenings: list[Widening] = []
-
-    @property
-    def tallies(self) -> Tallies:
-        return self._tallies
-
-    @property
-    def widenings(self) -> list[Widening]:
-        return self._widenings
-
-    def tally(self, layer: int, phase: Phase) -> Tally:
-        """The counters of one layer in one phase."""
-        return self._tallies.setdefault((layer, phase), Tally())
-
-    def snapshot(self) -> Snapshot:
-        """All counters, for ``set_back``."""
-        return {key: copy(tally) for key, tally in self._tallies.items()}, [*self._widenings], self.probe_s
-
-    def set_back(self, counters: Snapshot) -> None:
-        """Forget what was counted since a snapshot, which is used up."""
-        self._tallies, self._widenings, self.probe_s = counters
-
-    def clear(self) -> None:
-        """Reset all counters."""
-        self._tallies.clear()
-        self._widenings.clear()
-        self.probe_s = 0.0
-
-
-class SharedStats(Counters):
+class SharedStats(RunStats):
     """The sum over all caches of a block, each of which counts for itself; threads may run them side by side.
+
+    What it keeps itself are the counters of caches that were freed.
 
     Args:
         probe_every: see ``RunStats``.
@@ -231,12 +228,10 @@ class SharedStats(Counters):
     """
 
     def __init__(self, probe_every: int = 16) -> None:
-        self.probe_every = probe_every
+        super().__init__(probe_every)
         self.opened = 0
         self._lock = Lock()
         self._of_caches: list[tuple[weakref.ref[Any], RunStats]] = []
-        self._of_freed_caches: Tallies = {}
-        self._widenings_of_freed: list[Widening] = []
 
     def open(self, owner: object) -> RunStats:
         """Counters of another cache, which writes them for as long as ``owner`` lives."""
@@ -246,8 +241,8 @@ class SharedStats(Counters):
             kept = [(weakref.ref(owner), stats)]
             for pair in self._of_caches:  # asked once: another thread may free its cache meanwhile
                 if pair[0]() is None:
-                    _add(self._of_freed_caches, pair[1].tallies)
-                    self._widenings_of_freed += pair[1].widenings
+                    _add(self._tallies, pair[1].tallies)
+                    self._widenings += pair[1].widenings
                 else:
                     kept.append(pair)
             self._of_caches = kept
@@ -257,7 +252,7 @@ class SharedStats(Counters):
     def tallies(self) -> Tallies:
         total: Tallies = {}
         with self._lock:
-            _add(total, self._of_freed_caches)
+            _add(total, self._tallies)
             for _, stats in self._of_caches:
                 _add(total, dict(stats.tallies))
         return total
@@ -265,13 +260,12 @@ class SharedStats(Counters):
     @property
     def widenings(self) -> list[Widening]:
         with self._lock:
-            return self._widenings_of_freed + [each for _, stats in self._of_caches for each in stats.widenings]
+            return self._widenings + [each for _, stats in self._of_caches for each in stats.widenings]
 
     def clear(self) -> None:
         """Reset all counters."""
         with self._lock:
-            self._of_freed_caches.clear()
-            self._widenings_of_freed.clear()
+            super().clear()
             for _, stats in self._of_caches:
                 stats.clear()
 

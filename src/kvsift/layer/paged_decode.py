@@ -4,6 +4,9 @@ The composed path (``layer.sparse_attention``) is the specification; this is its
 by a summary, and for sketches, whose units are tokens. Everything that changes from step to step is a tensor on the
 device, so a step can be captured in a CUDA graph and replayed. Each row has a budget of its own and is dense or sparse
 by itself.
+
+A table says where the pages of a row are, and strides how a page lies in memory, so that the cache may be that of
+another host: the plugin for vLLM attends vLLM's blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.sketch_launch import SketchSpace
+from kvsift.kernels.space_shapes import SpaceShape
 from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod, SummaryMethod
 from kvsift.methods.sketch import Sketch
@@ -107,6 +111,12 @@ class DecodeBatch:
         unit_size: tokens per unit of the lists; a page by default.
         block: unless 0, so many rows side by side are consecutive tokens of one sequence, and the bits of a row do not
             depend on other rows (``kernels.block_attention``).
+
+    Attributes:
+        sizes: how many rows a step may have, which are the first ones then; by default all.
+        ranked: most units of a list of which some are left out; None: as many as it holds.
+        dense_bytes: of the workspace of dense rows, at most; None: as many as fill the device.
+        launches: workspaces of single launches, by kind and shape of a layer, then by number of rows.
     """
 
     def __init__(
@@ -119,6 +129,10 @@ class DecodeBatch:
         self.spans = torch.zeros(len(lengths), 4, dtype=torch.int32, device=table.device)
         self.budgets = torch.zeros(len(lengths), 5, dtype=torch.float64, device=table.device)
         self.set_budgets(budgets)
+        self.sizes: Sequence[int] = (len(lengths),)
+        self.ranked: int | None = None
+        self.dense_bytes: int | None = None
+        self.launches: dict[tuple[Any, ...], dict[int, Any]] = {}
         self._spaces: dict[tuple[Any, ...], Any] = {}  # workspaces, which layers of the same shape share
         self._side: torch.cuda.Stream | None = None
 
@@ -139,6 +153,32 @@ class DecodeBatch:
         if (make, key) not in self._spaces:
             self._spaces[make, key] = make(*arguments)
         return self._spaces[make, key]
+
+    def launch_space(
+        self, kind: type, shapes: Callable[[int], tuple[SpaceShape, ...] | None], rows: int, key: tuple[Any, ...]
+    ) -> Any:
+        """Return the workspace of a single launch that attends so many rows; None if it does not run.
+
+        A graph may be captured for each of ``sizes``. Launches run one after the other, so all share the memory that
+        the largest takes; it never moves.
+
+        Args:
+            kind: a named tuple of tensors.
+            shapes: number of rows -> shapes of the tensors; None if the launch does not run.
+            rows: number of them.
+            key: of the layers that share the workspace.
+        """
+        if (kind, *key) not in self.launches:
+            by_size = {size: found for size in self.sizes if (found := shapes(size)) is not None}
+            memory = []
+            for each in zip(*by_size.values()):
+                largest = max(torch.Size(shape).numel() for shape, _ in each)
+                memory.append(torch.zeros(largest, dtype=each[0][1], device=self.table.device))
+            self.launches[(kind, *key)] = {
+                size: kind(*(whole[: torch.Size(shape).numel()].view(shape) for whole, (shape, _) in zip(memory, own)))
+                for size, own in by_size.items()
+            }
+        return self.launches[(kind, *key)].get(rows)
 
     @contextmanager
     def fork(self) -> Iterator[AbstractContextManager[object]]:
@@ -174,32 +214,33 @@ class DecodeLayer:
         dense_below: int32 [batch], lengths below which each row is dense here; mixed steps read it.
         visible: int64 [batch], to which the visible tokens of each row's lists are added, step by step.
         estimated: int64 [batch], to which the shares of attention that are estimated are added, head by head
-            (``kernels.sketch_attention``).
+            (``kernels.sketch_attention``); None: they are not counted.
         anchor: the layer whose lists this one attends, instead of a summary.
         heads: of each KV head, that of the anchor whose list it attends.
+        memory: for ``lists``, of a layer of this shape, which has attended before this one does; its own by default.
     """
 
     def __init__(
         self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,
         method: Method | None = None, table: Tensor | None = None, sink_logit: Tensor | None = None,
         dense_below: Tensor | None = None, visible: Tensor | None = None, estimated: Tensor | None = None,
-        anchor: DecodeLayer | None = None, heads: Sequence[int] = (),
+        anchor: DecodeLayer | None = None, heads: Sequence[int] = (), memory: tuple[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.shape, self.batch, self.summary, self.sink_logit = shape, batch, summary, sink_logit
         self.kv = PagedKV(keys, values, batch.table if table is None else table, batch.lengths)
         self.method = method if isinstance(method, CAPTURED) and (summary is not None or anchor is not None) else None
         self.anchor = anchor
         self._heads: Tensor | None = None
-        self._lists: tuple[Tensor, Tensor] | None = None if anchor is None else anchor._lists
+        self._lists: tuple[Tensor, Tensor] | None = memory if anchor is None else anchor._lists
         if tuple(heads) != tuple(range(len(heads))):
             self._heads = torch.tensor(heads, dtype=torch.int32, device=keys.device)
-        if self.method is not None and anchor is None:
+        if self.method is not None and self._lists is None:
             num_rows = self.method.num_selections(shape)
             units = torch.zeros(self.kv.batch, num_rows, batch.capacity, dtype=torch.int32, device=keys.device)
             self._lists = units, torch.zeros(self.kv.batch, num_rows, dtype=torch.int32, device=keys.device)
         self.dense_below = torch.zeros_like(batch.lengths) if dense_below is None else dense_below
         self.visible = torch.zeros_like(batch.lengths, dtype=torch.int64) if visible is None else visible
-        self.estimated = torch.zeros_like(self.visible) if estimated is None else estimated
+        self.estimated = estimated
 
     @property
     def lists(self) -> tuple[Tensor, Tensor] | None:
@@ -219,65 +260,72 @@ class DecodeLayer:
         """Whether what the lists leave out is estimated."""
         return isinstance(self.method, Sketch) and self.method.rest and self.anchor is None
 
-    def attend(self, queries: Tensor, mode: StepMode, early: bool = False) -> Tensor:
-        """Return attention, [batch, num_query_heads, head_dim] like ``queries``.
+    def attend(self, queries: Tensor, mode: StepMode, early: bool = False, out: Tensor | None = None) -> Tensor:
+        """Return attention of the first rows, [batch or fewer, num_query_heads, head_dim] like ``queries``.
 
         Every token is visible if ``dense``. With ``early`` the launch may start while the kernel before still runs, see
-        ``sifted_attention``.
+        ``sifted_attention``. ``out`` is written, a new one by default.
         """
         if self.batch.block:
             return self._attend_blocks(queries, early)
         if mode == "dense" or self.method is None:
-            return self._attend_dense(queries, 1 if mode == "mixed" else self.kv.batch)
+            return self._attend_dense(queries, 1 if mode == "mixed" else self.kv.batch, out)
         if mode == "sparse":
-            return self._attend_sparse(queries, early)
-        output = torch.empty_like(queries)
+            return self._attend_sparse(queries, early, out)
+        output, dense_below = torch.empty_like(queries) if out is None else out, self.dense_below[: len(queries)]
         with self.batch.fork() as side:
-            self._attend_sparse(queries, early, output, self.dense_below)
+            self._attend_sparse(queries, early, output, dense_below)
             with side:
-                self._attend_dense(queries, 1, output, self.dense_below)
+                self._attend_dense(queries, 1, output, dense_below)
         return output
 
     def _attend_sparse(
-        self, queries: Tensor, early: bool, out: Tensor | None = None, dense_below: Tensor | None = None
+        self, queries: Tensor, early: bool, out: Tensor | None, dense_below: Tensor | None = None
     ) -> Tensor:
-        kv, method, summary = self.kv, self.method, self.summary
+        method, summary, rows = self.method, self.summary, len(queries)
         assert method is not None
         assert self._lists is not None
+        units, counts = (memory[:rows] for memory in self._lists)
         if self.anchor is not None:
-            return self._attend_reused(queries, *self._lists, out, dense_below)
+            return self._attend_reused(queries, units, counts, out, dense_below)
         assert summary is not None
+        step = queries, self._first(rows), summary, self.batch.spans[:rows], units, counts
+        shared: dict[str, Any] = {
+            "visible": self.visible[:rows], "out": out, "dense_below": dense_below, "early": early, **self._logits,
+        }  # fmt: skip
+        group, capacity = self.shape.group_size, self.batch.capacity
         if isinstance(method, Sketch):
-            return sketch_attention(
-                queries, kv, summary, self.batch.spans, *self._lists, bits=method.bits, rest=method.rest,
-                visible=self.visible, estimated=self.estimated, out=out, dense_below=dense_below,
-                space=self._sketch_space(queries), early=early, **self._logits,
+            space = self._launch_space(
+                SketchSpace, rows, lambda kv: sketch_launch.single_launch_runs(queries, kv, capacity),
+                lambda kv: SketchSpace.shapes(kv, group, capacity),
             )  # fmt: skip
-        space = None
-        if single_launch_runs(queries, kv, summary, self._lists[0], method.ranking):
-            key = (kv.keys.shape[0], *self.shape[1:4])
-            space = self.batch.space(SiftSpace.make, kv, self.shape.group_size, key=key)
-        return sifted_attention(
-            queries, kv, summary, self.batch.spans, *self._lists, kind=method.ranking, space=space,
-            visible=self.visible, early=early, out=out, dense_below=dense_below, **self._logits,
+            estimated = None if self.estimated is None else self.estimated[:rows]
+            return sketch_attention(
+                *step, bits=method.bits, rest=method.rest, estimated=estimated, space=space, **shared
+            )
+        kind = method.ranking
+        space = self._launch_space(
+            SiftSpace, rows, lambda kv: single_launch_runs(queries, kv, summary, units, kind),
+            lambda kv: SiftSpace.shapes(kv, group),
         )  # fmt: skip
+        return sifted_attention(*step, kind=kind, ranked=self.batch.ranked, space=space, **shared)
 
     def _attend_reused(
         self, queries: Tensor, units: Tensor, counts: Tensor, out: Tensor | None, dense_below: Tensor | None
     ) -> Tensor:
-        space, unit_size = None, self.batch.unit_size
+        space, unit_size, batch = None, self.batch.unit_size, len(queries)
         if self.kv.keys.is_cuda:
             rows = self.kv.batch * units.shape[1]
             splits = split_count(self.kv, units.shape[2], rows, unit_size)
             sizes = (rows, splits, self.shape.num_query_heads // units.shape[1], self.shape.head_dim, units.device)
             space = self.batch.space(SplitSpace.make, *sizes, key=sizes)
         return page_attention(
-            queries, self.kv, units, counts, space=space, visible=self.visible, dense_below=dense_below, out=out,
-            unit_size=unit_size, heads=self._heads, **self._logits,
+            queries, self._first(batch), units, counts, space=space, visible=self.visible[:batch],
+            dense_below=dense_below, out=out, unit_size=unit_size, heads=self._heads, **self._logits,
         )  # fmt: skip
 
     def _attend_dense(
-        self, queries: Tensor, rows: int, out: Tensor | None = None, dense_below: Tensor | None = None
+        self, queries: Tensor, rows: int, out: Tensor | None, dense_below: Tensor | None = None
     ) -> Tensor:
         """Attend all pages of dense rows, cut so that ``rows`` of them fill the device.
 
@@ -285,8 +333,9 @@ class DecodeLayer:
         """
         space = self._split_space(rows)
         return page_attention(
-            queries, self.kv, None, None, space=space, out=out, dense_below=dense_below, **self._logits
-        )
+            queries, self._first(len(queries)), None, None, space=space, out=out, dense_below=dense_below,
+            **self._logits,
+        )  # fmt: skip
 
     def _attend_blocks(self, queries: Tensor, early: bool) -> Tensor:
         assert self.sink_logit is None, "no model with learned sinks is attended in blocks"
@@ -299,18 +348,29 @@ class DecodeLayer:
     def _logits(self) -> dict[str, Any]:
         return {"scale": self.shape.scale, "softcap": self.shape.softcap, "sink_logit": self.sink_logit}
 
-    def _sketch_space(self, queries: Tensor) -> SketchSpace | None:
-        group, capacity = self.shape.group_size, self.batch.capacity
-        if not sketch_launch.single_launch_runs(queries, self.kv, capacity):
-            return None
-        key = (self.kv.keys.shape[0], *self.shape[1:4])
-        return self.batch.space(SketchSpace.make, self.kv, group, capacity, key=key)
+    def _first(self, rows: int) -> PagedKV:
+        """Return the cache of the first rows."""
+        kv = self.kv
+        return kv if rows == kv.batch else kv._replace(table=kv.table[:rows], lengths=kv.lengths[:rows])
+
+    def _launch_space(
+        self, kind: type, rows: int, runs: Callable[[PagedKV], bool],
+        shapes: Callable[[PagedKV], tuple[SpaceShape, ...]],
+    ) -> Any:  # fmt: skip
+        def shapes_of(size: int) -> tuple[SpaceShape, ...] | None:
+            kv = self._first(size)
+            return shapes(kv) if runs(kv) else None
+
+        return self.batch.launch_space(kind, shapes_of, rows, self.shape[1:4])
 
     def _split_space(self, rows: int) -> SplitSpace | None:
         if not self.kv.keys.is_cuda:
             return None
         heads, shape = self.kv.num_kv_heads, self.shape
         splits = split_count(self.kv, None, rows * heads)
+        if self.batch.dense_bytes is not None:
+            split_bytes = self.kv.batch * heads * 4 * shape.group_size * (shape.head_dim + 2)
+            splits = min(splits, max(1, self.batch.dense_bytes // split_bytes))
         arguments = (self.kv.batch * heads, splits, shape.group_size, shape.head_dim, self.kv.keys.device)
         return self.batch.space(SplitSpace.make, *arguments, key=arguments)
 

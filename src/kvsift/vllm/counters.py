@@ -1,4 +1,4 @@
-"""PhaseCounters of a phase: what queries saw, of what there was."""
+"""The counters of a phase as vLLM's log and Prometheus show them."""
 
 from __future__ import annotations
 
@@ -15,57 +15,21 @@ COUNTED_ONCE = 4  # sums that every rank has and the first exports; the others a
 
 @dataclass
 class PhaseCounters:
-    """Sums over the queries of a phase, of all layers that plans apply to.
+    """What the queries of a phase saw in all layers that plans apply to, for the log and for Prometheus.
 
     Attributes:
         phase: whose queries these are.
         rank: of the process among those that share the heads: the others see the same tokens, by other heads.
-        queries: one for each token and layer.
-        visible_tokens: per head.
-        context_tokens: what dense attention shows.
-        kv_bytes_read: keys, values and page summaries, of the heads of this process.
-        kv_bytes_dense: what dense attention reads.
-        probes: queries that were compared with exact attention.
-        recovery: softmax mass on what they saw, a mean over heads, summed over them.
+        tally: the sums, one query for each token and layer; bytes are of the heads of this process.
     """
 
     phase: Phase = "decode"
     rank: int = 0
-    queries: int = 0
-    sparse_queries: int = 0
-    visible_tokens: float = 0.0
-    context_tokens: int = 0
-    kv_bytes_read: float = 0.0
-    kv_bytes_dense: float = 0.0
-    probes: int = 0
-    recovery: float = 0.0
+    tally: Tally = field(default_factory=Tally)
     _logged: tuple[float, ...] = (0.0,) * 8
     _exported: tuple[float, ...] = (0.0,) * 8
     _last_s: float = field(default_factory=monotonic)
     _prometheus: list[Any] | None = None
-
-    def add(self, visible: float, context: int, index_bytes: float, token_bytes: int) -> None:
-        """Count a query that saw ``visible`` of ``context`` tokens, of ``token_bytes`` each, and read ``index_bytes``
-        to choose them."""
-        self.queries += 1
-        self.sparse_queries += visible < context
-        self.visible_tokens += visible
-        self.context_tokens += context
-        self.kv_bytes_read += visible * token_bytes + index_bytes
-        self.kv_bytes_dense += context * token_bytes
-
-    def add_probe(self, recovery: float) -> None:
-        """Count a comparison with exact attention."""
-        self.probes, self.recovery = self.probes + 1, self.recovery + recovery
-
-    def take(self, tally: Tally) -> None:
-        """Count what was attended through ``layer.selection``."""
-        self.queries += tally.queries
-        self.sparse_queries += tally.sparse_queries
-        self.visible_tokens += float(tally.visible_tokens)
-        self.context_tokens += tally.context_tokens
-        self.kv_bytes_read += float(tally.kv_bytes_read) + tally.index_bytes_read
-        self.kv_bytes_dense += tally.kv_bytes_dense
 
     def line(self, every_s: float) -> str | None:
         """Return a line about the queries since the last one; None before ``every_s`` seconds, or without any, and on
@@ -100,9 +64,10 @@ class PhaseCounters:
         return [now - then for now, then in zip(self._sums(), before)]
 
     def _sums(self) -> tuple[float, ...]:
-        tokens = self.visible_tokens, self.context_tokens
-        num_bytes = self.kv_bytes_read, self.kv_bytes_dense
-        return (self.queries, self.sparse_queries, *tokens, *num_bytes, self.probes, self.recovery)
+        tally = self.tally
+        tokens = float(tally.visible_tokens), tally.context_tokens
+        num_bytes = float(tally.kv_bytes_read) + tally.index_bytes_read, tally.kv_bytes_dense
+        return (tally.queries, tally.sparse_queries, *tokens, *num_bytes, tally.probes, tally.recovery)
 
 
 def _new_counters(phase: Phase) -> list[Any]:

@@ -117,19 +117,16 @@ class SparseCPUImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         cache = self._block_cache(self._state, layer, kv_cache)
         for row, rule in sparse:
             blocks = attn_metadata.block_table[row.row].to(torch.int64)
-            counters, query_of_row = self._state.counters, query[row.token]
-            is_probed = self._state.probes(counters.sparse_queries)
-            attended = attend_token(shape, rule, query_of_row, cache, blocks, row.length, self.sinks, is_probed)
-            output[row.token] = attended.output.view_as(output[row.token])
-            counters.add(attended.visible, row.length, attended.index_bytes, cache.token_bytes)
-            if attended.recovery is not None:
-                counters.add_probe(attended.recovery)
+            tally, own = self._state.counters.tally, query[row.token]
+            is_probed = self._state.probes(tally.sparse_queries)
+            attended = attend_token(shape, rule, own, cache, blocks, row.length, tally, self.sinks, is_probed)
+            output[row.token] = attended.view_as(output[row.token])
         return output
 
     def _count_dense(self, row: GeneratingRow, kv_cache: Tensor) -> None:
         assert self._state is not None
         token_bytes = kv_cache.shape[1] * kv_cache.shape[3] * kv_cache.element_size()
-        self._state.counters.add(row.length, row.length, 0, token_bytes)
+        self._state.counters.tally.add_query(row.length, row.length, token_bytes)
 
     def _shape(self, layer: Any) -> LayerShape:
         index = compat.layer_index(layer.layer_name)

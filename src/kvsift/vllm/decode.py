@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from kvsift.kernels.merge import with_sink_logit
@@ -18,20 +16,11 @@ from kvsift.types import LayerShape
 from kvsift.vllm.block_cache import BlockCache
 
 
-class AttendedToken(NamedTuple):
-    """Attention of one token."""
-
-    output: Tensor  # [num_query_heads, head_dim]
-    visible: float  # tokens, per head
-    index_bytes: float  # read to choose them
-    recovery: float | None  # softmax mass on them, if it was asked for
-
-
 def attend_token(
-    shape: LayerShape, rule: Rule, query: Tensor, cache: BlockCache, blocks: Tensor, length: int,
+    shape: LayerShape, rule: Rule, query: Tensor, cache: BlockCache, blocks: Tensor, length: int, tally: Tally,
     sink_logit: Tensor | None = None, is_probed: bool = False,
-) -> AttendedToken:  # fmt: skip
-    """Attend one token, the last of ``length`` cached ones.
+) -> Tensor:  # fmt: skip
+    """Return the attention of one token, the last of ``length`` cached ones, [num_query_heads, head_dim].
 
     Args:
         shape: the layer.
@@ -40,10 +29,11 @@ def attend_token(
         cache: of the layer.
         blocks: int64 [num_blocks], physical blocks of the sequence, enough for ``length``.
         length: tokens.
+        tally: in which the query is counted.
         sink_logit: [num_query_heads].
         is_probed: compare with exact attention.
     """
-    segment, tally = Segment(query[None, :, None], length - 1, length), Tally()
+    segment = Segment(query[None, :, None], length - 1, length)
     reader = cache.reader(blocks[: -(-length // cache.block_size)], length, rule.method.summary_page_size)
     messages = LayerMessages()
     messages.begin(0, shape.layer)
@@ -52,5 +42,7 @@ def attend_token(
     part, visible = attend_sparse(shape, segment, reader, view, selection)
     part = part if selection is None else with_estimates(part, selection)
     part = part if sink_logit is None else with_sink_logit(part, sink_logit)
-    recovery = probe(shape, query[:, None], reader.keys(), view.spans[0], selection)[1] if is_probed else None
-    return AttendedToken(part.output[0, :, 0], float(visible), tally.index_bytes_read, recovery)
+    tally.add_query(float(visible), length, cache.token_bytes)
+    if is_probed:
+        tally.add_probe(*probe(shape, query[:, None], reader.keys(), view.spans[0], selection))
+    return part.output[0, :, 0]

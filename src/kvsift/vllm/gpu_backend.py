@@ -27,15 +27,14 @@ from kvsift.errors import InputError
 from kvsift.kernels.block_pages import BlockPages
 from kvsift.kernels.page_summary import row_format
 from kvsift.kernels.summarise_slots import FEW, compile_ahead, summarise_slots
-from kvsift.layer.paged_decode import rule_of
+from kvsift.layer.paged_decode import DecodeLayer, rule_of
 from kvsift.types import LayerShape
 from kvsift.vllm import compat, gpu_prefill
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.gpu_counters import GpuCounters
-from kvsift.vllm.gpu_decode import DecodeBuffers, LayerPages, dense_below_of
+from kvsift.vllm.gpu_decode import BlockBatch, LayerPages, dense_below_of
 from kvsift.vllm.gpu_memory import GIB, hold
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
-from kvsift.vllm.gpu_probes import GpuProbes
 from kvsift.vllm.refusals import FP8, check_block_size
 
 
@@ -83,12 +82,12 @@ class GpuStep:
         rest: stock metadata of the other rows; None if there are none, or nothing before them.
         runs: the other rows, where some are attended by a rule of prefill; empty if none is.
         dense_decodes: stock metadata of the rows that decode, for layers where those alone are dense.
-        begun: whether a layer has taken the step over into the buffers.
+        begun: whether a layer has taken the step over into the batch.
     """
 
     decodes: int
-    buffers: DecodeBuffers
-    probes: GpuProbes
+    batch: BlockBatch
+    counters: GpuCounters
     rest: Any = None
     runs: tuple[RowRun, ...] = ()
     dense_decodes: Any = None
@@ -110,7 +109,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         state = sparse_state(vllm_config)
-        self._buffers: DecodeBuffers | None = None
+        self._batch: BlockBatch | None = None
         if state is None:
             if state_of(vllm_config) is not None:
                 compat.logger.info_once("kvsift: up to max_model_len the plan skips nothing: vLLM's own attention.")
@@ -122,7 +121,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         self._init_reorder_batch_threshold(1)  # model runner V1 then puts rows that decode first, as V2 does
         heads, dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         shape = LayerShape(-1, self.num_heads_q, heads, dim, dim**-0.5)
-        self._buffers = DecodeBuffers(
+        self._batch = BlockBatch(
             settings.decode_rules, shape, vllm_config.scheduler_config.max_num_seqs,
             vllm_config.model_config.max_model_len, dense_below_of(settings), device, settings.allows_dense,
         )  # fmt: skip
@@ -131,19 +130,19 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         index_bytes = heads * row_bytes(kind, dim, page_size, dtype) / page_size
         dense = settings.decode_rules[0].budget.dense_layers
         sparse = [name for name in layer_names if compat.layer_index(name) not in dense]
-        self._probes, self._decoded = GpuProbes(self._buffers, sparse, settings.probe_every, dtype), 0
-        self._counters = GpuCounters(self._buffers, self._probes, heads * 2 * dim * element, index_bytes)
+        token_bytes, self._decoded = heads * 2 * dim * element, 0
+        self._counters = GpuCounters(self._batch, sparse, settings.probe_every, dtype, token_bytes, index_bytes)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        buffers, common = self._buffers, common_attn_metadata
-        if buffers is None or common.causal is not True:
+        batch, common = self._batch, common_attn_metadata
+        if batch is None or common.causal is not True:
             return super().build(common_prefix_len, common, fast_build)
         decodes, others, tokens, _ = split_decodes_and_prefills(common, 1)
         slots = compat.slots_of_rows(common)
-        self._probes.after(self._decoded)  # before anything of the last step is replaced
+        self._counters.probe(self._decoded)  # before anything of the last step is replaced
         self._decoded = decodes
-        buffers.set_rules([rule_of(self._state.plan(slot)) for slot in slots[:decodes]])
-        step = GpuStep(decodes, buffers, self._probes)
+        batch.set_rules([rule_of(self._state.plan(slot)) for slot in slots[:decodes]])
+        step = GpuStep(decodes, batch, self._counters)
         if others:
             assert tokens == decodes, "each of the first rows has one token"
             prompts = self._prompts(common, decodes, slots)
@@ -152,7 +151,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             step.dense_decodes = self._stock(common, 0, decodes) if decodes and prompts else None
         metadata = super().build(common_prefix_len, common, fast_build)
         metadata.kvsift = step if decodes or step.runs else None
-        self._counters.poll(self._state.counters)
+        self._counters.poll(self._state.counters.tally)
         for counters in (self._state.counters, self._state.prompts):
             counters.export()
             if line := counters.line(self._state.settings.log_every_s):
@@ -193,7 +192,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         return metadata
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-        return self._buffers is None and super().use_cascade_attention(*args, **kwargs)
+        return self._batch is None and super().use_cascade_attention(*args, **kwargs)
 
 
 def row_bytes(kind: str, head_dim: int, page_size: int, dtype: torch.dtype) -> int:
@@ -231,6 +230,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         self._state = state
         self._sparse: tuple[bool, bool] | None = None  # in decode and in prefill, once the layer's name is known
         self._layer: LayerPages | None = None
+        self._attention: DecodeLayer | None = None  # over _layer
         self._cache: tuple[int, torch.Size] | None = None  # address and shape of the cache that _layer is of
 
     def _stays_dense(self) -> str:
@@ -301,30 +301,32 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
     def _decode(
         self, layer: Any, step: GpuStep, own: LayerPages, query: Tensor, attn_metadata: Any, output: Tensor
     ) -> None:  # fmt: skip
-        rows, buffers = step.decodes, step.buffers
+        rows, batch = step.decodes, step.batch
         if not step.begun:
             step.begun = True
-            buffers.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
-        new = layer.layer_name not in buffers.layers
-        buffers.layers.add(layer.layer_name)
-        softcap, scale = self.logits_soft_cap or None, self._logit_scale(layer)
-        query = query.to(output.dtype)
-        step.probes.keep(layer.layer_name, query, own, scale, softcap)
-        buffers.attend(query, own, scale, softcap, self.sinks, output, self._value_scale(layer))
-        if new and len(buffers.layers) == 1:
+            batch.begin(attn_metadata.block_table[:rows], attn_metadata.seq_lens[:rows], own.pages)
+        new = layer.layer_name not in batch.layers
+        batch.layers.add(layer.layer_name)
+        shape, known = self._shape(scale=self._logit_scale(layer)), self._attention
+        if known is None or known.shape != shape or known.sink_logit is not self.sinks:
+            known = self._attention = batch.layer(own, shape, self.sinks)
+        query = query.to(output.dtype).contiguous()
+        step.counters.keep(layer.layer_name, query, known)
+        known.attend(query, batch.mode, out=output)
+        self._scale_values(layer, output)
+        if new and len(batch.layers) == 1:
             compat.logger.info_once(
-                "kvsift: a single launch decodes %s; Triton kernels the others.", buffers.single_launches
+                "kvsift: a single launch decodes %s; Triton kernels the others.", batch.single_launches
             )
 
     def _read(self, layer: Any, prompt: PromptRow, own: LayerPages, query: Tensor, output: Tensor) -> None:
         assert self._state is not None
         state, shape = self._state, self._shape(compat.layer_index(layer.layer_name), self._logit_scale(layer))
         attend_prompt(
-            prompt, shape, own, self._summary[0], query.to(output.dtype), state.messages, state.prompts, self.sinks,
-            output,
+            prompt, shape, own, self._summary[0], query.to(output.dtype), state.messages, state.prompts.tally,
+            self.sinks, output,
         )  # fmt: skip
-        if (scale := self._value_scale(layer)) != 1.0:
-            output.mul_(scale)
+        self._scale_values(layer, output)
 
     def _shape(self, index: int = -1, scale: float | None = None) -> LayerShape:
         softcap, scale = self.logits_soft_cap or None, self.scale if scale is None else scale
@@ -339,8 +341,9 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         """Of this moment: graphs keep it, and weights that are loaded again later must have the same scales."""
         return float(self.scale * layer._q_scale_float * layer._k_scale_float if self._is_fp8 else self.scale)
 
-    def _value_scale(self, layer: Any) -> float:
-        return float(layer._v_scale_float) if self._is_fp8 else 1.0
+    def _scale_values(self, layer: Any, output: Tensor) -> None:
+        if self._is_fp8 and layer._v_scale_float != 1.0:
+            output.mul_(float(layer._v_scale_float))
 
     @property
     def _summary(self) -> tuple[str, int]:
@@ -380,7 +383,7 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
         pages = BlockPages.of(kv_cache, page_size)
         width, dtype = row_format(kind, self.head_size, page_size)
         old = self._layer.rows.untyped_storage().nbytes() if self._layer is not None else 0
-        self._layer = None  # freed before the new one is made
+        self._layer = self._attention = None  # freed before the new one is made
         keys, values = pages.split(kv_cache.view(torch.float8_e4m3fn) if self._is_fp8 else kv_cache)
         rows = pages.new_rows(len(kv_cache), self.num_kv_heads, width, dtype or self._dtype, kv_cache.device)
         self._layer, self._cache = LayerPages(pages, keys, values, rows), cache

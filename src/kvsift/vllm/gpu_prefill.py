@@ -19,7 +19,6 @@ from kvsift.plan.plan import Rule
 from kvsift.stores.base import Store
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part
-from kvsift.vllm.counters import PhaseCounters
 from kvsift.vllm.gpu_decode import LayerPages
 
 SCORE_BYTES = 1 << 30  # of the segments that are selected for at once; groups cost the host more than the device
@@ -133,7 +132,7 @@ class BlockRow(RowReader):
 
 def attend_prompt(
     row: PromptRow, shape: LayerShape, layer: LayerPages, kind: str, queries: Tensor, messages: LayerMessages,
-    counters: PhaseCounters, sink_logit: Tensor | None, out: Tensor,
+    tally: Tally, sink_logit: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Attend the new tokens of a prompt, whose keys and values are stored.
 
@@ -144,12 +143,12 @@ def attend_prompt(
         kind: of its summaries.
         queries: [num_new, num_query_heads, head_dim].
         messages: between the layers of the model.
-        counters: of prefill.
+        tally: of prefill.
         sink_logit: [num_query_heads], a learned extra logit.
         out: like ``queries``, written.
     """
     messages.begin(row.row, shape.layer)
-    tally, heads = Tally(), queries.transpose(0, 1)
+    heads = queries.transpose(0, 1)
     stored = BlockRow(shape, layer, kind, row.pages(layer), row.stop)
     store = cast(Store, stored)
     selector = Selector(shape, row.rule, "prefill", None, row.row, messages, tally)
@@ -165,7 +164,7 @@ def attend_prompt(
         assert part is not None, "settings.read_plan lets no methods in whose selections are more than lists"
         part = part if sink_logit is None else with_sink_logit(part, sink_logit)
         out[tokens] = part.output[0].transpose(0, 1)
-    counters.take(tally)
+    tally.visible_tokens = float(tally.visible_tokens)  # else whoever reads it later waits for a step that decodes
 
 
 def compile_ahead(
@@ -191,9 +190,7 @@ def compile_ahead(
         queries = torch.zeros(count, shape.num_query_heads, shape.head_dim, dtype=dtype, device=device)
         blocks = torch.zeros(-(-max_length // layer.pages.block_size), dtype=torch.int32, device=device)
         row = PromptRow(0, slice(0, count), start, rule, blocks)
-        attend_prompt(
-            row, shape, layer, kind, queries, LayerMessages(), PhaseCounters(), None, torch.empty_like(queries)
-        )
+        attend_prompt(row, shape, layer, kind, queries, LayerMessages(), Tally(), None, torch.empty_like(queries))
 
 
 def _attend_dense(shape: LayerShape, group: SegmentGroup, queries: Tensor, row: BlockRow) -> Part:
