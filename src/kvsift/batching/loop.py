@@ -80,7 +80,7 @@ class Loop:
         self._entering: deque[Row] = deque()  # submitted, in their order
         self._thread: Thread | None = None
         self._process = os.getpid()
-        self._is_closed = self._is_stepping = False
+        self._is_closed = self._is_stepping = self._is_done = False
         self.step_started: float | None = None  # by ``perf_counter``
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
@@ -175,6 +175,8 @@ class Loop:
             message()
         else:
             self._inbox.put(message)  # a single step of C: an interrupt comes before or after it
+            if self._is_done:
+                self._carry_out()
 
     def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, in the thread of the loop if it has one; returns what it returns."""
@@ -246,6 +248,7 @@ class Loop:
             self._is_closed = True
             with self._turn:
                 self._end_all("cancelled")
+                self._is_done = True  # what comes from now on is carried out by whoever posts it
                 self._carry_out()
         return not self._is_closed
 
