@@ -71,7 +71,7 @@ def test_the_device_holds_what_is_always_seen_summaries_and_the_cache(device: st
     model = llm(directory, device, "offload:device_cache=256", chunk_size=512, path="composed")
     document = model.read(text_of(1500))
     document.ask("How many sacks?", max_new_tokens=40)
-    cache = document._cache
+    cache = document._prefix.cache
     assert cache is not None
     for attention in cache.attentions[1:]:
         store = attention.store

@@ -99,7 +99,7 @@ def test_summaries_are_on_the_device_and_the_rest_is_not(device: str, directory:
     _, apart = pair(directory, device)
     document = apart.read(text_of(1500), plan=SKETCH)
     answer = document.ask(QUESTIONS[0], max_new_tokens=20)
-    cache = document._cache
+    cache = document._prefix.cache
     assert cache is not None
     sketches = 0
     for attention in cache.attentions:

@@ -51,7 +51,7 @@ def test_the_device_holds_sinks_window_and_some_slack(device: str, directory: Pa
     model = llm(directory, device, "split", chunk_size=512)
     document = model.read(text_of(1500))
     document.ask("How many sacks?", max_new_tokens=40)
-    for attention in document._cache.attentions[1:]:  # type: ignore[union-attr]
+    for attention in document._prefix.cache.attentions[1:]:  # type: ignore[union-attr]
         store = attention.store
         assert isinstance(store, SplitStore)
         assert store.keys.device.type == "cpu"

@@ -34,12 +34,12 @@ def assert_summaries_are_those_of_the_keys(cache: SparseCache) -> None:
 def test_a_document_has_its_summaries_whatever_its_answers_were_decoded_by(dense_steps: int, llama: Path) -> None:
     document = LLM(llama, QUEST, path="eager", dense_below=0).read(TEXT)
     document.ask("Which mill?", max_new_tokens=1)
-    length = document._cache.get_seq_length()  # type: ignore[union-attr]
+    length = document._prefix.cache.get_seq_length()  # type: ignore[union-attr]
     document = LLM(llama, QUEST, path="eager", dense_below=length + dense_steps).read(TEXT)
     answer = document.ask("Which mill?", max_new_tokens=120)
     assert len(answer.token_ids) > 60
-    assert document._cache is not None
-    assert_summaries_are_those_of_the_keys(document._cache)
+    assert document._prefix.cache is not None
+    assert_summaries_are_those_of_the_keys(document._prefix.cache)
 
 
 def test_pages_written_by_dense_steps_compete_once_lists_are_on(llama: Path) -> None:

@@ -34,6 +34,7 @@ class Held:
             self.told.append, self.begun.append,
             lambda question, reason: self.refused.append((question, reason)),
         )  # fmt: skip
+        self.llm.loop.after_step = self.documents.report
         self.llm.loop.start()
 
     def add(self, key: str, text: str, kept: Path | None = None) -> None:
@@ -41,11 +42,14 @@ class Held:
         message = {"op": "read", "document": key, "text": text, "client": "me", "salt": "", "kept": path}
         self.documents.add(message)
 
+    def forget(self, key: str) -> None:
+        self.documents.forget(key)
+        self.llm.loop.step()
+
     def step(self, done: Callable[[], object]) -> None:
         def stepped() -> object:
             self.llm.loop.step()
             self.llm.loop.check()
-            self.documents.report()
             return done()
 
         until(stepped)
@@ -72,9 +76,9 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     assert len(set(read)) > 5, "chunk by chunk"
     used = held.llm.loop.kv.pages.num_used
     assert used >= 1300 // 16, "both are held"
-    held.documents.forget("a")
+    held.forget("a")
     assert 0 < held.llm.loop.kv.pages.num_used < used
-    held.documents.forget("b")
+    held.forget("b")
     assert held.llm.loop.kv.pages.num_used == 0
     assert not held.refused
 
@@ -102,7 +106,7 @@ def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(mod
     assert held.refused[-1] == ("later", "the document was deleted.")
     held.add("b", text_of(300))
     held.step(lambda: held.of("b") and held.of("b")[-1]["status"] == "ready")
-    held.documents.forget("b")
+    held.forget("b")
     assert held.llm.loop.kv.pages.num_used == 0
     assert not held.begun
 
@@ -129,10 +133,10 @@ def test_a_document_that_is_deleted_while_it_is_kept_leaves_no_file(
 def test_a_document_that_fails_says_why_and_the_next_one_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, read = Held(model), RunnerRows.read
 
-    def failing(self: RunnerRows, cache: object, ids: Any, pause: Any = None) -> Any:
+    def failing(self: RunnerRows, row: Row, ids: Any, pause: Any = None) -> Any:
         if len(held.of("b")) == 0:
             raise RuntimeError("a fault")
-        return read(self, cache, ids, pause)
+        return read(self, row, ids, pause)
 
     monkeypatch.setattr(RunnerRows, "read", failing)
     held.add("a", text_of(300))
@@ -152,6 +156,7 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
     held.step(lambda: held.begun)
     assert held.of("a")[-1]["pinned"] is False
     assert held.of("a")[-1]["status"] == "ready"
+    held.llm.loop.step()
     assert held.llm.loop.kv.pages.num_used == 0
 
 
@@ -166,7 +171,7 @@ def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch
         submit(row)
 
     monkeypatch.setattr(held.llm.loop, "submit", full)
-    monkeypatch.setattr(held_documents, "LINE_S", 0.01)
+    monkeypatch.setattr(held_documents, "FULL_S", 0.01)
     held.add("a", text_of(300))
     held.step(lambda: held.of("a") and held.of("a")[-1]["status"] == "ready")
     assert len(tries) == 3
