@@ -91,7 +91,10 @@ def test_a_question_that_crosses_the_original_maximum_reads_the_document_again(
 def test_questions_about_a_long_document_share_its_reading(directories: dict[str, Path]) -> None:
     for kind in WITH_LENGTHS:
         document = LLM(directories[kind], "dense", device="cpu").read(text_of(280))
-        caches = [document.ask(question, max_new_tokens=8) and document._prefix.cache for question in ("Who?", "Where is it?")]
+        caches = []
+        for question in ("Who?", "Where is it?"):
+            document.ask(question, max_new_tokens=8)
+            caches.append(document._prefix.cache)
         assert caches[0] is caches[1]
 
 
