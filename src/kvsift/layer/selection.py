@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -21,15 +22,15 @@ from kvsift.stores.base import Segment, Select, Store, View
 from kvsift.stores.joined_segments import attend_segments, is_plain, list_units
 from kvsift.stores.parts import past_lse
 from kvsift.stores.reader import RowReader
-from kvsift.types import Candidates, LayerShape, Limit, Part, Selection
+from kvsift.types import LayerShape, Limit, Part, Selection
 
 
 def view_of(rule: Rule, segment: Segment) -> View:
     """What a segment may see under a rule besides its selection."""
-    method, budget, traits = rule.method, rule.budget, rule.method.traits
+    method, budget, traits, unit_size = rule.method, rule.budget, rule.traits, rule.unit_size
     positions = range(segment.start, segment.stop if traits.slides else segment.start + 1)
     return View(
-        [budget.always(position, method.unit_size, fill=not traits.selects) for position in positions],
+        [budget.always(position, unit_size, fill=not traits.selects) for position in positions],
         whole_units=budget.window > 0,  # else the unit being filled competes, and not every token of it is stored
         from_summaries=bool(method.summaries),
         reposition=method.reposition if traits.repositions else None,
@@ -66,23 +67,19 @@ class Selector:
 
     def select_in(self, view: View, given: Selection | None = None) -> Select:
         """A function that a store calls with queries and a reader; ``given`` if the selection is made already."""
+        if given is not None or not self.rule.traits.selects:
+            return lambda segment, reader: given
+        return partial(self._select, view.spans[0])
 
-        def select(segment: Segment, reader: RowReader) -> Selection | None:
-            if not self.rule.method.traits.selects:
-                return None
-            return given or self._select(segment, view.spans[0], reader)
-
-        return select
-
-    def _select(self, segment: Segment, spans: tuple[int, int], reader: RowReader) -> Selection:
-        started, budget = perf_counter(), self.rule.budget
+    def _select(self, spans: tuple[int, int], segment: Segment, reader: RowReader) -> Selection:
+        started, rule, budget = perf_counter(), self.rule, self.rule.budget
         counting = self._counting(reader, segment.start, segment.stop)
-        candidates, units = self._candidates(segment)
+        room = budget.room(segment.start, rule.unit_size)
         adaptive = budget.head_budgets == "adaptive"
         always = None if budget.mass is None and not adaptive else past_lse(self.shape, segment, reader, spans)
-        limit = Limit(units, budget.mass, always, adaptive)
-        selection = self.rule.method.select(
-            self.state, self.shape, segment.queries[0], segment.start, candidates, limit, counting
+        limit = Limit(min(room.units, room.candidates.count), budget.mass, always, adaptive)
+        selection = rule.method.select(
+            self.state, self.shape, segment.queries[0], segment.start, room.candidates, limit, counting
         )
         self.tally.index_bytes_read += counting.bytes_read
         self.tally.select_s += perf_counter() - started
@@ -123,12 +120,6 @@ class Selector:
         self.tally.add_group(group, store, selected * size * choices.num_queries, read)
         spans, rows = group.spans, reader.paged()
         return selections, attend_segments(self.shape, queries, group.start, spans, units, counts, size, rows)
-
-    def _candidates(self, segment: Segment) -> tuple[Candidates, int]:
-        """What may be selected for a segment, and how many units of it."""
-        budget, unit_size = self.rule.budget, self.rule.method.unit_size
-        candidates = budget.candidates(segment.start, unit_size)
-        return candidates, min(budget.units(segment.start, unit_size), candidates.count)
 
     def _counting(self, reader: RowReader, start: int, stop: int) -> CountingReader:
         return CountingReader(reader, self.messages, (self.row, self.shape.layer, (self.phase, start, stop)))

@@ -19,7 +19,6 @@ from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.native.product import MAX_ROWS, takes_product
 from kvsift.threads import yield_to_others
-from kvsift.types import LayerShape
 
 MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
 
@@ -101,13 +100,11 @@ class DecoderPrefill:
                 layer.qkv(x, layer.before_attention), cos, sin, step.num_query_heads, step.num_kv_heads,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps,
             )  # fmt: skip
-            head_dim, outputs = heads[1].shape[2], []
-            sizes = index, step.num_query_heads, step.num_kv_heads, head_dim, head_dim**-0.5
-            for cache, queries, keys, values in zip(caches, *(each.split(num_new, 1) for each in heads)):
-                shape = LayerShape(*sizes, rope=cache.run.rope, peers=cache.run.peers, origin=cache.run.origin)
-                stored = cache.layers[index]
-                stored.update(keys.unsqueeze(0), values.unsqueeze(0))
-                attended = stored.attend(shape, queries.unsqueeze(0), None, None, decode_tokens)
+            outputs = []
+            for number, cache in enumerate(caches):
+                own = slice(number * num_new, (number + 1) * num_new)
+                parts = [(each if len(caches) == 1 else each[:, own]).unsqueeze(0) for each in heads]
+                attended = cache.layers[index].attend_fused(*parts, decode_tokens)
                 outputs.append(attended[0].transpose(0, 1).flatten(1))
             x = layer.output.add_to(x, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
             x = layer.down.add_to(x, layer.gate_up.gated(x, layer.before_mlp))
