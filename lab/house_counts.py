@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 STEP = "kvsift.batching.loop", "Loop", "step"  # module, class and method of a step of the engine
 PLANS = "sketch:budget=256", "quest:budget=256", "dense"
 LAYER_FOLDERS = "layer", "stores", "methods", "kernels", "native", "plan"
-PROMPT_TOKENS, STEPS = 1000, 16
+PROMPT_TOKENS, STEPS = 600, 16
 CODE = (".py", ".toml", ".cu", ".cuh", ".cpp", ".hpp", ".h")
 LABORATORY = re.compile(
     r"lab/(?:kvsift_lab/)?(?P<folder>\w+/)?|src/kvsift/(?:(?P<old>eval|benchmarks)/|cli/(?:bench|dump|eval|report|explain)\.py)"
@@ -145,18 +145,16 @@ class StepTrace:
         return {**sizes, "calls per layer": round(in_layers / num_layers, 1)}
 
 
-def trace_steps(model: str | None, plan: str) -> tuple[StepTrace, int]:
-    """Return the trace of a typical decode step of a model on a CPU, None for the embedded one: the one of ``STEPS``
-    with the median number of calls, without probes. And the number of layers."""
-    import kvsift
+def trace_steps(llm: Any, plan: str) -> StepTrace:
+    """Return the trace of a typical decode step of a ``kvsift.LLM`` on a CPU, which takes no probes: the one of
+    ``STEPS`` with the median number of calls."""
     from kvsift.texts.prose import document
 
-    llm = kvsift.LLM(model, plan, device="cpu", probe_every=0)
     prompt = document((), (), PROMPT_TOKENS, lambda text: len(llm.encode(text))) + "\n\n"  # what follows is long
     with traced_steps() as traces:
-        answer = llm.generate(prompt, max_new_tokens=STEPS + 1)  # the first token comes with the end of the prompt
-    decoding = sorted(traces[1 - len(answer.token_ids) :], key=lambda trace: trace.calls.total())
-    return decoding[len(decoding) // 2], llm.directory.config.num_hidden_layers
+        answer = llm.generate(prompt, plan=plan, max_new_tokens=STEPS + 1)
+    traces = traces[1 - len(answer.token_ids) :]  # the first token came with the end of the prompt
+    return sorted(traces, key=lambda trace: trace.calls.total())[len(traces) // 2]
 
 
 @contextmanager
@@ -223,13 +221,16 @@ def text_of_steps(rows: Mapping[str, Mapping[str, float]]) -> str:
 
 def print_steps(model: str | None, as_json: bool, with_chains: bool) -> None:
     """Print the traces of one decode step under each plan."""
-    traces = {plan: trace_steps(model, plan) for plan in PLANS}
-    rows = {plan: trace.row(num_layers) for plan, (trace, num_layers) in traces.items()}
+    import kvsift
+
+    llm = kvsift.LLM(model, device="cpu", probe_every=0)
+    traces = {plan: trace_steps(llm, plan) for plan in PLANS}
+    rows = {plan: trace.row(llm.directory.config.num_hidden_layers) for plan, trace in traces.items()}
     if as_json:
-        print(json.dumps({plan: {**row, "chain": traces[plan][0].chain} for plan, row in rows.items()}, indent=1))
+        print(json.dumps({plan: {**row, "chain": traces[plan].chain} for plan, row in rows.items()}, indent=1))
         return
     print(text_of_steps(rows))
-    for plan, (trace, _) in traces.items() if with_chains else ():
+    for plan, trace in traces.items() if with_chains else ():
         print(f"{plan}: {' > '.join(trace.chain)}")
 
 

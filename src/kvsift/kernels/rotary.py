@@ -36,14 +36,14 @@ def rotate_heads(
     """
     heads = qkv.unflatten(1, (num_query_heads + 2 * num_kv_heads, -1))
     arguments = num_query_heads, num_kv_heads, q_norm, k_norm, norm_eps
-    if AVAILABLE and qkv.is_cpu and len(heads) <= MAX_ROWS and heads.dtype in ROW_DTYPES:
+    if AVAILABLE and qkv.is_cpu and qkv.shape[0] <= MAX_ROWS and heads.dtype in ROW_DTYPES:
         cos, sin = cos.to(heads.dtype).contiguous(), sin.to(heads.dtype).contiguous()
         rotate_native(heads, cos, sin, *arguments)
     elif runs_on_triton(qkv):
         _rotate_triton(heads, cos, sin, *arguments)
     else:
         _rotate_reference(heads, cos, sin, *arguments)
-    queries, keys, values = heads.transpose(0, 1).split([num_query_heads, num_kv_heads, num_kv_heads])
+    queries, keys, values = heads.transpose(0, 1).split_with_sizes([num_query_heads, num_kv_heads, num_kv_heads])
     return queries, keys, values
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kvsift.layer.accounting import RunStats
-from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.selection import CountingReader
 from kvsift.methods.base import Method, Phase
 from kvsift.plan.plan import PHASES, Plan, Rule
 from kvsift.stores.base import Store

@@ -101,7 +101,9 @@ class SparseAttention(LayerCache):
         if foreseen is not None and rule is not None and rule.traits.wants_hidden:
             position = self.store.lengths[row]  # the query this layer would ask of the input of the layer below
             self.messages.put(row, layer - 1, ("decode", position, position + 1), foreseen)
-        start, tally = self._append(row, queries, keys, values), self.stats.tally(layer, "decode")
+        start, tally = self.store.lengths[row], self.stats.tally(layer, "decode")
+        self.store.append(row, keys, values)
+        self._states.observe(row, queries, keys, values, start)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
         if exact:
             rule = None

@@ -16,6 +16,7 @@ Sources: the code and its factor are RaBitQ's (arXiv 2405.12497); estimating wha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -58,7 +59,7 @@ class Sketch(AnchoredMethod, ScoringMethod):
         checks.whole("page_size", self.page_size, 1)
         checks.flag("rest", self.rest)
 
-    @property
+    @cached_property
     def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
         return (f"sketch{self.bits}",)
 

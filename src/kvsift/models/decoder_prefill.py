@@ -21,6 +21,7 @@ from kvsift.native.product import MAX_ROWS, takes_product
 from kvsift.threads import yield_to_others
 
 MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
+ANGLES, MOST_BLOCKS = 256, 32  # positions whose angles are computed at once for decode, and how many of these are kept
 
 
 class DecoderPrefill:
@@ -32,6 +33,7 @@ class DecoderPrefill:
 
     def __init__(self, step: DecoderStep) -> None:
         self._step = step
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}  # first position -> of ``ANGLES`` positions
 
     @cached_property
     def joins(self) -> bool:
@@ -91,9 +93,7 @@ class DecoderPrefill:
             yield_to_others(len(tokens))
         step, num_new = self._step, len(tokens) // len(caches)
         decode_tokens = num_new if phase == "decode" else 0
-        steps = torch.arange(num_new, device=tokens.device)
-        positions = [steps + cache.get_seq_length() for cache in caches]
-        cos, sin = step.angles_of(positions[0] if len(caches) == 1 else torch.cat(positions))
+        cos, sin = self._angles_of([cache.get_seq_length() for cache in caches], num_new)
         x = nn.functional.embedding(tokens, step.embedding)  # [sequences * num_new, hidden]
         for index, layer in enumerate(step.layers):
             heads = rotate_heads(
@@ -114,3 +114,25 @@ class DecoderPrefill:
             return step.head(x, step.norm)
         last = x[-1:] if len(caches) == 1 else x[num_new - 1 :: num_new].contiguous()
         return step.head(last, step.norm).unsqueeze(1)
+
+    def _angles_of(self, starts: Sequence[int], num_new: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of so many positions from each start on, [positions, head_dim] both."""
+        if num_new == 1:  # the model's own embedding takes as long for one position as for many
+            rows = [self._angles_at(start) for start in starts]
+            return (
+                rows[0]
+                if len(rows) == 1
+                else (torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows]))
+            )
+        positions = [torch.arange(start, start + num_new, device=self._step.embedding.device) for start in starts]
+        return self._step.angles_of(positions[0] if len(positions) == 1 else torch.cat(positions))
+
+    def _angles_at(self, position: int) -> tuple[Tensor, Tensor]:
+        row, first = position % ANGLES, position - position % ANGLES
+        if first not in self._angles:
+            if len(self._angles) == MOST_BLOCKS:
+                self._angles.clear()
+            positions = torch.arange(first, first + ANGLES, device=self._step.embedding.device)
+            self._angles[first] = self._step.angles_of(positions)
+        cos, sin = self._angles[first]
+        return cos[row : row + 1], sin[row : row + 1]

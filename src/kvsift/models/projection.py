@@ -63,7 +63,7 @@ class Projection:
         pdl: bool = False,
     ) -> Tensor:  # fmt: skip
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
-        if self.in_core and 0 < len(x) <= MAX_ROWS:
+        if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
             assert self.weight is not None
             return product(x, self.weight, self.bias, norm=norm, residual=residual)
         if self.weight is not None:
@@ -75,14 +75,14 @@ class Projection:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight.T``, in place where the weights allow it; many rows."""
-        if self.weight is None or self.bias is not None or (self.in_core and 0 < len(x) <= MAX_ROWS):
+        if self.weight is None or self.bias is not None or (self.in_core and 0 < x.shape[0] <= MAX_ROWS):
             return self(x, residual=residual)
         return residual.addmm_(x, self.weight.t())
 
     def gated(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
         """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
         if self.weight is not None and self.bias is None:
-            if self.in_core and 0 < len(x) <= MAX_ROWS:
+            if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
                 return product(x, self.weight, norm=norm, gated=True)
             return gated_linear(x, self.weight, norm=norm, steady=steady, pdl=pdl)
         gate, up = self(x, norm, steady=steady).chunk(2, -1)

@@ -42,7 +42,7 @@ def product(
         gated: instead, silu of the first half of the products times the second half, [rows, out / 2].
         threads: torch's by default.
     """
-    if len(x) > MAX_ROWS:
+    if x.shape[0] > MAX_ROWS:
         residuals = [None] * len(x) if residual is None else residual.split(MAX_ROWS)
         parts = zip(x.split(MAX_ROWS), residuals)
         how = {"norm": norm, "gated": gated, "threads": threads}

@@ -19,10 +19,7 @@ from kvsift.native.shapes import (
     check_runs,
     is_row_major,
 )
-from kvsift.native.sketch_format import SketchLayout
-
-STRIP = 16  # tokens; a page has a multiple of them
-LARGEST_PAGE = 1024
+from kvsift.native.sketch_format import LARGEST_PAGE, STRIP, SketchLayout
 
 
 def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
@@ -31,12 +28,7 @@ def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
     pool = rows.pool if isinstance(rows, PooledRows) else rows
     if not (AVAILABLE and queries.is_cpu and pool.is_cpu and pool.shape[0]):
         return False
-    return layout.bits in (1, 2) and sketches_read(layout.page_size, layout.head_dim) and is_row_major(pool)
-
-
-def sketches_read(page_size: int, head_dim: int) -> bool:
-    """Whether the core can read sketches of such pages."""
-    return page_size % STRIP == 0 and 0 < page_size <= LARGEST_PAGE and 0 < head_dim <= LARGEST_HEAD_DIM
+    return layout.is_read_by_core and is_row_major(pool)
 
 
 def takes_tokens(keys: Tensor, values: Tensor) -> bool:
@@ -83,9 +75,9 @@ def choose_sketched(
     _check(queries, rows, layout, first, count, k, num_selections)
     q = queries.float().contiguous()
     ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
-    output, lse = torch.empty_like(q), q.new_empty(len(q))
+    output, lse = torch.empty_like(q), q.new_empty(q.shape[0])
     core.choose_sketched(
-        _sketches(rows, layout), q.data_ptr(), len(q), *address_of(rows), first, count, ids.shape[1],
+        _sketches(rows, layout), q.data_ptr(), q.shape[0], *address_of(rows), first, count, ids.shape[1],
         num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return ids, output, lse
@@ -103,7 +95,7 @@ def _check(
     queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int
 ) -> None:
     pool = rows.pool if isinstance(rows, PooledRows) else rows
-    if layout.bits not in (1, 2) or not sketches_read(layout.page_size, layout.head_dim):
+    if not layout.is_read_by_core:
         raise InputError(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
             f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
@@ -124,7 +116,7 @@ def _check(
         )
     if k < 0:
         raise InputError(f"k={k} must not be negative.")
-    if num_selections not in (rows.shape[0], len(queries)):
+    if num_selections not in (rows.shape[0], queries.shape[0]):
         raise InputError(
             f"num_selections={num_selections} must be {rows.shape[0]}, one per KV head, or {len(queries)}, one per "
             "query head."

@@ -9,6 +9,11 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from kvsift.native.shapes import LARGEST_HEAD_DIM
+
+STRIP = 16  # tokens; a page has a multiple of them
+LARGEST_PAGE = 1024
+
 
 @dataclass(frozen=True)
 class SketchLayout:
@@ -46,10 +51,20 @@ class SketchLayout:
         return _round_up(self.scales + 4, 16)
 
     @cached_property
+    def is_read_by_core(self) -> bool:
+        """Whether the compiled core estimates from such rows."""
+        return self.bits in (1, 2) and sketches_read(self.page_size, self.head_dim)
+
+    @cached_property
     def numbers(self) -> tuple[int, ...]:
         """What the compiled core's ``SketchFormat`` is made of."""
         parts = self.factors, self.key_mean, self.value_mean, self.scales, self.width
         return self.bits, self.head_dim, self.page_size, *parts
+
+
+def sketches_read(page_size: int, head_dim: int) -> bool:
+    """Whether the core can read sketches of such pages."""
+    return page_size % STRIP == 0 and 0 < page_size <= LARGEST_PAGE and 0 < head_dim <= LARGEST_HEAD_DIM
 
 
 @lru_cache

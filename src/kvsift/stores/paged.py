@@ -118,7 +118,8 @@ class PagedStore(Store):
     def _store(self, row: int, stop: int, keys: Tensor, values: Tensor) -> None:
         """Write the tokens up to position ``stop``, without summaries."""
         start = self.lengths[row]
-        self._fit()
+        if self.pool.pages.num_pages > self.pool.keys.shape[1]:
+            self._fit()
         self.lengths[row] = stop
         self._write(self._reader(row).slots(start, stop), keys, values)
 
