@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_slots_without_a_token_hold_anything(kind: str) -> None:
     layout = SketchLayout(SKETCHES[kind], 32, 8)
     parts = unpack(rows, layout)
     assert all(bool(tensor.isfinite().all()) for tensor in parts)
-    short = unpack(sketch_rows(layout.bits, keys[:, 1:2, :5], values[:, 1:2, :5]), layout._replace(page_size=5))
+    short = unpack(sketch_rows(layout.bits, keys[:, 1:2, :5], values[:, 1:2, :5]), replace(layout, page_size=5))
     for whole, cut in (
         (parts.key_means[:, 1], short.key_means[:, 0]),
         (parts.value_means[:, 1], short.value_means[:, 0]),

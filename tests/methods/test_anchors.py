@@ -152,7 +152,7 @@ def test_rows_chunks_and_passes_stay_apart(check: Check, phase: Phase, file: str
 
 
 def test_kept_messages_are_found_by_their_layer_and_end_with_the_pass() -> None:
-    from kvsift.layer.counting_reader import CountingReader
+    from kvsift.layer.selection import CountingReader
 
     messages = LayerMessages()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -222,7 +223,7 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
         (given._replace(rows=given.rows[..., :-16]), 1, 2, r"num_pages, 560"),
         (given._replace(rows=given.rows.float()), 1, 2, "must be uint8"),
         (given._replace(rows=given.rows[:, ::2]), 1, 2, "right after the one before"),
-        (given._replace(layout=given.layout._replace(page_size=24)), 1, 2, "multiple of 16"),
+        (given._replace(layout=replace(given.layout, page_size=24)), 1, 2, "multiple of 16"),
         (given._replace(queries=given.queries * torch.nan), 1, 2, "NaN or infinity"),
         (given._replace(queries=given.queries[:3]), 1, 2, "multiple of the 2 KV heads"),
         (given, -1, 2, "must not be negative"),
@@ -239,5 +240,5 @@ def test_what_cannot_be_read_is_refused(core: None) -> None:
 def test_what_fits(core: None) -> None:
     given = case(pages=4)
     assert native.sketches_fit(given.queries, given.rows, given.layout)
-    assert not native.sketches_fit(given.queries, given.rows, given.layout._replace(page_size=24))
+    assert not native.sketches_fit(given.queries, given.rows, replace(given.layout, page_size=24))
     assert not native.sketches_fit(given.queries, given.rows[:, ::2], given.layout)

@@ -21,8 +21,7 @@ from kvsift.indexes.base import Index
 from kvsift.kernels.merge import merge
 from kvsift.kernels.page_summary import SUMMARIES, summarise
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
-from kvsift.native.sketch import sketches_read
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout, rotation, sketches_read
 from kvsift.types import Part
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host import NO_INDEX, HostRecipe, point_text

@@ -25,9 +25,9 @@ from kvsift.engine.llm import LLM, Document
 from kvsift.engine.prompt import prompt, question_text
 from kvsift.engine.sampling import Sampling
 from kvsift.indexes.flat import exact_search
-from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.probe import probe
+from kvsift.layer.selection import CountingReader
 from kvsift.methods.indexed_keys import IndexedKeys
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.retrieval_attention import RetrievalAttention

@@ -140,7 +140,7 @@ class GraphIndex:
         ids = torch.empty(num_query_heads, k, dtype=torch.int64)
         scores = torch.empty(num_query_heads, k)
         group_size = num_query_heads // num_kv_heads
-        scanned = native.core().graph_search(
+        scanned = native.core.graph_search(
             floats.data_ptr(), num_query_heads, keys.data_ptr(), num_kv_heads, keys.stride(0), n, d,
             keys.dtype == torch.bfloat16, self.neighbours.data_ptr(), num_graphs, self.neighbours.shape[1], self.rows,
             self.neighbours.shape[2], self.entries.data_ptr(), self.entries.shape[1],
@@ -183,7 +183,7 @@ class GraphIndex:
         Unreachable keys, to which no path leads, are never nearest; unseen keys, in no list, only through neighbouring
         keys.
         """
-        core, (num_graphs, _, degree) = native.core(), self.neighbours.shape
+        core, (num_graphs, _, degree) = native.core, self.neighbours.shape
         unreachable = [
             core.graph_unreachable(
                 self.neighbours[graph].data_ptr(),

@@ -45,12 +45,12 @@ def build_graphs(
         target = neighbours[graph].data_ptr(), entries[graph].data_ptr()
         if compat:
             head = keys[graph * num_kv_heads // num_graphs]
-            unseen.append(native.core().graph_build_paper(
+            unseen.append(native.core.graph_build_paper(
                 head.data_ptr(), *head.shape, head.dtype == torch.bfloat16, *source, degree, PAPER_BEAM, *target,
                 native.num_threads(None), native.level(),
             ))  # fmt: skip
         else:
-            unseen.append(native.core().graph_build(
+            unseen.append(native.core.graph_build(
                 *source, n, degree, LISTS_PER_KEY, *target, NUM_ENTRIES, native.num_threads(None)
             ))  # fmt: skip
     return neighbours, entries, unseen

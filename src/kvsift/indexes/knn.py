@@ -60,7 +60,7 @@ def _top(scores: Tensor, k: int, stops: Tensor | None) -> Tensor:
         return _top_by_torch(scores, k)
     best = torch.empty(scores.shape[0], k, dtype=torch.int32)
     stops = None if stops is None else stops.to(torch.int64).contiguous()
-    native.core().top_rows(
+    native.core.top_rows(
         scores.data_ptr(), scores.dtype == torch.bfloat16, *scores.shape, 0 if stops is None else stops.data_ptr(), k,
         native.num_threads(None), best.data_ptr(),
     )  # fmt: skip

@@ -10,8 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsift import native
 from kvsift.kernels.merge import merge_all
-from kvsift.kernels.unit_attention import dense_attention, reads_in_place
+from kvsift.native.shapes import supports
 from kvsift.types import Part
 
 # Scores of one tile of queries in the reference: 2^25 floats are 128 MiB, whatever the context length.
@@ -37,8 +38,9 @@ def attention(
     """
     if keys.shape[2] == 0:
         return nothing(queries)
-    if reads_in_place(queries, keys[0]):
-        return dense_attention(queries, keys[0], values[0], scale, softcap)
+    if queries.shape[0] == 1 == queries.shape[2] and supports(queries[0], keys[0]):
+        output, lse = native.attend_dense(queries[0], keys[0], values[0], scale, softcap)
+        return Part(output.unsqueeze(0), lse.unsqueeze(0))
     if softcap is None and fused_runs(queries, keys, causal):
         if not causal and _takes_blocks(queries):
             return _in_blocks(queries, keys, values, scale)

@@ -31,7 +31,7 @@ def merge(a: Part, b: Part) -> Part:
     """
     if a.output.shape != b.output.shape or a.lse.shape != b.lse.shape:
         raise ValueError(f"parts differ in shape: {tuple(a.output.shape)} and {tuple(b.output.shape)}")
-    run = merge_triton if runs_on_triton(a.output) else merge_reference
+    run = merge_reference if a.output.is_cpu or not runs_on_triton(a.output) else merge_triton
     return run(a, b)
 
 

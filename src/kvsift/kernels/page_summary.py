@@ -31,7 +31,7 @@ from kvsift.kernels import summary_twins as twins
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
 from kvsift.kernels.summary_twins import FP8_SCALE
 from kvsift.native.extremes import page_extremes, takes_pages
-from kvsift.native.sketch_format import SketchLayout
+from kvsift.native.sketch_format import sketch_layout
 
 FP8_LARGEST = FP8_SCALE * torch.finfo(torch.float8_e4m3fn).max  # 3584
 
@@ -79,7 +79,7 @@ def row_twin(kind: str) -> Any:
 def row_format(kind: str, head_dim: int, page_size: int) -> tuple[int, torch.dtype | None]:
     """Numbers per row of a kind, or of a sketch, and their dtype; None: as of ``SummaryKind``."""
     if kind in SKETCHES:
-        return SketchLayout(SKETCHES[kind], head_dim, page_size).width, torch.uint8
+        return sketch_layout(SKETCHES[kind], head_dim, page_size).width, torch.uint8
     return SUMMARIES[kind].width(head_dim), SUMMARIES[kind].dtype
 
 

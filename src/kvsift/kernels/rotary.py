@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift import native
 from kvsift.kernels.rms_norm import rms_norm_reference, weighted
 from kvsift.kernels.rotary_append import rotate
 from kvsift.kernels.triton_shim import jit, power_of_two, runs_on_triton, tl
+from kvsift.native.loader import AVAILABLE
 from kvsift.native.product import MAX_ROWS
 from kvsift.native.product import rotate as rotate_native
 from kvsift.native.shapes import ROW_DTYPES
@@ -35,9 +35,15 @@ def rotate_heads(
         Views of ``qkv``: queries [num_query_heads, tokens, head_dim], keys and values [num_kv_heads, tokens, head_dim].
     """
     heads = qkv.unflatten(1, (num_query_heads + 2 * num_kv_heads, -1))
-    run = _rotate_triton if runs_on_triton(qkv) else _rotate_native if _core_supports(heads) else _rotate_reference
-    run(heads, cos, sin, num_query_heads, num_kv_heads, q_norm, k_norm, norm_eps)
-    queries, keys, values = heads.transpose(0, 1).split([num_query_heads, num_kv_heads, num_kv_heads])
+    arguments = num_query_heads, num_kv_heads, q_norm, k_norm, norm_eps
+    if AVAILABLE and qkv.is_cpu and qkv.shape[0] <= MAX_ROWS and heads.dtype in ROW_DTYPES:
+        cos, sin = cos.to(heads.dtype).contiguous(), sin.to(heads.dtype).contiguous()
+        rotate_native(heads, cos, sin, *arguments)
+    elif runs_on_triton(qkv):
+        _rotate_triton(heads, cos, sin, *arguments)
+    else:
+        _rotate_reference(heads, cos, sin, *arguments)
+    queries, keys, values = heads.transpose(0, 1).split_with_sizes([num_query_heads, num_kv_heads, num_kv_heads])
     return queries, keys, values
 
 
@@ -48,21 +54,6 @@ def _rotate_reference(
     queries, keys = heads[:, :num_query_heads], heads[:, num_query_heads : num_query_heads + num_kv_heads]
     for part, norm in ((queries, q_norm), (keys, k_norm)):
         part.copy_(rotate(part if norm is None else rms_norm_reference(part, norm, eps), cos, sin))
-
-
-def _core_supports(heads: Tensor) -> bool:
-    return len(heads) <= MAX_ROWS and heads.device.type == "cpu" and heads.dtype in ROW_DTYPES and native.available()
-
-
-def _rotate_native(
-    heads: Tensor, cos: Tensor, sin: Tensor, num_query_heads: int, num_kv_heads: int, q_norm: Tensor | None,
-    k_norm: Tensor | None, eps: float,
-) -> None:  # fmt: skip
-    cos, sin = (angle.to(heads.dtype).contiguous() for angle in (cos, sin))
-    for token, angles in zip(heads, zip(cos, sin)):
-        queries, keys = token[:num_query_heads], token[num_query_heads : num_query_heads + num_kv_heads]
-        for part, norm in ((queries, q_norm), (keys, k_norm)):
-            rotate_native(part, *angles, norm, eps)
 
 
 def _rotate_triton(

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsift import native
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout, rotation, sketch_layout
 from kvsift.types import Part
 
 ERROR = {1: 1 - 2 / math.pi, 2: 0.4126}  # mean square of a channel of c - x / f, for Gaussian x
@@ -56,7 +56,7 @@ def sketch_rows(bits: int, keys: Tensor, values: Tensor, valid: Tensor | None = 
     keys, values [num_kv_heads, num_pages, page_size, head_dim], any numbers and NaN where they are not valid; valid
     bool [num_pages, page_size], None if all are.
     """
-    layout = SketchLayout(bits, keys.shape[3], keys.shape[2])
+    layout = sketch_layout(bits, keys.shape[3], keys.shape[2])
     if native.takes_tokens(keys, values):
         return native.sketch_rows(layout, keys, values, valid)
     return sketch_rows_reference(layout, keys, values, valid)

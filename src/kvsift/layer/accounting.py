@@ -15,7 +15,7 @@ from kvsift.layer.observer import Observer
 from kvsift.layer.segments import SegmentGroup
 from kvsift.methods.base import Phase
 from kvsift.plan.guard import Widening
-from kvsift.stores.base import Segment, Store
+from kvsift.stores.base import Segment, Store, seen_densely
 from kvsift.types import Part, Selection
 
 RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
@@ -46,18 +46,9 @@ class Tally:
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
-    def add_segment(self, segment: Segment, store: Store) -> None:
-        """Count queries, and what dense attention would have read for them."""
-        self.queries += segment.num_queries
-        self.context_tokens += segment.context_tokens
-        self.kv_bytes_dense += segment.stop * store.token_bytes
-
     def add_dense(self, segment: Segment, store: Store) -> None:
         """Count a segment that was attended to its whole context."""
-        self.add_segment(segment, store)
-        # never in place: inference tensors would refuse it
-        self.visible_tokens = self.visible_tokens + segment.context_tokens
-        self.kv_bytes_read += segment.stop * store.token_bytes
+        self._add(segment, store, segment.context_tokens, segment.stop * store.token_bytes)
 
     def add_sparse(
         self, segment: Segment, store: Store, spans: tuple[int, int], selection: Selection | None,
@@ -65,14 +56,22 @@ class Tally:
     ) -> None:  # fmt: skip
         """Count a segment that was attended to spans (sinks_stop, window_start) and a selection; visible tokens are
         summed over its queries."""
-        self.add_segment(segment, store)
-        self.sparse_queries += segment.num_queries
-        self.visible_tokens = self.visible_tokens + visible
-        self.kv_bytes_read += (spans[0] + max(segment.stop - spans[1], 0)) * store.token_bytes
+        self.sparse_queries += segment.stop - segment.start
+        num_bytes = (spans[0] + max(segment.stop - spans[1], 0)) * store.token_bytes
         if selection is not None:
             num_kv_heads, (num_heads, count) = store.shape.num_kv_heads, selection.units.shape
             tokens = count * selection.unit_size
-            self.kv_bytes_read += tokens * store.token_bytes * max(num_kv_heads, num_heads) // num_kv_heads
+            num_bytes += tokens * store.token_bytes * max(num_kv_heads, num_heads) // num_kv_heads
+        self._add(segment, store, visible, num_bytes)
+
+    def _add(self, segment: Segment, store: Store, visible: float | Tensor, num_bytes: int) -> None:
+        """Count queries, what they saw and what was read for them, and what dense attention would have read."""
+        start, stop = segment.start, segment.stop
+        self.queries += stop - start
+        self.context_tokens += seen_densely(start, stop)
+        self.kv_bytes_dense += stop * store.token_bytes
+        self.visible_tokens = self.visible_tokens + visible  # never in place: inference tensors would refuse it
+        self.kv_bytes_read += num_bytes
 
     def add_group(self, group: SegmentGroup, store: Store, selected: float | Tensor = 0, read: int = 0) -> None:
         """As ``add_dense`` or ``add_sparse`` of each segment.
@@ -173,7 +172,10 @@ class RunStats:
 
     def tally(self, layer: int, phase: Phase) -> Tally:
         """The counters of one layer in one phase."""
-        return self._tallies.setdefault((layer, phase), Tally())
+        tally = self._tallies.get((layer, phase))
+        if tally is None:
+            tally = self._tallies[layer, phase] = Tally()
+        return tally
 
     def snapshot(self) -> Snapshot:
         """All counters, for ``set_back``."""

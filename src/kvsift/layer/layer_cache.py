@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torch import Tensor
@@ -13,12 +13,12 @@ from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.method_states import MethodStates
-from kvsift.layer.preparation import Preparation
 from kvsift.methods.base import Phase
 from kvsift.plan.layer_budgets import layer_plan
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.refusals import check_placement, check_rope
+from kvsift.stores.background import submit
 from kvsift.stores.base import Store
 from kvsift.stores.catalogue import evicting, not_evicting, open_store
 from kvsift.stores.page_table import PageTable
@@ -67,7 +67,8 @@ class LayerCache:
         if evicts:
             self.store = evicting(self.store)
         self._like = like.new_empty(0)
-        self._preparation = Preparation()
+        self._preparer: ThreadPoolExecutor | None = None  # is to prepare for decode once the next chunk is attended
+        self._preparing: Future[None] | None = None
         self._states = MethodStates(self.plan, shape, num_rows)
 
     def _append(self, row: int, queries: Tensor, keys: Tensor, values: Tensor) -> int:
@@ -83,7 +84,7 @@ class LayerCache:
         Raises:
             InputError: if some were evicted.
         """
-        self._preparation.wait()
+        self._wait()
         if self.store.num_stored(row) < self.store.lengths[row]:
             raise InputError(
                 f"layer {self.shape.layer} has dropped tokens for good (evict=true), so not all of its keys and values "
@@ -118,7 +119,7 @@ class LayerCache:
 
     def summaries(self, row: int) -> dict[str, Tensor]:
         """Summaries of all pages of a row that are maintained: kind -> [num_kv_heads, num_pages, width]."""
-        self._preparation.wait()
+        self._wait()
         reader, num_pages = self.store.reader(row), -(-self.store.lengths[row] // self.store.page_size)
         return {kind: reader.summary(kind, slice(0, num_pages)) for kind in self.store.kinds}
 
@@ -138,16 +139,16 @@ class LayerCache:
 
     def take(self, chunk: Chunk) -> None:
         """Store the tokens of a prompt, observed by the methods, without attending them."""
-        self._preparation.wait()
+        self._wait()
         for row, length in enumerate(chunk.lengths):
             self.messages.begin(row, self.shape.layer)
             self._append(row, *(tensor[row, :, :length] for tensor in chunk[:3]))
-            self._states.follow(row, length, "prefill", self.store.reader(row), self.messages, self.stats)
-            self._states.settle(row, self.store.reader(row), self.messages)
+            self._states.follow(row, length, "prefill", self.store, self.messages, self.stats)
+            self._states.settle(row, self.store, self.messages)
 
     def prepare(self) -> None:
         """Let the method of decode build its structures over what is stored; captured steps may follow."""
-        if not self._preparation.wait():
+        if not self._wait():
             self._prepare()
         for row in range(self.store.num_rows):
             self.store.summarise_open_page(row)
@@ -155,7 +156,20 @@ class LayerCache:
     def prepare_after_next(self, thread: ThreadPoolExecutor) -> None:
         """Do that in a thread once the next chunk is attended, while the layers above continue; the next call of this
         layer waits for it."""
-        self._preparation.request(thread)
+        self._preparer = thread
+
+    def _start_preparing(self) -> None:
+        assert self._preparer is not None
+        thread, self._preparer = self._preparer, None
+        self._preparing = submit(self._prepare, thread)
+
+    def _wait(self) -> bool:
+        """Wait for what the thread prepares; whether it has prepared anything."""
+        running, self._preparing = self._preparing, None
+        if running is None:
+            return False
+        running.result()
+        return True
 
     def _prepare(self) -> None:
         for row in range(self.store.num_rows):
@@ -177,7 +191,7 @@ class LayerCache:
     def replan(self, plan: Plan, table: PageTable | None = None) -> None:
         """Continue with another plan over what is stored. Methods of new rules start from the stored keys. A store that
         need not evict any more continues in ``table``."""
-        self._preparation.wait()
+        self._wait()
         plan = _plan_in_layer(plan, self.shape)
         if plan == self.plan:
             return
@@ -196,7 +210,7 @@ class LayerCache:
 
     def fork(self, sources: Sequence[int]) -> None:
         """Row i becomes a copy of row ``sources[i]``."""
-        self._preparation.wait()
+        self._wait()
         self.store.fork(sources)
         self.messages.clear()
         self._forks = self.guards.fork(sources, self._forks)
@@ -204,7 +218,7 @@ class LayerCache:
 
     def crop(self, row: int, length: int) -> None:
         """Forget the tokens of a row from position ``length`` on."""
-        self._preparation.wait()
+        self._wait()
         self.store.crop(row, length)
         self.messages.clear()
         self.guards.crop(row, length)

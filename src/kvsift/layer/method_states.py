@@ -9,10 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from kvsift.layer.accounting import RunStats
-from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.selection import CountingReader
 from kvsift.methods.base import Method, Phase
 from kvsift.plan.plan import PHASES, Plan, Rule
+from kvsift.stores.base import Store
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Limit
 
@@ -32,6 +33,11 @@ class MethodStates:
         self, plan: Plan, shape: LayerShape, num_rows: int, inherited: Mapping[Phase, list[Any]] | None = None
     ) -> None:
         self.plan, self.shape = plan, shape
+        observing: tuple[Phase, ...] = ("decode",) if plan.evicts_prompt else PHASES
+        rules = [(phase, rule) for phase in observing if (rule := plan.rule(phase)) is not None]
+        self._rules = [(phase, rule) for phase, rule in rules if not self._is_idle(rule)]
+        self._observing = [(phase, r) for phase, r in self._rules if type(r.method).observe is not Method.observe]
+        self._following = [(phase, rule) for phase, rule in self._rules if rule.traits.follows]
         self._states: dict[Phase, list[Any]] = {}
         for phase in PHASES:
             if (rule := plan.rule(phase)) is not None:
@@ -59,22 +65,20 @@ class MethodStates:
         phases: Collection[Phase] = PHASES,
     ) -> None:  # fmt: skip
         """Let the methods observe new tokens of a row."""
-        for phase, rule in self._rules():
+        for phase, rule in self._observing:
             if phase in phases:
                 rule.method.observe(self.of(phase, row), self.shape, queries, keys, values, start)
 
     def observes(self, phases: Collection[Phase]) -> bool:
         """Whether some method of these phases observes tokens."""
-        return any(phase in phases and type(rule.method).observe is not Method.observe for phase, rule in self._rules())
+        return any(phase in phases for phase, _ in self._observing)
 
     def follow(
-        self, row: int, num_new: int, phase: Phase, reader: RowReader, messages: LayerMessages, stats: RunStats
+        self, row: int, num_new: int, phase: Phase, store: Store, messages: LayerMessages, stats: RunStats
     ) -> None:
         """Let methods follow the newest tokens of a row, which were attended in a phase."""
-        for rule_phase, rule in self._rules():
-            if not rule.method.traits.follows:
-                continue
-            started, tally = perf_counter(), stats.tally(self.shape.layer, phase)
+        for rule_phase, rule in self._following:
+            started, tally, reader = perf_counter(), stats.tally(self.shape.layer, phase), store.reader(row)
             start, stop = reader.length - num_new, reader.length
             counting = CountingReader(reader, messages, (row, self.shape.layer, (phase, start, stop)))
             rule.method.follow(self.of(rule_phase, row), self.shape, start, stop, phase, counting)
@@ -91,16 +95,16 @@ class MethodStates:
         counting = CountingReader(reader, messages, (row, self.shape.layer, ("decode", length, length)))
         rule.method.prepare(self.of("decode", row), self.shape, candidates, counting, limit)
 
-    def settle(self, row: int, reader: RowReader, messages: LayerMessages) -> None:
+    def settle(self, row: int, store: Store, messages: LayerMessages) -> None:
         """Let a method that seals build over a chunk of the prompt that was read."""
-        if self.plan.decode is not None and self.plan.decode.method.traits.seals:
-            self.prepare(row, reader, messages)
+        if self.plan.decode is not None and self.plan.decode.traits.seals:
+            self.prepare(row, store.reader(row), messages)
 
     def sealed(self, row: int, length: int) -> dict[Phase, Any]:
         """Copies of the states that other rows can start from, as they are after ``length`` tokens."""
         found = {}
-        for phase, rule in self._rules():
-            if rule.method.traits.seals:
+        for phase, rule in self._rules:
+            if rule.traits.seals:
                 found[phase] = self.of(phase, row).fork()
                 found[phase].crop(length)
         return found
@@ -144,12 +148,7 @@ class MethodStates:
             for state in states:
                 rule.method.checkpoint(state)
 
-    def _rules(self) -> list[tuple[Phase, Rule]]:
-        """Phases and rules, except for methods that follow every token or seal, and never select in this layer."""
-        observing: tuple[Phase, ...] = ("decode",) if self.plan.evicts_prompt else PHASES
-        rules = [(phase, rule) for phase in observing if (rule := self.plan.rule(phase)) is not None]
-        return [(phase, rule) for phase, rule in rules if not self._is_idle(rule)]
-
     def _is_idle(self, rule: Rule) -> bool:
-        traits = rule.method.traits
+        """Whether a method follows every token or seals, and never selects in this layer."""
+        traits = rule.traits
         return (traits.follows or traits.seals) and self.shape.layer in rule.budget.dense_layers

@@ -1,4 +1,4 @@
-"""How a chunk is cut: into prompt and generated tokens, and into segments that share a selection."""
+"""How a chunk of a prompt is cut into segments that share a selection."""
 
 from __future__ import annotations
 
@@ -10,21 +10,12 @@ from torch import Tensor
 
 from kvsift.kernels.segment_attention import Span, Spans
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.methods.base import Phase
 from kvsift.methods.segment_batch import SegmentChoices
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment, seen_densely
 from kvsift.types import Limit
 
 Bounds = tuple[tuple[int, int], ...]  # positions, start and stop of each
-
-
-def steps_of(length: int, decode_tokens: int, together: int = 1) -> list[tuple[int, int, Phase]]:
-    """(start, stop, phase) of the prompt in a row of so many new tokens, and of the generated ones, each alone or so
-    many ``together``."""
-    prompt = max(length - decode_tokens, 0)
-    steps: list[tuple[int, int, Phase]] = [(0, prompt, "prefill")] if prompt else []
-    return [*steps, *((token, min(token + together, length), "decode") for token in range(prompt, length, together))]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,11 @@
-"""Selection for the segments of one row, within a rule's budget."""
+"""Selection for the segments of one row, within a rule's budget, and the reader that counts what it reads."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from time import perf_counter
 from typing import Any
 
@@ -11,25 +13,25 @@ from torch import Tensor, logit
 
 from kvsift.kernels.merge import merge
 from kvsift.layer.accounting import Tally
-from kvsift.layer.counting_reader import CountingReader
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.segments import SegmentGroup
 from kvsift.methods.base import Phase
 from kvsift.methods.segment_batch import SegmentRequests, SegmentSelections
+from kvsift.native.shapes import HeadRows, PooledRows
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment, Select, Store, View
 from kvsift.stores.joined_segments import attend_segments, is_plain, list_units
 from kvsift.stores.parts import past_lse
 from kvsift.stores.reader import RowReader
-from kvsift.types import Candidates, LayerShape, Limit, Part, Selection
+from kvsift.types import LayerShape, Limit, Part, Selection
 
 
 def view_of(rule: Rule, segment: Segment) -> View:
     """What a segment may see under a rule besides its selection."""
-    method, budget, traits = rule.method, rule.budget, rule.method.traits
+    method, budget, traits, unit_size = rule.method, rule.budget, rule.traits, rule.unit_size
     positions = range(segment.start, segment.stop if traits.slides else segment.start + 1)
     return View(
-        [budget.always(position, method.unit_size, fill=not traits.selects) for position in positions],
+        [budget.always(position, unit_size, fill=not traits.selects) for position in positions],
         whole_units=budget.window > 0,  # else the unit being filled competes, and not every token of it is stored
         from_summaries=bool(method.summaries),
         reposition=method.reposition if traits.repositions else None,
@@ -46,6 +48,91 @@ def with_estimates(part: Part, selection: Selection) -> Part:
         value, share = selection.rest.value.to(part.output), selection.rest.share.to(part.lse.device)
         part = merge(part, Part(value, part.lse + logit(share)))
     return part
+
+
+class CountingReader:
+    """A ``KVReader``: what a method may read, with the bytes that it read to select.
+
+    Args:
+        reader: of the row.
+        messages: between the layers.
+        address: (row, layer, key) of these queries' messages.
+    """
+
+    def __init__(self, reader: RowReader, messages: LayerMessages, address: tuple[int, int, Any]) -> None:
+        self._reader, self._messages, self._address = reader, messages, address
+        self.bytes_read = 0
+
+    @property
+    def length(self) -> int:
+        return self._reader.length
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]; everything by default."""
+        return self.counted(self._reader.keys(start, stop))
+
+    def values(self, start: int, stop: int) -> Tensor:
+        """[num_kv_heads, stop - start, head_dim]"""
+        return self.counted(self._reader.values(start, stop))
+
+    def in_place(self, stop: int) -> tuple[HeadRows, HeadRows]:
+        """Keys and values of the first tokens, where they are in host memory; ``count_bytes`` counts what is read."""
+        return self._reader.keys_in_place(stop), self._reader.values_in_place(stop)
+
+    def paged_keys(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """As ``keys``, where they are stored; with the page of each logical one."""
+        keys, _, table = self._reader.paged()
+        self.bytes_read += (stop - start) * len(keys) * keys.shape[3] * keys.element_size()
+        return keys, table
+
+    def borrow(self, start: int, stop: int) -> Tensor:
+        """Keys that are read in part: ``count_bytes`` counts what was read."""
+        return self._reader.keys(start, stop)
+
+    def borrow_in_place(self, start: int, stop: int) -> HeadRows:
+        """As ``borrow``, without a copy where the compiled core reads them."""
+        return self._reader.borrow_in_place(start, stop)
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """Count bytes of borrowed keys that were read to select."""
+        self.bytes_read += num_bytes
+
+    def summary(self, kind: str, units: slice | Tensor) -> Tensor:
+        """[num_heads, number of units, width]"""
+        return self.counted(self._reader.summary(kind, units))
+
+    def summary_in_place(self, kind: str, units: slice) -> HeadRows:
+        """As ``summary``, without a copy where the compiled core reads it."""
+        rows = self._reader.summary_in_place(kind, units)
+        self.bytes_read += prod(rows.shape) * (rows.pool if isinstance(rows, PooledRows) else rows).element_size()
+        return rows
+
+    def keys_of(self, pages: Tensor) -> Tensor:
+        """[num_heads, count * page_size, head_dim]"""
+        return self.counted(self._reader.keys_of(pages))
+
+    def from_below(self) -> Tensor | None:
+        """The method's message for these queries from the nearest layer below where it selected."""
+        return self._received(*self._address)
+
+    def from_layer(self, layer: int) -> Tensor | None:
+        """The message that the method kept for these queries in a layer below."""
+        row, own, key = self._address
+        return self._received(row, own, (key, layer))
+
+    def pass_up(self, message: Tensor, keep: bool = False) -> None:
+        """Send a message to the layers above; a kept one is addressed by its layer (``from_layer``)."""
+        row, own, key = self._address
+        self._messages.put(row, own, (key, own) if keep else key, message)
+
+    def _received(self, row: int, layer: int, key: Any) -> Tensor | None:
+        message: Tensor | None = self._messages.get(row, layer, key)
+        return None if message is None else self.counted(message)
+
+    def counted(self, remembered: Tensor) -> Tensor:
+        """Count a tensor of the method's own memory as read, and return it."""
+        self.bytes_read += remembered.numel() * remembered.element_size()
+        return remembered
 
 
 @dataclass(frozen=True)
@@ -66,23 +153,19 @@ class Selector:
 
     def select_in(self, view: View, given: Selection | None = None) -> Select:
         """A function that a store calls with queries and a reader; ``given`` if the selection is made already."""
+        if given is not None or not self.rule.traits.selects:
+            return lambda segment, reader: given
+        return partial(self._select, view.spans[0])
 
-        def select(segment: Segment, reader: RowReader) -> Selection | None:
-            if not self.rule.method.traits.selects:
-                return None
-            return given or self._select(segment, view.spans[0], reader)
-
-        return select
-
-    def _select(self, segment: Segment, spans: tuple[int, int], reader: RowReader) -> Selection:
-        started, budget = perf_counter(), self.rule.budget
+    def _select(self, spans: tuple[int, int], segment: Segment, reader: RowReader) -> Selection:
+        started, rule, budget = perf_counter(), self.rule, self.rule.budget
         counting = self._counting(reader, segment.start, segment.stop)
-        candidates, units = self._candidates(segment)
+        room = budget.room(segment.start, rule.unit_size)
         adaptive = budget.head_budgets == "adaptive"
         always = None if budget.mass is None and not adaptive else past_lse(self.shape, segment, reader, spans)
-        limit = Limit(units, budget.mass, always, adaptive)
-        selection = self.rule.method.select(
-            self.state, self.shape, segment.queries[0], segment.start, candidates, limit, counting
+        limit = Limit(min(room.units, room.candidates.count), budget.mass, always, adaptive)
+        selection = rule.method.select(
+            self.state, self.shape, segment.queries[0], segment.start, room.candidates, limit, counting
         )
         self.tally.index_bytes_read += counting.bytes_read
         self.tally.select_s += perf_counter() - started
@@ -123,12 +206,6 @@ class Selector:
         self.tally.add_group(group, store, selected * size * choices.num_queries, read)
         spans, rows = group.spans, reader.paged()
         return selections, attend_segments(self.shape, queries, group.start, spans, units, counts, size, rows)
-
-    def _candidates(self, segment: Segment) -> tuple[Candidates, int]:
-        """What may be selected for a segment, and how many units of it."""
-        budget, unit_size = self.rule.budget, self.rule.method.unit_size
-        candidates = budget.candidates(segment.start, unit_size)
-        return candidates, min(budget.units(segment.start, unit_size), candidates.count)
 
     def _counting(self, reader: RowReader, start: int, stop: int) -> CountingReader:
         return CountingReader(reader, self.messages, (self.row, self.shape.layer, (self.phase, start, stop)))

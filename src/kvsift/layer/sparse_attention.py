@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import repeat
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +20,21 @@ from kvsift.kernels.triton_shim import runs_on_triton
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_cache import LayerCache
 from kvsift.layer.probe import probe
-from kvsift.layer.segments import groups_of, steps_of
+from kvsift.layer.segments import groups_of
 from kvsift.layer.selection import Selector, view_of, with_estimates
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment
 from kvsift.stores.parts import IN_PLACE_QUERIES, attend_verifying
 from kvsift.types import Chunk, Exact, Part, Selection
+
+
+def steps_of(length: int, decode_tokens: int, together: int = 1) -> list[tuple[int, int, Phase]]:
+    """(start, stop, phase) of the prompt in a row of so many new tokens, and of the generated ones, each alone or so
+    many ``together``."""
+    prompt = max(length - decode_tokens, 0)
+    steps: list[tuple[int, int, Phase]] = [(0, prompt, "prefill")] if prompt else []
+    return [*steps, *((token, min(token + together, length), "decode") for token in range(prompt, length, together))]
 
 
 class SparseAttention(LayerCache):
@@ -57,68 +66,79 @@ class SparseAttention(LayerCache):
         Returns:
             [batch, num_query_heads, num_new, head_dim]; padding yields 0.
         """
-        self._preparation.wait()
+        if self._preparing is not None:
+            self._wait()
         if self.stats.observer is not None:
             self.stats.observer.before_chunk(self.shape, chunk, decode_tokens)
         output: Tensor | None = None
-        for row, length in enumerate(chunk.lengths):
-            self.messages.begin(first_row + row, self.shape.layer)
+        for chunk_row, length in enumerate(chunk.lengths):
+            row = first_row + chunk_row
+            self.messages.begin(row, self.shape.layer)
             for start, stop, phase in steps_of(length, decode_tokens, IN_PLACE_QUERIES if exact else 1):
-                now = exact if phase == "decode" else ""
-                part = self._attend_tokens(first_row + row, chunk, row, slice(start, stop), phase, now)
+                whole = (start, stop) == (0, chunk.queries.shape[2])
+                place: Any = chunk_row if whole else (chunk_row, slice(None), slice(start, stop))
+                queries, keys, values = chunk.queries[place], chunk.keys[place], chunk.values[place]
+                if phase == "decode":
+                    foreseen = None if chunk.foreseen is None else chunk.foreseen[place]
+                    part = self._attend_generated(row, queries, keys, values, foreseen, exact)
+                else:
+                    part = self._attend_prompt(row, queries, keys, values)
                 part = part if sink_logit is None else with_sink_logit(part, sink_logit)
                 if part.output.shape == chunk.queries.shape:
                     output = part.output  # nothing to assemble
                     continue
                 output = torch.zeros_like(chunk.queries) if output is None else output
-                output[row, :, start:stop] = part.output[0]
-        self._preparation.start(self._prepare)
+                output[chunk_row, :, start:stop] = part.output[0]
+        if self._preparer is not None:
+            self._start_preparing()
         return torch.zeros_like(chunk.queries) if output is None else output
 
-    def _attend_tokens(
-        self, row: int, chunk: Chunk, chunk_row: int, tokens: slice, phase: Phase, exact: Exact
-    ) -> Part:  # fmt: skip
-        """Store and attend consecutive tokens of one phase."""
-        queries, keys, values = (tensor[chunk_row, :, tokens] for tensor in chunk[:3])
-        foresees = self.plan.decode is not None and self.plan.decode.method.traits.wants_hidden
-        if chunk.foreseen is not None and foresees and phase == "decode":
+    def _attend_generated(
+        self, row: int, queries: Tensor, keys: Tensor, values: Tensor, foreseen: Tensor | None, exact: Exact
+    ) -> Part:
+        """Store and attend generated tokens, of which there is one unless ``exact``, by the rule of decode."""
+        rule, layer = self.plan.decode, self.shape.layer
+        if foreseen is not None and rule is not None and rule.traits.wants_hidden:
             position = self.store.lengths[row]  # the query this layer would ask of the input of the layer below
-            key = ("decode", position, position + 1)
-            self.messages.put(row, self.shape.layer - 1, key, chunk.foreseen[chunk_row, :, tokens])
-        if phase == "prefill":
-            self._check_prompt(row)
-        start, tally = self._append(row, queries, keys, values), self.stats.tally(self.shape.layer, phase)
+            self.messages.put(row, layer - 1, ("decode", position, position + 1), foreseen)
+        start, tally = self.store.lengths[row], self.stats.tally(layer, "decode")
+        self.store.append(row, keys, values)
+        self._states.observe(row, queries, keys, values, start)
         segment = Segment(queries.unsqueeze(0), start, start + queries.shape[1])
-        rule = None if exact else self._rule(row, start, phase)
+        if exact:
+            rule = None
+        elif rule is not None and rule.budget.min_recovery is not None:
+            rule = self.guards.rule(row, start, rule, self.stats)
         if exact == "learning":
-            parts = [self._verify(segment, row, tally)]
-        elif rule is None:
-            parts = [self._dense(segment, row, tally)]
+            part = self._verify(segment, row, tally)
+        elif rule is None or rule.is_dense(layer, start, segment.stop):
+            part = self._dense(segment, row, tally)
         else:
-            parts = self._by_rule(segment, row, rule, phase, tally)
-        self._states.follow(row, segment.num_queries, phase, self.store.reader(row), self.messages, self.stats)
-        if phase == "prefill":
-            self._states.settle(row, self.store.reader(row), self.messages)
+            part = self._sparse(row, segment, self._selector(row, rule, "decode", tally), None)
+        self._states.follow(row, queries.shape[1], "decode", self.store, self.messages, self.stats)
+        if self.store.in_host_memory:
+            tally.add_transfers(self.store)
+        return part
+
+    def _attend_prompt(self, row: int, queries: Tensor, keys: Tensor, values: Tensor) -> Part:
+        """Store and attend tokens of a prompt by the rule of prefill, each piece dense or sparse as the rule says."""
+        self._check_prompt(row)
+        start, tally = self._append(row, queries, keys, values), self.stats.tally(self.shape.layer, "prefill")
+        self.guards.begin(row, start, self.plan.decode)
+        segment, rule = Segment(queries.unsqueeze(0), start, start + queries.shape[1]), self.plan.prefill
+        parts = [self._dense(segment, row, tally)] if rule is None else self._in_groups(segment, row, rule, tally)
+        self._states.follow(row, segment.num_queries, "prefill", self.store, self.messages, self.stats)
+        self._states.settle(row, self.store, self.messages)
         tally.add_transfers(self.store)
         if len(parts) == 1:
             return parts[0]
         return Part(torch.cat([part.output for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
-    def _rule(self, row: int, start: int, phase: Phase) -> Rule | None:
-        """The rule of a phase as it is now for a row; None is dense."""
-        if phase == "decode":
-            return self.guards.rule(row, start, self.plan.decode, self.stats)
-        self.guards.begin(row, start, self.plan.decode)
-        return self.plan.prefill
+    def _selector(self, row: int, rule: Rule, phase: Phase, tally: Tally) -> Selector:
+        return Selector(self.shape, rule, phase, self._states.of(phase, row), row, self.messages, tally)
 
-    def _by_rule(self, segment: Segment, row: int, rule: Rule, phase: Phase, tally: Tally) -> list[Part]:
-        """Attend a segment piece by piece, each dense or sparse as the rule says."""
-        selector = Selector(self.shape, rule, phase, self._states.of(phase, row), row, self.messages, tally)
-        if phase == "decode":
-            if rule.is_dense(self.shape.layer, segment.start, segment.stop):
-                return [self._dense(segment, row, tally)]
-            return [self._sparse(row, segment, selector, None)]
-        parts = []
+    def _in_groups(self, segment: Segment, row: int, rule: Rule, tally: Tally) -> list[Part]:
+        selector, parts = self._selector(row, rule, "prefill", tally), []
         for group in groups_of(rule, self.shape.layer, segment.start, segment.stop, self.messages, row):
             queries = segment.queries[0, :, group.start - segment.start : group.stop - segment.start]
             if group.is_dense:
@@ -136,15 +156,17 @@ class SparseAttention(LayerCache):
 
     def _dense(self, segment: Segment, row: int, tally: Tally) -> Part:
         tally.add_dense(segment, self.store)
-        self._observed(row, segment, (0, 0), None)
+        if self.stats.observer is not None:
+            self.stats.observer.after_segment(self.shape, row, segment, (0, 0), None)
         return self.store.attend_all(row, segment)
 
     def _verify(self, segment: Segment, row: int, tally: Tally) -> Part:
         rule, store = self.plan.decode, self.store
-        if rule is None or not rule.method.traits.drafts_only or not store.reader(row).in_place:
+        if rule is None or not rule.traits.drafts_only or not store.reader(row).in_place:
             return self._dense(segment, row, tally)
         tally.add_dense(segment, store)
-        self._observed(row, segment, (0, 0), None)
+        if self.stats.observer is not None:
+            self.stats.observer.after_segment(self.shape, row, segment, (0, 0), None)
         part, shares = attend_verifying(self.shape, segment, store.reader(row))
         rule.method.verified(self._states.of("decode", row), segment.queries, part, shares, segment.stop)
         return part
@@ -159,27 +181,29 @@ class SparseAttention(LayerCache):
         if chosen is not None and (chosen.extra or chosen.rest):
             visible_part, part = part, with_estimates(part, chosen)
             tally.add_estimated(visible_part, part)
-        self._probe(segment, row, view.spans[0], chosen, selector)
-        self._observed(row, segment, view.spans[0], chosen)
+        if selector.phase == "decode":
+            self._probe_if_due(segment, row, view.spans[0], chosen, selector)
+        if self.stats.observer is not None:
+            self.stats.observer.after_segment(self.shape, row, segment, view.spans[0], chosen)
         return part
 
     def _attends_jointly(self, rule: Rule, queries: Tensor) -> bool:
         """Whether segments of a chunk are selected for and attended together."""
-        traits, budget = rule.method.traits, rule.budget
+        traits, budget = rule.traits, rule.budget
         requested = runs_on_triton(queries) if self.joins is None else self.joins
         equal_lists = budget.mass is None and budget.head_budgets == "equal"
         plain = traits.selects and not traits.slides and not traits.repositions and not rule.evicts
         return requested and plain and budget.window > 0 and equal_lists
 
-    def _observed(self, row: int, segment: Segment, spans: tuple[int, int], selection: Selection | None) -> None:
-        if self.stats.observer is not None:
-            self.stats.observer.after_segment(self.shape, row, segment, spans, selection)
-
-    def _probe(
+    def _probe_if_due(
         self, segment: Segment, row: int, spans: tuple[int, int], selection: Selection | None, selector: Selector
     ) -> None:
-        tally, guarded = selector.tally, selector.rule.budget.min_recovery is not None
-        if selector.phase != "decode" or not self._is_due(row, segment.start, tally, guarded):
+        """Compare a sparse step, which is counted, with exact attention every so many steps."""
+        tally, every = selector.tally, self.stats.probe_every
+        guarded = selector.rule.budget.min_recovery is not None
+        if not guarded and (every <= 0 or (tally.sparse_queries - 1) % every):
+            return
+        if guarded and not self.guards.of(row).due(segment.start, every):
             return
         if self.store.num_stored(row) < self.store.lengths[row]:
             return  # what was missed is evicted
@@ -191,13 +215,6 @@ class SparseAttention(LayerCache):
         if guarded:
             self.guards.of(row).note(segment.start, self.shape.layer, recovery)
         self.stats.probe_s += perf_counter() - started
-
-    def _is_due(self, row: int, position: int, tally: Tally, guarded: bool) -> bool:
-        """Whether the sparse step at a position, which is counted, is to be probed."""
-        every = self.stats.probe_every
-        if guarded:
-            return self.guards.of(row).due(position, every)
-        return every > 0 and (tally.sparse_queries - 1) % every == 0
 
     def _check_prompt(self, row: int) -> None:
         """Refuse another prompt for a row of which something was evicted, unless prompts are read so."""
@@ -215,7 +232,7 @@ class SparseAttention(LayerCache):
 
         queries [num_query_heads, 1, head_dim] -> the same shape; 0 for no tokens.
         """
-        self._preparation.wait()
+        self._wait()
         if not length:
             return torch.zeros_like(queries)
         part = self.store.attend_all(row, Segment(queries.unsqueeze(0), length - 1, length))

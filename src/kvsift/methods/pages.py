@@ -14,7 +14,7 @@ from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
 from kvsift.methods.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
 from kvsift.methods.scoring import RANKS, ScoringMethod, top_units
 from kvsift.methods.traits import Traits
-from kvsift.native.shapes import HeadRows, PooledRows, supports
+from kvsift.native.shapes import PooledRows, supports
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 RANKS_PAGES = RANKS._replace(granularity="page")
@@ -144,22 +144,20 @@ class SummaryMethod(PagedMethod):
         keep = ceil(self.prefilter * limit.units / self.block_pages)
         if not self.prefilter or keep >= len(whole):
             plain = limit.mass is None and not limit.adaptive
-            if self.ranking is SUMMARIES["minmax"] and plain and queries.shape[1] == 1:
+            if plain and queries.shape[1] == 1 and self.ranking is SUMMARIES["minmax"]:
                 read = getattr(reader, "summary_in_place", reader.summary)  # a reader of another make may lack it
-                pages = self._best_pages(shape, queries, read(self.score_by, candidates.units), limit.units)
+                query, rows = queries[:, 0], read(self.score_by, candidates.units)
+                if supports(query, rows):
+                    pages = native.choose_pages(query, rows, shape.scale, limit.units, self.num_selections(shape))
+                else:
+                    rows = rows.gather() if isinstance(rows, PooledRows) else rows
+                    pages = top_units(self._best(shape, queries, rows), limit.units)
                 return Selection(pages + candidates.first, candidates.unit_size, full=True)
             return super().select(state, shape, queries, start, candidates, limit, reader)
         blocks = top_units(self._best(shape, queries, state.read(whole, reader)), keep) + whole.start
         pages = pages_in(blocks, candidates, self.block_pages)  # [num_heads, num_pages]
         places = top_units(self._best(shape, queries, reader.summary(self.score_by, pages)), limit.units)
         return Selection(pages.gather(1, places), candidates.unit_size)
-
-    def _best_pages(self, shape: LayerShape, queries: Tensor, rows: HeadRows, k: int) -> Tensor:
-        """Return the k best of the pages with ``rows`` [num_kv_heads, count, width], for one query per head."""
-        if supports(queries[:, 0], rows):
-            return native.choose_pages(queries[:, 0], rows, shape.scale, k, self.num_selections(shape))
-        summaries = rows.gather() if isinstance(rows, PooledRows) else rows
-        return top_units(self._best(shape, queries, summaries), k)
 
     def _best(self, shape: LayerShape, queries: Tensor, rows: Tensor) -> Tensor:
         """Return the largest score of each row among the queries that share a selection, [heads that select, count]."""

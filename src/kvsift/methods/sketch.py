@@ -16,6 +16,7 @@ Sources: the code and its factor are RaBitQ's (arXiv 2405.12497); estimating wha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +29,7 @@ from kvsift.methods.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
 from kvsift.methods.traits import Traits
 from kvsift.native.shapes import HeadRows, PooledRows
-from kvsift.native.sketch_format import SketchLayout, rotation
+from kvsift.native.sketch_format import SketchLayout, rotation, sketch_layout
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Selection
 
 
@@ -58,7 +59,7 @@ class Sketch(AnchoredMethod, ScoringMethod):
         checks.whole("page_size", self.page_size, 1)
         checks.flag("rest", self.rest)
 
-    @property
+    @cached_property
     def summaries(self) -> tuple[str, ...]:  # type: ignore[override]
         return (f"sketch{self.bits}",)
 
@@ -70,23 +71,30 @@ class Sketch(AnchoredMethod, ScoringMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, limit: Limit,
         reader: KVReader,
     ) -> Selection:  # fmt: skip
-        reused = from_anchor(state, reader)
+        plain = limit.mass is None and not limit.adaptive
+        reused = None if state is None else from_anchor(state, reader)
         if reused is not None and reused.shape[1] <= limit.units:  # else of a layer with a larger budget
-            return Selection(reused, 1, full=limit.mass is None and not limit.adaptive)
-        chosen = self._select(shape, queries, candidates, limit, reader)
+            return Selection(reused, 1, full=plain)
+        packed, skipped = self._packed(candidates, reader)
+        layout = sketch_layout(self.bits, shape.head_dim, self.page_size)
+        query = queries[:, 0]  # [num_query_heads, head_dim]; alone, the compiled core selects for it
+        if plain and shape.softcap is None and queries.shape[1] == 1 and native.sketches_fit(query, packed, layout):
+            rotated = (query.float() * shape.scale) @ rotation(shape.head_dim, query.device)
+            ids, values, lse = native.choose_sketched(
+                rotated, packed, layout, skipped, candidates.count, limit.units, self.num_selections(shape)
+            )
+            rest = self.rest and limit.units < candidates.count
+            extra = Part(values[None, :, None], lse[None, :, None]) if rest else None
+            chosen = Selection(ids + candidates.first, candidates.unit_size, extra=extra, full=True)
+        else:
+            chosen = self._select_in_torch(shape, queries, candidates, limit, _unpacked(packed, layout), skipped)
         if self.anchors is not None:
             reader.pass_up(chosen.units, keep=True)
         return chosen
 
-    def _select(
-        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, reader: KVReader
+    def _select_in_torch(
+        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, rows: Unpacked, skipped: int
     ) -> Selection:
-        packed, skipped = self._packed(candidates, reader)
-        layout = self._layout(shape)
-        plain = limit.mass is None and not limit.adaptive and shape.softcap is None
-        if plain and queries.shape[1] == 1 and native.sketches_fit(queries[:, 0], packed, layout):
-            return self._select_natively(shape, queries, candidates, limit, packed, skipped)
-        rows = _unpacked(packed, layout)
         weights = self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
         total = weights.logsumexp(-1)
         if limit.always_lse is not None:
@@ -104,30 +112,14 @@ class Sketch(AnchoredMethod, ScoringMethod):
         self, state: Any, shape: LayerShape, queries: Tensor, start: int, candidates: Candidates, reader: KVReader
     ) -> Tensor:
         packed, skipped = self._packed(candidates, reader)
-        rows = _unpacked(packed, self._layout(shape))
+        rows = _unpacked(packed, sketch_layout(self.bits, shape.head_dim, self.page_size))
         return self._log_weights(shape, queries, rows)[..., skipped : skipped + candidates.count]
-
-    def _layout(self, shape: LayerShape) -> SketchLayout:
-        return SketchLayout(self.bits, shape.head_dim, self.page_size)
 
     def _packed(self, candidates: Candidates, reader: KVReader) -> tuple[HeadRows, int]:
         """Rows of the pages of the candidates, and how many tokens of them come before the first candidate."""
         first, stop = candidates.first // self.page_size, -(-candidates.stop // self.page_size)
         read = getattr(reader, "summary_in_place", reader.summary)  # a reader of another make may lack it
         return read(self.summaries[0], slice(first, stop)), candidates.first - first * self.page_size
-
-    def _select_natively(
-        self, shape: LayerShape, queries: Tensor, candidates: Candidates, limit: Limit, packed: HeadRows, skipped: int
-    ) -> Selection:
-        """Select for one query by the compiled core."""
-        rotated = (queries[:, 0].float() * shape.scale) @ rotation(shape.head_dim, queries.device)
-        count, heads = candidates.count, self.num_selections(shape)
-        ids, values, lse = native.choose_sketched(
-            rotated, packed, self._layout(shape), skipped, count, limit.units, heads
-        )
-        rest = self.rest and limit.units < count
-        extra = Part(values[None, :, None], lse[None, :, None]) if rest else None
-        return Selection(ids + candidates.first, candidates.unit_size, extra=extra, full=True)
 
     def _log_weights(self, shape: LayerShape, queries: Tensor, rows: Unpacked) -> Tensor:
         """Logarithms of the estimated weights, float32 [num_query_heads, num_queries, num_tokens]."""

@@ -14,10 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvsift.kernels.unit_attention import reads_in_place, unit_attention
+from kvsift import native
 from kvsift.methods.base import Method
 from kvsift.methods.scoring import top_units
 from kvsift.methods.traits import Traits
+from kvsift.native.shapes import supports
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Part, Rest, Selection
 
 PAGE_SIZE = 16  # tokens, of the shares that a verification returns
@@ -96,14 +97,15 @@ class Verify(Method):
         assert state.part is not None
         token = min(max(start - 1 - state.length + state.queries.shape[2], 0), state.queries.shape[2] - 1)
         stop = state.length - state.queries.shape[2] + token + 1
-        query = state.queries[:, :, token : token + 1]
+        query = state.queries[0, :, token]  # [num_query_heads, head_dim]
         if in_place is None:
             return None
         keys, values = in_place(stop)
-        if not reads_in_place(query, keys):
+        if not supports(query, keys):
             return None
         spans = [(0, candidates.first * PAGE_SIZE), (min(candidates.stop * PAGE_SIZE, stop), stop)]
-        seen = unit_attention(query, keys, values, units, PAGE_SIZE, spans, shape.scale, shape.softcap)
+        output, lse = native.attend_units(query, keys, values, units, PAGE_SIZE, spans, shape.scale, shape.softcap)
+        seen = Part(output[None, :, None], lse[None, :, None])
         whole = Part(state.part.output[:, :, token : token + 1], state.part.lse[:, :, token : token + 1])
         share = (1 - (seen.lse - whole.lse).exp()).clamp(1e-6, MOST_SHARE)
         value = (whole.output.float() - (1 - share.unsqueeze(-1)) * seen.output.float()) / share.unsqueeze(-1)

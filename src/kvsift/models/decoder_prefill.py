@@ -19,9 +19,9 @@ from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.native.product import MAX_ROWS, takes_product
 from kvsift.threads import yield_to_others
-from kvsift.types import LayerShape
 
 MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
+ANGLES, MOST_BLOCKS = 256, 32  # positions whose angles are computed at once for decode, and how many of these are kept
 
 
 class DecoderPrefill:
@@ -33,6 +33,7 @@ class DecoderPrefill:
 
     def __init__(self, step: DecoderStep) -> None:
         self._step = step
+        self._angles: dict[int, tuple[Tensor, Tensor]] = {}  # first position -> of ``ANGLES`` positions
 
     @cached_property
     def joins(self) -> bool:
@@ -92,22 +93,18 @@ class DecoderPrefill:
             yield_to_others(len(tokens))
         step, num_new = self._step, len(tokens) // len(caches)
         decode_tokens = num_new if phase == "decode" else 0
-        steps = torch.arange(num_new, device=tokens.device)
-        positions = [steps + cache.get_seq_length() for cache in caches]
-        cos, sin = step.angles_of(positions[0] if len(caches) == 1 else torch.cat(positions))
+        cos, sin = self._angles_of([cache.get_seq_length() for cache in caches], num_new)
         x = nn.functional.embedding(tokens, step.embedding)  # [sequences * num_new, hidden]
         for index, layer in enumerate(step.layers):
             heads = rotate_heads(
                 layer.qkv(x, layer.before_attention), cos, sin, step.num_query_heads, step.num_kv_heads,
                 q_norm=layer.q_norm, k_norm=layer.k_norm, norm_eps=layer.head_eps,
             )  # fmt: skip
-            head_dim, outputs = heads[1].shape[2], []
-            sizes = index, step.num_query_heads, step.num_kv_heads, head_dim, head_dim**-0.5
-            for cache, queries, keys, values in zip(caches, *(each.split(num_new, 1) for each in heads)):
-                shape = LayerShape(*sizes, rope=cache.run.rope, peers=cache.run.peers, origin=cache.run.origin)
-                stored = cache.layers[index]
-                stored.update(keys.unsqueeze(0), values.unsqueeze(0))
-                attended = stored.attend(shape, queries.unsqueeze(0), None, None, decode_tokens)
+            outputs = []
+            for number, cache in enumerate(caches):
+                own = slice(number * num_new, (number + 1) * num_new)
+                parts = [(each if len(caches) == 1 else each[:, own]).unsqueeze(0) for each in heads]
+                attended = cache.layers[index].attend_fused(*parts, decode_tokens)
                 outputs.append(attended[0].transpose(0, 1).flatten(1))
             x = layer.output.add_to(x, outputs[0] if len(outputs) == 1 else torch.cat(outputs))
             x = layer.down.add_to(x, layer.gate_up.gated(x, layer.before_mlp))
@@ -117,3 +114,25 @@ class DecoderPrefill:
             return step.head(x, step.norm)
         last = x[-1:] if len(caches) == 1 else x[num_new - 1 :: num_new].contiguous()
         return step.head(last, step.norm).unsqueeze(1)
+
+    def _angles_of(self, starts: Sequence[int], num_new: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of so many positions from each start on, [positions, head_dim] both."""
+        if num_new == 1:  # the model's own embedding takes as long for one position as for many
+            rows = [self._angles_at(start) for start in starts]
+            return (
+                rows[0]
+                if len(rows) == 1
+                else (torch.cat([cos for cos, _ in rows]), torch.cat([sin for _, sin in rows]))
+            )
+        positions = [torch.arange(start, start + num_new, device=self._step.embedding.device) for start in starts]
+        return self._step.angles_of(positions[0] if len(positions) == 1 else torch.cat(positions))
+
+    def _angles_at(self, position: int) -> tuple[Tensor, Tensor]:
+        row, first = position % ANGLES, position - position % ANGLES
+        if first not in self._angles:
+            if len(self._angles) == MOST_BLOCKS:
+                self._angles.clear()
+            positions = torch.arange(first, first + ANGLES, device=self._step.embedding.device)
+            self._angles[first] = self._step.angles_of(positions)
+        cos, sin = self._angles[first]
+        return cos[row : row + 1], sin[row : row + 1]

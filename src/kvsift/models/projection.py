@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from kvsift.kernels.linear import linear
 from kvsift.kernels.rms_norm import rms_norm
 from kvsift.kernels.skinny_product import takes_weight
 from kvsift.kernels.triton_shim import runs_on_triton
-from kvsift.native.product import takes_product
+from kvsift.native.product import MAX_ROWS, product, takes_product
 
 Norm = tuple[Tensor, float]  # weight [in], eps
 
@@ -44,12 +45,17 @@ class Projection:
         bias = None if biases[0] is None else _joined([bias for bias in biases if isinstance(bias, nn.Parameter)])
         return cls(modules, _joined([module.weight for module in modules]), bias)  # type: ignore[misc]
 
+    @cached_property
+    def in_core(self) -> bool:
+        """Whether the compiled core multiplies few rows with the weight."""
+        return self.weight is not None and takes_product(self.weight[:1], self.weight)
+
     @property
     def keeps_bits(self) -> bool:
         """Whether a row of a steady product of up to 32 rows has the same bits whatever their number."""
         weight = self.weight
         if weight is None or not weight.is_cuda:
-            return weight is not None and takes_product(weight[:1], weight)
+            return self.in_core
         return runs_on_triton(weight) and takes_weight(weight, weight.dtype)
 
     def __call__(
@@ -57,6 +63,9 @@ class Projection:
         pdl: bool = False,
     ) -> Tensor:  # fmt: skip
         """``residual + rms_norm(x) @ weight.T + bias``; x [rows, in] -> [rows, out of all]."""
+        if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
+            assert self.weight is not None
+            return product(x, self.weight, self.bias, norm=norm, residual=residual)
         if self.weight is not None:
             return linear(x, self.weight, self.bias, norm=norm, residual=residual, steady=steady, pdl=pdl)
         x = x if norm is None else rms_norm(x, *norm)
@@ -66,13 +75,15 @@ class Projection:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """``residual + x @ weight.T``, in place where the weights allow it; many rows."""
-        if self.weight is None or self.bias is not None or takes_product(x, self.weight):
+        if self.weight is None or self.bias is not None or (self.in_core and 0 < x.shape[0] <= MAX_ROWS):
             return self(x, residual=residual)
         return residual.addmm_(x, self.weight.t())
 
     def gated(self, x: Tensor, norm: Norm, steady: bool = False, pdl: bool = False) -> Tensor:
         """``silu(gate) * up`` of the two modules; x [rows, in] -> [rows, inter]."""
         if self.weight is not None and self.bias is None:
+            if self.in_core and 0 < x.shape[0] <= MAX_ROWS:
+                return product(x, self.weight, norm=norm, gated=True)
             return gated_linear(x, self.weight, norm=norm, steady=steady, pdl=pdl)
         gate, up = self(x, norm, steady=steady).chunk(2, -1)
         return nn.functional.silu(gate) * up

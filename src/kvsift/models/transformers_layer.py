@@ -84,10 +84,7 @@ class SparseLayer(AttendingLayer):
         if self.columns:
             _check_cached(mask[:, : self.columns].bool().cpu(), self._valid_so_far(len(mask), self.columns))
 
-    def attend(
-        self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None,
-        decode_tokens: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
         """Store the tokens that ``update`` brought and attend them: [batch, num_query_heads, num_new, head_dim].
 
         Args:
@@ -95,11 +92,10 @@ class SparseLayer(AttendingLayer):
             queries: [batch, num_query_heads, num_new, head_dim].
             mask: bool [batch, 1, 1, columns], True for real tokens; None: as before, and all new tokens are real.
             sink_logit: see ``SparseAttention``.
-            decode_tokens: generated tokens at the end of each row; None: those of the current forward pass.
         """
         keys, values = self.taken()
         batch, _, num_new, _ = keys.shape
-        decode_tokens = min(self.run.decode_tokens if decode_tokens is None else decode_tokens, num_new)
+        decode_tokens = min(self.run.decode_tokens, num_new)
         foreseen, self.foreseen = self.foreseen, None
         if foreseen is None and decode_tokens and self.run.plan.wants_hidden and self.layer != self.run.peers[0]:
             raise UnsupportedModel(
@@ -114,6 +110,25 @@ class SparseLayer(AttendingLayer):
         if real is None:
             return attention.attend(chunk, decode_tokens, sink_logit, self.run.row, self.run.exact)
         return _attend_padded(attention, chunk, real, decode_tokens, sink_logit)
+
+    def attend_fused(self, queries: Tensor, keys: Tensor, values: Tensor, decode_tokens: int) -> Tensor:
+        """As ``update`` and ``attend`` of a fused pass, whose tokens are all real; the last ones are generated.
+
+        queries [batch, num_query_heads, num_new, head_dim] -> the same shape; keys, values [batch, num_kv_heads,
+        num_new, head_dim].
+        """
+        batch, num_kv_heads, num_new, head_dim = keys.shape
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self.columns += num_new
+        if self.valid is not None:
+            self._new_valid(None, batch, num_new)
+        if self.attention is None:
+            sizes = self.layer, queries.shape[1], num_kv_heads, head_dim, head_dim**-0.5
+            shape = LayerShape(*sizes, rope=self.run.rope, peers=self.run.peers, origin=self.run.origin)
+            self.attention = self._new_attention(shape, keys)
+        chunk = Chunk(queries, keys, values, [num_new] * batch)
+        return self.attention.attend(chunk, decode_tokens, None, self.run.row, self.run.exact)
 
     def adopt(
         self, shape: LayerShape, like: Tensor, length: int, stale: bool, chunk_size: int, sealed: Mapping[Phase, Any]

@@ -11,8 +11,7 @@ from kvsift.native.memory import advise_huge, bandwidth
 from kvsift.native.pages import choose_pages, page_scores
 from kvsift.native.scan import all_scores, scan, scan_codes
 from kvsift.native.shapes import PooledRows
-from kvsift.native.sketch import choose_sketched, sketches_fit
-from kvsift.native.sketch_rows import sketch_rows, takes_tokens
+from kvsift.native.sketch import choose_sketched, sketch_rows, sketches_fit, takes_tokens
 
 __all__ = [
     "Codes",

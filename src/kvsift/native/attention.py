@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.native.loader import core, num_threads
-from kvsift.native.shapes import HeadRows, address_of, check_pair, check_queries, shape_of
+from kvsift.native.shapes import HeadRows, address_of, check_attended, shape_of
 
 SHARE_TOKENS = 16  # of a page of shares
 
@@ -35,19 +35,18 @@ def attend_dense(
     shares, float32 [num_kv_heads, ceil(n / 16)], is filled with the attention that each page of 16 tokens gets, summed
     over tokens and the query heads of the KV head.
     """
-    check_pair(keys, values)
-    one = queries[:, 0] if queries.dim() == 3 and queries.shape[1] else queries
-    check_queries(one, keys.shape[0], keys.shape[2])
+    check_attended(queries, keys, values)
     num_tokens = queries.shape[1] if queries.dim() == 3 else 1
     if num_tokens > max(keys.shape[1], 1):
         raise InputError(f"there are {num_tokens} tokens and {keys.shape[1]} keys; each token has a key of its own.")
-    expected = (keys.shape[0], -(-keys.shape[1] // SHARE_TOKENS))
-    if shares is not None and (shares.shape != expected or shares.dtype != torch.float32 or not shares.is_contiguous()):
-        raise InputError(f"shares are {list(shares.shape)} {shares.dtype}; they must be float32 {list(expected)}.")
-    q, output, lse = _prepared(queries)
-    core().attend_dense(
-        shape_of(one, keys), num_tokens, q.data_ptr(), *address_of(keys), *address_of(values),
-        keys.dtype == torch.bfloat16, scale, _cap(softcap), queries.dtype == torch.bfloat16, num_threads(threads),
+    if shares is not None:
+        _check_shares(shares, (keys.shape[0], -(-keys.shape[1] // SHARE_TOKENS)))
+    q = queries.float().contiguous()
+    output, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    core.attend_dense(
+        shape_of(queries, keys), num_tokens, q.data_ptr(), *address_of(keys), *address_of(values),
+        keys.dtype == torch.bfloat16, scale, 0.0 if softcap is None else _cap(softcap),
+        queries.dtype == torch.bfloat16, num_threads(threads),
         output.data_ptr(), lse.data_ptr(), 0 if shares is None else shares.data_ptr(),
     )  # fmt: skip
     return output.to(queries.dtype), lse
@@ -71,8 +70,7 @@ def attend_units(
     tokens [u * unit_size, (u + 1) * unit_size) as far as there are keys. spans (start, stop) of tokens that all heads
     attend. A token that is listed twice counts twice.
     """
-    check_pair(keys, values)
-    check_queries(queries, keys.shape[0], keys.shape[2])
+    check_attended(queries if queries.dim() == 2 else queries.unsqueeze(1), keys, values)
     if units.dim() != 2 or units.shape[0] not in (1, keys.shape[0], queries.shape[0]) or units.dtype != torch.int64:
         raise InputError(
             f"units are {list(units.shape)} {units.dtype}; they must be int64 [num_lists, capacity] with 1, "
@@ -80,23 +78,23 @@ def attend_units(
         )
     if unit_size < 1:
         raise InputError(f"unit_size={unit_size} must be at least 1.")
-    ids = units.contiguous()
-    q, output, lse = _prepared(queries)
-    core().attend_units(
+    ids, q = units.contiguous(), queries.float().contiguous()
+    output, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    core.attend_units(
         shape_of(q, keys), q.data_ptr(), *address_of(keys), *address_of(values),
         keys.dtype == torch.bfloat16, ids.data_ptr(), ids.shape[0], ids.shape[1], unit_size,
-        [(int(start), int(stop)) for start, stop in spans], scale, _cap(softcap), queries.dtype == torch.bfloat16,
+        list(spans), scale, 0.0 if softcap is None else _cap(softcap), queries.dtype == torch.bfloat16,
         num_threads(threads), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return output.to(queries.dtype), lse
 
 
-def _prepared(queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q = queries.float().contiguous()
-    return q, torch.empty_like(q), q.new_empty(q.shape[:-1])
+def _check_shares(shares: Tensor, expected: tuple[int, int]) -> None:
+    if shares.shape != expected or shares.dtype != torch.float32 or not shares.is_contiguous():
+        raise InputError(f"shares are {list(shares.shape)} {shares.dtype}; they must be float32 {list(expected)}.")
 
 
-def _cap(softcap: float | None) -> float:
-    if softcap is not None and not softcap > 0:
+def _cap(softcap: float) -> float:
+    if not softcap > 0:
         raise InputError(f"softcap={softcap} must be positive, or None for no cap.")
-    return softcap or 0.0
+    return softcap

@@ -1,36 +1,48 @@
 """The compiled module and its instruction set.
 
-The core has its kernels once per instruction set and starts with the widest that the processor has. The environment
-variable ``KVSIFT_ISA`` names another; ``use_level`` changes it later, for the whole process.
+The module is bound once, here: ``core`` is the module, or an object that says at its first use what is missing, and
+``AVAILABLE`` tells which. The core has its kernels once per instruction set and starts with the widest that the
+processor has. The environment variable ``KVSIFT_ISA`` names another; ``use_level`` changes it later, for the whole
+process.
 """
 
 from __future__ import annotations
 
 import os
 from importlib import import_module
-from types import ModuleType
+from typing import Any
 
 import torch  # first: its OpenMP runtime is then the one that the core uses too
 
 from kvsift.errors import InputError, unknown
 
 _PROCESS = os.getpid()
-_core: ModuleType | None = None
 _failure = ""
+
+
+class _MissingCore:
+    """Stands for the compiled module where it is missing; every use raises InputError."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InputError(why_missing())
+
+
+core: Any = _MissingCore()
 try:
-    _core = import_module("kvsift.native._core")
+    core = import_module("kvsift.native._core")
 except ImportError as failure:
     _failure = str(failure)
+AVAILABLE = not _failure
 
 
 def available() -> bool:
     """Whether the compiled core can be used."""
-    return _core is not None
+    return AVAILABLE
 
 
 def why_missing() -> str:
     """What is missing and what to do; empty if the core is available."""
-    if _core is not None:
+    if AVAILABLE:
         return ""
     return (
         f"the compiled core of kvsift is missing ({_failure}). Install a C++ compiler and the headers of Python "
@@ -38,28 +50,21 @@ def why_missing() -> str:
     )
 
 
-def core() -> ModuleType:
-    """The compiled module; raises InputError where it is missing."""
-    if _core is None:
-        raise InputError(why_missing())
-    return _core
-
-
 def levels() -> list[str]:
     """Instruction sets that both this build and this processor have, the narrowest first."""
-    return list(core().levels())
+    return list(core.levels())
 
 
 def level() -> str:
     """The instruction set in use: "generic", "avx2", "avx512" or "avx512_bf16"."""
-    return str(core().level())
+    return str(core.level())
 
 
 def use_level(name: str) -> None:
     """Use an instruction set from now on, in the whole process; raises InputError unless it is in ``levels()``."""
     if name not in levels():
         raise unknown("instruction set", name, levels())
-    core().use_level(name)
+    core.use_level(name)
 
 
 def num_threads(threads: int | None) -> int:
@@ -77,8 +82,8 @@ def _start() -> None:
     if name:
         if name not in levels():
             raise unknown("instruction set in KVSIFT_ISA", name, levels())
-        core().use_level(name)
+        core.use_level(name)
 
 
-if _core is not None:
+if AVAILABLE:
     _start()

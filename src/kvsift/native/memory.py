@@ -19,7 +19,7 @@ def bandwidth(size: int = 1 << 29, threads: int | None = None) -> float:
     buffer = torch.empty(size, dtype=torch.uint8)
     advise_huge(buffer)
     buffer.fill_(1)
-    seconds = min(core().read_seconds(buffer.data_ptr(), size, num_threads(threads)) for _ in range(3))
+    seconds = min(core.read_seconds(buffer.data_ptr(), size, num_threads(threads)) for _ in range(3))
     return size / seconds / 1e9
 
 
@@ -31,4 +31,4 @@ def advise_huge(tensor: Tensor) -> int:
     if tensor.device.type != "cpu":
         raise InputError(f"the tensor is on {tensor.device}; huge pages are for CPU tensors only.")
     storage = tensor.untyped_storage()
-    return int(core().advise_huge(storage.data_ptr(), storage.nbytes()))
+    return int(core.advise_huge(storage.data_ptr(), storage.nbytes()))

@@ -27,7 +27,7 @@ def page_scores(queries: Tensor, rows: HeadRows, scale: float, *, threads: int |
     _check(queries, rows)
     q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], rows.shape[1])
-    core().page_scores(
+    core.page_scores(
         shape_of(q, rows), q.data_ptr(), *address_of(rows), rows.dtype == torch.bfloat16, scale,
         num_threads(threads), scores.data_ptr(),
     )  # fmt: skip
@@ -51,7 +51,7 @@ def choose_pages(
     chosen = torch.empty(num_selections, min(k, rows.shape[1]), dtype=torch.int64)
     if chosen.numel() == 0:
         return chosen
-    core().choose_pages(
+    core.choose_pages(
         shape_of(q, rows), q.data_ptr(), *address_of(rows), rows.dtype == torch.bfloat16, scale,
         chosen.shape[1], num_selections, num_threads(threads), chosen.data_ptr(),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsift.native.loader import available, core, num_threads
+from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import ROW_DTYPES
 
 MAX_ROWS = 8  # of x, which share one read of the weights, each with the sums that it has alone
@@ -15,14 +15,15 @@ def takes_product(x: Tensor, weight: Tensor, steady: bool = False) -> bool:
     """Whether the compiled core is available and multiplies x [rows, in] with weight [out, in]; it takes any number of
     rows if they are to have the bits that few have (``steady``), though a library is faster then."""
     return (
-        x.device.type == weight.device.type == "cpu"
+        AVAILABLE
+        and x.is_cpu
+        and weight.is_cpu
         and x.shape[0] > 0
         and (steady or x.shape[0] <= MAX_ROWS)
         and x.dtype == weight.dtype
         and weight.dtype in ROW_DTYPES
         and x.shape[1] % 8 == 0
         and weight.is_contiguous()
-        and available()
     )
 
 
@@ -41,17 +42,19 @@ def product(
         gated: instead, silu of the first half of the products times the second half, [rows, out / 2].
         threads: torch's by default.
     """
-    if len(x) > MAX_ROWS:
+    if x.shape[0] > MAX_ROWS:
         residuals = [None] * len(x) if residual is None else residual.split(MAX_ROWS)
         parts = zip(x.split(MAX_ROWS), residuals)
         how = {"norm": norm, "gated": gated, "threads": threads}
         return torch.cat([product(part, weight, bias, residual=each, **how) for part, each in parts])  # type: ignore[arg-type]
+    assert x.dtype == weight.dtype
     x = x.contiguous()
-    bias, residual = (None if each is None else each.contiguous() for each in (bias, residual))
-    width = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = x.new_empty(x.shape[0], width)
-    core().multiply(
-        x.dtype == torch.bfloat16, x.data_ptr(), x.shape[0], weight.data_ptr(), weight.shape[0], x.shape[1],
+    bias = None if bias is None else bias.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    (rows, width), num_out = x.shape, weight.shape[0]
+    out = x.new_empty(rows, num_out // 2 if gated else num_out)
+    core.multiply(
+        x.dtype == torch.bfloat16, x.data_ptr(), rows, weight.data_ptr(), num_out, width,
         0 if norm is None else norm[0].data_ptr(), 0.0 if norm is None else norm[1],
         0 if bias is None else bias.data_ptr(), 0 if residual is None else residual.data_ptr(), gated,
         num_threads(threads), out.data_ptr(),
@@ -59,10 +62,25 @@ def product(
     return out
 
 
-def rotate(heads: Tensor, cos: Tensor, sin: Tensor, norm: Tensor | None, eps: float) -> None:
-    """Rotate the heads [num_heads, head_dim] of one token in place, after an RMS norm if there is a norm weight
-    [head_dim]; cos, sin [head_dim] in the dtype of the heads."""
-    core().rotate(
-        heads.dtype == torch.bfloat16, heads.data_ptr(), *heads.shape, cos.data_ptr(), sin.data_ptr(),
-        0 if norm is None else norm.data_ptr(), eps,
-    )  # fmt: skip
+def rotate(
+    heads: Tensor, cos: Tensor, sin: Tensor, num_query_heads: int, num_kv_heads: int, q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None, eps: float = 0.0,
+) -> None:  # fmt: skip
+    """Rotate queries and keys of tokens in place, each head after an RMS norm if there is a norm weight [head_dim].
+
+    heads [tokens, num_query_heads + 2 * num_kv_heads, head_dim], contiguous, queries first, then keys, then values,
+    which stay; cos, sin [tokens, head_dim], contiguous, in the dtype of the heads.
+    """
+    is_bfloat16, (num_tokens, num_heads, head_dim) = heads.dtype == torch.bfloat16, heads.shape
+    number = heads.element_size()
+    parts = [(0, num_query_heads, q_norm), (num_query_heads, num_kv_heads, k_norm)]
+    if q_norm is None and k_norm is None:
+        parts = [(0, num_query_heads + num_kv_heads, None)]
+    start, cos_start, sin_start = heads.data_ptr(), cos.data_ptr(), sin.data_ptr()
+    for token in range(num_tokens):
+        angles = cos_start + token * head_dim * number, sin_start + token * head_dim * number
+        for first, count, norm in parts:
+            core.rotate(
+                is_bfloat16, start + (token * num_heads + first) * head_dim * number, count, head_dim, *angles,
+                0 if norm is None else norm.data_ptr(), eps,
+            )  # fmt: skip

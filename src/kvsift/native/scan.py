@@ -22,7 +22,7 @@ def scan(queries: Tensor, keys: HeadRows, k: int, *, threads: int | None = None)
     """
     q, ids, scores = _prepared(queries, keys, k)
     if k > 0:
-        core().scan(
+        core.scan(
             shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, k,
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),
         )  # fmt: skip
@@ -35,7 +35,7 @@ def all_scores(queries: Tensor, keys: HeadRows, *, threads: int | None = None) -
     check_queries(queries, keys.shape[0], keys.shape[2])
     q = queries.float().contiguous()
     scores = q.new_empty(q.shape[0], keys.shape[1])
-    core().all_scores(
+    core.all_scores(
         shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16, num_threads(threads),
         scores.data_ptr(),
     )  # fmt: skip
@@ -58,7 +58,7 @@ def scan_codes(
     if not overfetch >= 1:
         raise InputError(f"overfetch={overfetch} must be at least 1.")
     if k > 0:
-        core().scan_codes(
+        core.scan_codes(
             shape_of(q, keys), q.data_ptr(), *address_of(keys), keys.dtype == torch.bfloat16,
             codes.blocks.data_ptr(), codes.blocks.stride(0), codes.scale.data_ptr(), k, math.ceil(overfetch * k),
             num_threads(threads), ids.data_ptr(), scores.data_ptr(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.native.loader import available, core
+from kvsift.native.loader import AVAILABLE, core
 
 LARGEST_HEAD_DIM = 256
 ROW_DTYPES = (torch.bfloat16, torch.float32)
@@ -60,15 +60,21 @@ def is_row_major(rows: Tensor) -> bool:
 
 
 def supports(queries: Tensor, rows: HeadRows) -> bool:
-    """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token; rows
-    [num_kv_heads, n, width], keys or page summaries."""
-    rows = pool_of(rows)
-    if queries.device.type != "cpu" or rows.device.type != "cpu" or queries.dtype != rows.dtype:
-        return False
-    head_dim = queries.shape[1]
-    if rows.dtype not in ROW_DTYPES or head_dim % 8 or head_dim > LARGEST_HEAD_DIM or not rows.shape[0]:
-        return False
-    return is_row_major(rows) and available()
+    """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token, or
+    [num_query_heads, num_tokens, head_dim]; rows [num_kv_heads, n, width], keys or page summaries."""
+    pool = rows.pool if isinstance(rows, PooledRows) else rows
+    head_dim, dtype = queries.shape[-1], pool.dtype
+    return (
+        AVAILABLE
+        and queries.is_cpu
+        and pool.is_cpu
+        and queries.dtype == dtype
+        and dtype in ROW_DTYPES
+        and head_dim % 8 == 0
+        and head_dim <= LARGEST_HEAD_DIM
+        and pool.shape[0] > 0
+        and is_row_major(pool)
+    )
 
 
 def check_rows(name: str, rows: HeadRows, *, largest: int = LARGEST_HEAD_DIM, multiple: int = 8) -> None:
@@ -102,6 +108,34 @@ def check_finite(queries: Tensor) -> None:
         raise InputError("queries hold NaN or infinity; no key can be ranked by them. Check the layer that made them.")
 
 
+def check_attended(queries: Tensor, keys: HeadRows, values: HeadRows) -> None:
+    """Raise InputError unless the core attends these: ``check_pair``, and ``check_queries`` of each of the tokens in
+    queries [num_query_heads, num_tokens, head_dim], or of the one in [num_query_heads, head_dim]."""
+    if not (
+        supports(queries, keys)
+        and (queries.dim() == 2 or (queries.dim() == 3 and queries.shape[1] > 0))
+        and queries.shape[-1] == keys.shape[2]
+        and queries.shape[0] > 0
+        and queries.shape[0] % keys.shape[0] == 0
+        and _lie_alike(keys, values)
+    ):  # something is wrong, or allowed and rare, such as queries of another dtype
+        check_pair(keys, values)
+        token = queries[:, 0] if queries.dim() == 3 and queries.shape[1] else queries
+        check_queries(token, keys.shape[0], keys.shape[2])
+
+
+def _lie_alike(keys: HeadRows, values: HeadRows) -> bool:
+    """Whether values have the shape, dtype, strides and slots of keys in host memory."""
+    if isinstance(keys, PooledRows) and isinstance(values, PooledRows):
+        if keys.runs is not values.runs or keys[2:] != values[2:]:
+            return False
+        keys, values = keys.pool, values.pool
+    if not (isinstance(keys, Tensor) and isinstance(values, Tensor)):
+        return False
+    alike = keys.shape == values.shape and keys.dtype == values.dtype and keys.stride() == values.stride()
+    return alike and values.is_cpu
+
+
 def check_pair(keys: HeadRows, values: HeadRows) -> None:
     """Raise InputError unless there is one value for each key, of the same width and dtype, at the same slots."""
     check_rows("keys", keys)
@@ -123,8 +157,8 @@ def shape_of(queries: Tensor, rows: HeadRows) -> Any:
     that are not in the pool or hold too few rows."""
     num_kv_heads, length, width = rows.shape
     if not isinstance(rows, PooledRows):
-        return core().Shape(queries.shape[0], num_kv_heads, width, length)
-    return check_runs(rows, lambda *runs: core().Shape(queries.shape[0], num_kv_heads, width, length, *runs))
+        return core.Shape(queries.shape[0], num_kv_heads, width, length)
+    return check_runs(rows, lambda *runs: core.Shape(queries.shape[0], num_kv_heads, width, length, *runs))
 
 
 def check_runs(rows: PooledRows, make: Callable[[int, int, int, int], Any]) -> Any:
@@ -145,5 +179,5 @@ def check_runs(rows: PooledRows, make: Callable[[int, int, int, int], Any]) -> A
 
 def address_of(rows: HeadRows) -> tuple[int, int]:
     """Address of the rows' pool and stride of its heads."""
-    pool = pool_of(rows)
+    pool = rows.pool if isinstance(rows, PooledRows) else rows
     return pool.data_ptr(), pool.stride(0)

@@ -1,4 +1,5 @@
-"""Tokens by estimated shares of attention, and an estimate of attention over the others (``kernels.sketch``)."""
+"""Sketches (``kernels.sketch``): rows of pages; tokens by estimated shares of attention, and an estimate of attention
+over the others."""
 
 from __future__ import annotations
 
@@ -6,9 +7,10 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.native.loader import available, core, num_threads
+from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
+    ROW_DTYPES,
     HeadRows,
     PooledRows,
     address_of,
@@ -16,27 +18,36 @@ from kvsift.native.shapes import (
     check_queries,
     check_runs,
     is_row_major,
-    pool_of,
 )
-from kvsift.native.sketch_format import SketchLayout
-
-STRIP = 16  # tokens; a page has a multiple of them
-LARGEST_PAGE = 1024
+from kvsift.native.sketch_format import LARGEST_PAGE, STRIP, SketchLayout
 
 
 def sketches_fit(queries: Tensor, rows: HeadRows, layout: SketchLayout) -> bool:
     """Whether the compiled core is available and reads these: queries [num_query_heads, head_dim] of one token, rows
     uint8 [num_kv_heads, num_pages, width]."""
-    pool = pool_of(rows)
-    if queries.device.type != "cpu" or pool.device.type != "cpu" or not pool.shape[0]:
+    pool = rows.pool if isinstance(rows, PooledRows) else rows
+    if not (AVAILABLE and queries.is_cpu and pool.is_cpu and pool.shape[0]):
         return False
-    fits = layout.bits in (1, 2) and sketches_read(layout.page_size, layout.head_dim)
-    return fits and is_row_major(pool) and available()
+    return layout.is_read_by_core and is_row_major(pool)
 
 
-def sketches_read(page_size: int, head_dim: int) -> bool:
-    """Whether the core can read sketches of such pages."""
-    return page_size % STRIP == 0 and 0 < page_size <= LARGEST_PAGE and 0 < head_dim <= LARGEST_HEAD_DIM
+def takes_tokens(keys: Tensor, values: Tensor) -> bool:
+    """Whether the compiled core takes keys and values [num_kv_heads, num_pages, page_size, head_dim], and is there."""
+    alike = keys.shape == values.shape and keys.dtype == values.dtype and keys.dtype in ROW_DTYPES
+    host = keys.is_cpu and values.is_cpu and keys.shape[3] <= LARGEST_HEAD_DIM
+    return AVAILABLE and alike and host and keys[0].is_contiguous() and values[0].is_contiguous()
+
+
+def sketch_rows(layout: SketchLayout, keys: Tensor, values: Tensor, valid: Tensor | None) -> Tensor:
+    """uint8 [num_kv_heads, num_pages, width], as ``kernels.sketch.sketch_rows`` up to rounding."""
+    rows = torch.empty(*keys.shape[:2], layout.width, dtype=torch.uint8)
+    valid, form = None if valid is None else valid.contiguous(), core.SketchFormat(*layout.numbers)
+    core.sketch_rows(
+        form, keys.dtype == torch.bfloat16, keys.data_ptr(), keys.stride(0), values.data_ptr(),
+        values.stride(0), len(keys), 0 if valid is None else valid.data_ptr(), keys.shape[1],
+        num_threads(None), rows.data_ptr(),
+    )  # fmt: skip
+    return rows
 
 
 def choose_sketched(
@@ -64,9 +75,9 @@ def choose_sketched(
     _check(queries, rows, layout, first, count, k, num_selections)
     q = queries.float().contiguous()
     ids = torch.empty(num_selections, min(k, count), dtype=torch.int64)
-    output, lse = torch.empty_like(q), q.new_empty(len(q))
-    core().choose_sketched(
-        _sketches(rows, layout), q.data_ptr(), len(q), *address_of(rows), first, count, ids.shape[1],
+    output, lse = torch.empty_like(q), q.new_empty(q.shape[0])
+    core.choose_sketched(
+        _sketches(rows, layout), q.data_ptr(), q.shape[0], *address_of(rows), first, count, ids.shape[1],
         num_selections, num_threads(threads), ids.data_ptr(), output.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     return ids, output, lse
@@ -74,17 +85,17 @@ def choose_sketched(
 
 def _sketches(rows: HeadRows, layout: SketchLayout) -> object:
     """The core's form of layout and slots."""
-    form = layout.native(core())
+    form = core.SketchFormat(*layout.numbers)
     if isinstance(rows, PooledRows):
-        return check_runs(rows, lambda *runs: core().Sketches(form, *rows.shape[:2], *runs))
-    return core().Sketches(form, *rows.shape[:2])
+        return check_runs(rows, lambda *runs: core.Sketches(form, *rows.shape[:2], *runs))
+    return core.Sketches(form, *rows.shape[:2])
 
 
 def _check(
     queries: Tensor, rows: HeadRows, layout: SketchLayout, first: int, count: int, k: int, num_selections: int
 ) -> None:
-    pool = pool_of(rows)
-    if layout.bits not in (1, 2) or not sketches_read(layout.page_size, layout.head_dim):
+    pool = rows.pool if isinstance(rows, PooledRows) else rows
+    if not layout.is_read_by_core:
         raise InputError(
             f"{layout} cannot be read by the compiled core: bits must be 1 or 2, page_size a multiple of {STRIP} up to "
             f"{LARGEST_PAGE}, head_dim at most {LARGEST_HEAD_DIM}. Estimate in torch: kernels/sketch.py."
@@ -105,7 +116,7 @@ def _check(
         )
     if k < 0:
         raise InputError(f"k={k} must not be negative.")
-    if num_selections not in (rows.shape[0], len(queries)):
+    if num_selections not in (rows.shape[0], queries.shape[0]):
         raise InputError(
             f"num_selections={num_selections} must be {rows.shape[0]}, one per KV head, or {len(queries)}, one per "
             "query head."

@@ -3,51 +3,74 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from kvsift.native.shapes import LARGEST_HEAD_DIM
 
-class SketchLayout(NamedTuple):
-    """Where the parts of a row are."""
+STRIP = 16  # tokens; a page has a multiple of them
+LARGEST_PAGE = 1024
+
+
+@dataclass(frozen=True)
+class SketchLayout:
+    """Where the parts of a row are; computed once (``sketch_layout``)."""
 
     bits: int
     head_dim: int
     page_size: int
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Groups of 32 channels."""
         return -(-self.head_dim // 32)
 
-    @property
+    @cached_property
     def factors(self) -> int:
         """Offset of the factors."""
         return 4 * self.bits * self.words * self.page_size
 
-    @property
+    @cached_property
     def key_mean(self) -> int:
         return self.factors + _round_up(2 * self.page_size, 4)
 
-    @property
+    @cached_property
     def value_mean(self) -> int:
         return self.key_mean + 32 * self.words
 
-    @property
+    @cached_property
     def scales(self) -> int:
         return self.value_mean + _round_up(self.head_dim, 4)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Bytes of a row."""
         return _round_up(self.scales + 4, 16)
 
-    def native(self, core: Any) -> Any:
-        """The layout as the compiled core takes it."""
+    @cached_property
+    def is_read_by_core(self) -> bool:
+        """Whether the compiled core estimates from such rows."""
+        return self.bits in (1, 2) and sketches_read(self.page_size, self.head_dim)
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """What the compiled core's ``SketchFormat`` is made of."""
         parts = self.factors, self.key_mean, self.value_mean, self.scales, self.width
-        return core.SketchFormat(self.bits, self.head_dim, self.page_size, *parts)
+        return self.bits, self.head_dim, self.page_size, *parts
+
+
+def sketches_read(page_size: int, head_dim: int) -> bool:
+    """Whether the core can read sketches of such pages."""
+    return page_size % STRIP == 0 and 0 < page_size <= LARGEST_PAGE and 0 < head_dim <= LARGEST_HEAD_DIM
+
+
+@lru_cache
+def sketch_layout(bits: int, head_dim: int, page_size: int) -> SketchLayout:
+    """Return the one layout of these sizes."""
+    return SketchLayout(bits, head_dim, page_size)
 
 
 @lru_cache

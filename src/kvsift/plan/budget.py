@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.types import Candidates
 
 DEFAULT_TOKENS = 1024
+
+
+class Room(NamedTuple):
+    """What queries from a position on may see: [0, sinks_stop), everything from ``window_start`` on, and so many
+    ``units`` of the candidates, which may be more than there are."""
+
+    sinks_stop: int
+    window_start: int
+    candidates: Candidates
+    units: int
 
 
 @dataclass(frozen=True)
@@ -112,22 +122,27 @@ class Budget:
         window_start = max(start + 1 - window, 0) // unit_size * unit_size
         if window == 0:
             window_start = _round_up(start + 1, unit_size)
-        return min(_round_up(self.sinks, unit_size), window_start), window_start
+        return min(-(-self.sinks // unit_size) * unit_size, window_start), window_start
+
+    def room(self, start: int, unit_size: int) -> Room:
+        """Return what queries from position ``start`` on may see."""
+        sinks_stop, window_start = self.always(start, unit_size)
+        first, context, limit = sinks_stop // unit_size, start + 1, self.limit(start + 1)
+        candidates = Candidates(first, window_start // unit_size - first, unit_size)
+        if limit >= context:  # with window=0 the unit being filled competes, and none may be left out
+            units = (window_start - sinks_stop) // unit_size
+        else:
+            selected = limit - sinks_stop - max(context - window_start, 0)
+            units = max(selected // unit_size, 1 if self.tokens is None else 0)
+        return Room(sinks_stop, window_start, candidates, units)
 
     def candidates(self, start: int, unit_size: int) -> Candidates:
         """Units that queries from position ``start`` on may choose from."""
-        sinks_stop, window_start = self.always(start, unit_size)
-        first = sinks_stop // unit_size
-        return Candidates(first, window_start // unit_size - first, unit_size)
+        return self.room(start, unit_size).candidates
 
     def units(self, start: int, unit_size: int) -> int:
         """How many units queries from position ``start`` on may select."""
-        sinks_stop, window_start = self.always(start, unit_size)
-        context = start + 1
-        if self.limit(context) >= context:  # with window=0 the unit being filled competes, and none may be left out
-            return (window_start - sinks_stop) // unit_size
-        room = self.limit(context) - sinks_stop - max(context - window_start, 0)
-        return max(room // unit_size, 1 if self.tokens is None else 0)
+        return self.room(start, unit_size).units
 
 
 def _round_up(tokens: int, unit_size: int) -> int:

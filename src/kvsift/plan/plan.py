@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 from kvsift.errors import InputError
 from kvsift.methods import catalogue
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
@@ -77,7 +79,17 @@ class Rule:
                 "out min_recovery, or take a method that keeps all tokens, such as quest."
             )
 
-    @property
+    @cached_property
+    def traits(self) -> Traits:
+        """The traits of the method, which its hyper-parameters determine."""
+        return self.method.traits
+
+    @cached_property
+    def unit_size(self) -> int:
+        """Tokens per unit of the method."""
+        return self.method.unit_size
+
+    @cached_property
     def evicts(self) -> bool:
         """Whether the store frees what the method drops."""
         return self.method.evict
@@ -89,15 +101,15 @@ class Rule:
 
     def is_dense(self, layer: int, start: int, stop: int) -> bool:
         """Whether queries at positions start to stop attend everything before them in this layer."""
-        budget, method = self.budget, self.method
-        if method.traits.unbounded or layer in budget.dense_layers or stop < budget.min_context:
+        budget, traits = self.budget, self.traits
+        if traits.unbounded or layer in budget.dense_layers or stop < budget.min_context:
             return True
-        if not method.traits.selects:
+        if not traits.selects:
             return stop <= budget.limit(stop)
-        count = budget.candidates(start, method.unit_size).count
+        room = budget.room(start, self.unit_size)
         if budget.mass is not None and budget.mass < 1:
-            return count == 0  # how many are needed is known only once they are scored
-        return budget.units(start, method.unit_size) >= count
+            return room.candidates.count == 0  # how many are needed is known only once they are scored
+        return room.units >= room.candidates.count
 
     def __str__(self) -> str:
         name = _name_of(self.method)

@@ -92,6 +92,7 @@ class Store(ABC):
         shape: the layer.
         page_size: tokens per page.
         lengths: tokens cached per row, evicted ones included.
+        token_bytes: of keys and values of one token.
         table: pages of the rows; None where every row has pages of its own.
         kinds: of page summaries that are maintained and can be read.
     """
@@ -103,6 +104,7 @@ class Store(ABC):
     shape: LayerShape
     page_size: int
     lengths: list[int]
+    token_bytes: int
     table: PageTable | None = None
     kinds: tuple[str, ...] = ()
 
@@ -129,11 +131,6 @@ class Store(ABC):
     @property
     def num_rows(self) -> int:
         return len(self.lengths)
-
-    @property
-    @abstractmethod
-    def token_bytes(self) -> int:
-        """Bytes of keys and values of one token."""
 
     @property
     @abstractmethod

@@ -17,9 +17,8 @@ from kvsift.errors import InputError
 from kvsift.stores.base import Attended, Segment, Select, Store, View
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
-from kvsift.stores.parts import attend_dense, attend_spans
+from kvsift.stores.parts import attend_dense, attend_repositioned, attend_spans, attend_sparse
 from kvsift.stores.reader import RowReader
-from kvsift.stores.repositioned import attend_repositioned, attend_view
 from kvsift.types import LayerShape, Part, Selection
 
 ROOM = 64  # tokens that can be appended before a row is copied
@@ -104,7 +103,7 @@ class EvictingStore(Store):
         ]
 
     @property
-    def token_bytes(self) -> int:
+    def token_bytes(self) -> int:  # type: ignore[override]
         return self.row_stores[0].token_bytes
 
     @property
@@ -139,10 +138,10 @@ class EvictingStore(Store):
         """As ``Store.attend``; with ``view.evict`` what the first query does not see is evicted."""
         reader = self.reader(row)
         selection = select(segment, reader)
-        if not view.evict:
-            return attend_view(self.shape, segment, reader, view, selection)
-        self._evict_hidden(row, segment, view, selection)
-        attend = _attend_left if view.reposition is None else attend_repositioned
+        attend = attend_sparse
+        if view.evict:
+            self._evict_hidden(row, segment, view, selection)
+            attend = _attend_left if view.reposition is None else attend_repositioned
         part, visible = attend(self.shape, segment, self.reader(row), view, selection)
         return Attended(part, selection, visible)
 

@@ -37,6 +37,8 @@ class LayerPool:
 
     Attributes:
         keys, values: [num_kv_heads, num_pages, page_size, width].
+        token_bytes: of keys and values of one token.
+        on_host: whether keys and values are in memory that the compiled core reads.
         summaries: kind -> [num_kv_heads, num_pages, width].
         lock: held while tokens are written or the tensors grow.
         moves: how often tensors were replaced.
@@ -52,13 +54,10 @@ class LayerPool:
         self.keys = like.new_empty(shape.num_kv_heads, 0, page_size, shape.head_dim)
         width = shape.head_dim if value_width is None else value_width
         self.values = self.keys.new_empty(shape.num_kv_heads, 0, page_size, width, dtype=value_dtype or like.dtype)
+        self.token_bytes = sum(len(pool) * pool.shape[3] * pool.element_size() for pool in (self.keys, self.values))
+        self.on_host = self.keys.is_cpu
         self.summaries: dict[str, Tensor] = {}
         self._users: weakref.WeakKeyDictionary[object, tuple[str, ...]] = weakref.WeakKeyDictionary()
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of keys and values of one token."""
-        return sum(len(pool) * pool.shape[3] * pool.element_size() for pool in (self.keys, self.values))
 
     @property
     def tensors(self) -> list[Tensor]:

@@ -19,7 +19,7 @@ from kvsift.stores.base import Attended, Pools, Segment, Select, Transfers, View
 from kvsift.stores.device_cache import DeviceCache
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
-from kvsift.stores.repositioned import attend_view
+from kvsift.stores.parts import attend_sparse
 from kvsift.stores.split import STREAMED_TOKENS, HostReader, HostValues, SplitStore
 from kvsift.stores.transfers import FEW_TOKENS, mapped
 from kvsift.types import LayerShape, Part, Selection
@@ -89,6 +89,7 @@ class OffloadStore(SplitStore):
         self.summarise_open_page(row)
         self._forget(self._reader(row).slots(start, length))
 
+    @torch.inference_mode()
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
         start = self.lengths[row]
         super().append(row, keys, values)
@@ -129,9 +130,9 @@ class OffloadStore(SplitStore):
                 self.near(row, *span)
         on_device = None if selection is None else self._selection_on_device(selection)
         view = view._replace(spans=view.spans[:1])
-        attended = attend_view(self.shape, segment, self.device_reader(row), view, on_device)
+        part, visible = attend_sparse(self.shape, segment, self.device_reader(row), view, on_device)
         on_host = None if selection is None else replace(selection, units=selection.units.cpu())
-        return attended._replace(selection=on_host)
+        return Attended(part, on_host, visible)
 
     def _selection_on_device(self, selection: Selection) -> Selection:
         weight = None if selection.log_weight is None else selection.log_weight.to(self.device)

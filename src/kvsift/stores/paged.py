@@ -12,9 +12,8 @@ from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
 from kvsift.stores.kv_pool import LayerPool
 from kvsift.stores.page_pool import PagePool
 from kvsift.stores.page_table import PageTable
-from kvsift.stores.parts import attend_dense
+from kvsift.stores.parts import attend_dense, attend_sparse
 from kvsift.stores.reader import RowReader
-from kvsift.stores.repositioned import attend_view
 from kvsift.types import LayerShape, Part
 
 SUMMARISED_TOKENS = 32768  # at once; bounds temporary memory
@@ -50,14 +49,11 @@ class PagedStore(Store):
         """Store in these pages from now on."""
         self.table, self._steps, self._copies = table, table.steps, len(table.copies)
         self.pool = table.kv.layer(self.shape.layer, self.page_size, self._new_pool)
+        self.token_bytes = self.pool.token_bytes
         self.kinds: tuple[str, ...] = ()
 
     def _new_pool(self, pages: PagePool) -> LayerPool:
         return LayerPool(self.shape, self.page_size, self._like, pages)
-
-    @property
-    def token_bytes(self) -> int:
-        return self.pool.token_bytes
 
     @property
     def num_bytes(self) -> int:
@@ -81,8 +77,11 @@ class PagedStore(Store):
     def pools(self) -> Pools:
         return Pools(self.pool.keys, self.pool.values, self.summaries)
 
-    @torch.inference_mode()  # pools outlive the block they were made in
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
+        if not torch.is_inference_mode_enabled():  # pools outlive the block they were made in
+            with torch.inference_mode():
+                PagedStore.append(self, row, keys, values)
+            return
         start, stop = self.lengths[row], self.lengths[row] + keys.shape[1]
         if start == stop:
             return
@@ -127,7 +126,8 @@ class PagedStore(Store):
     def _store(self, row: int, stop: int, keys: Tensor, values: Tensor) -> None:
         """Write the tokens up to position ``stop``, without summaries."""
         start = self.lengths[row]
-        self._fit()
+        if self.pool.pages.num_pages > self.pool.keys.shape[1]:
+            self._fit()
         self.lengths[row] = stop
         self._write(self._reader(row).slots(start, stop), keys, values)
 
@@ -165,7 +165,9 @@ class PagedStore(Store):
 
     def attend(self, row: int, segment: Segment, view: View, select: Select) -> Attended:
         reader = self.reader(row)
-        return attend_view(self.shape, segment, reader, view, select(segment, reader))
+        selection = select(segment, reader)
+        part, visible = attend_sparse(self.shape, segment, reader, view, selection)
+        return Attended(part, selection, visible)
 
     @torch.inference_mode()
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
@@ -184,6 +186,7 @@ class PagedStore(Store):
     def _maintain(self) -> None:
         self.pool.maintain(self, self.kinds)
 
+    @torch.inference_mode()
     @torch.inference_mode()
     def crop(self, row: int, length: int) -> None:
         if length >= self.lengths[row]:
@@ -246,7 +249,6 @@ class PagedStore(Store):
                 self.pool.copy_page(source, target)
         self._copies = len(self.table.copies)
 
-    @torch.inference_mode()
     def _summarise(self, row: int, first_page: int, kinds: Iterable[str]) -> None:
         """Summarise full pages from ``first_page`` on. The one being filled waits: most plans never score it."""
         # Always from the keys themselves, never from the old summary: token by token, by chunk and after a

@@ -1,4 +1,8 @@
-"""Attention over always-visible spans and a selection, and the exact merge of the two."""
+"""Attention over always-visible spans and a selection, and the exact merge of the two.
+
+A method that repositions (``Method.reposition``) has sinks and selection attended from other positions than the
+queries' own.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,16 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from kvsift import native
 from kvsift.kernels.attention import attention, attention_reference
 from kvsift.kernels.merge import merge, merge_all
-from kvsift.kernels.unit_attention import SHARE_TOKENS, dense_attention, reads_in_place, unit_attention
+from kvsift.kernels.rerotate import rerotate
+from kvsift.native import twins
+from kvsift.native.attention import SHARE_TOKENS
+from kvsift.native.shapes import HeadRows, supports
 from kvsift.stores.base import Segment, View
 from kvsift.stores.reader import RowReader
-from kvsift.types import LayerShape, Part, Selection
+from kvsift.types import LayerShape, Moved, Part, Selection
 
 MOST_RUNS = 16  # of pages, that a GPU attends one by one; more are copied
 IN_PLACE_QUERIES = 8  # of consecutive tokens, for which the compiled core reads keys once; with more, a copy is faster
@@ -21,9 +29,12 @@ IN_PLACE_QUERIES = 8  # of consecutive tokens, for which the compiled core reads
 
 def attend_dense(shape: LayerShape, segment: Segment, reader: RowReader) -> Part:
     """Dense attention: every query over everything up to itself."""
-    if _reads_in_place(segment, reader, IN_PLACE_QUERIES):
-        keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
-        return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap)
+    if segment.stop - segment.start <= IN_PLACE_QUERIES and reader.in_place:
+        queries, keys = segment.queries[0], reader.keys_in_place(segment.stop)
+        if supports(queries, keys):
+            values = reader.values_in_place(segment.stop)
+            output, lse = native.attend_dense(queries, keys, values, shape.scale, shape.softcap)
+            return Part(output.unsqueeze(0), lse.unsqueeze(0))
     if segment.queries.is_cuda and 1 < len(reader.consecutive(segment.stop)) <= MOST_RUNS:
         return _attend_runs(shape, segment, reader)
     keys, values = (read(0, segment.stop).unsqueeze(0) for read in (reader.keys, reader.values))
@@ -50,26 +61,26 @@ def attend_verifying(shape: LayerShape, segment: Segment, reader: RowReader) -> 
     """As ``attend_dense``, of at most ``IN_PLACE_QUERIES`` tokens in host memory, with the attention of pages of 16
     tokens, float32 [num_kv_heads, num_pages]."""
     shares = torch.empty(shape.num_kv_heads, -(-segment.stop // SHARE_TOKENS), dtype=torch.float32)
-    keys_and_values = reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
-    return dense_attention(segment.queries, *keys_and_values, shape.scale, shape.softcap, shares), shares
-
-
-def _reads_in_place(segment: Segment, reader: RowReader, most_queries: int = 1) -> bool:
-    """Whether the compiled core attends the queries of a segment, if they are so few, without a copy."""
-    return reader.in_place and reads_in_place(segment.queries, reader.keys_in_place(), most_queries)
+    queries, keys, values = segment.queries[0], reader.keys_in_place(segment.stop), reader.values_in_place(segment.stop)
+    run = native.attend_dense if supports(queries, keys) else twins.attend_dense
+    output, lse = run(queries, keys, values, shape.scale, shape.softcap, shares=shares)
+    return Part(output.unsqueeze(0), lse.unsqueeze(0)), shares
 
 
 def attend_sparse(
     shape: LayerShape, segment: Segment, reader: RowReader, view: View, selection: Selection | None
 ) -> tuple[Part, int | float | Tensor]:
-    """Attend always-visible spans and the selection; with how many tokens that is, summed over queries."""
+    """Attend what a view shows, and a selection; with how many tokens that is, summed over queries."""
     spans = view.spans
-    num_queries = segment.num_queries
+    if view.reposition is not None:
+        return attend_repositioned(shape, segment, reader, view, selection)
     if selection is None:
         return attend_spans(shape, segment, reader, spans)
-    plain = selection.log_weight is None
-    if plain and _reads_in_place(segment, reader):
-        return _attend_in_place(shape, segment, reader, view, selection)
+    plain, num_queries = selection.log_weight is None, segment.num_queries
+    if plain and num_queries == 1 and reader.in_place:
+        queries, keys = segment.queries[0].squeeze(1), reader.keys_in_place()
+        if supports(queries, keys):
+            return _attend_in_place(shape, segment, queries, keys, reader.values_in_place(), view, selection)
     chosen = gather(shape, reader, selection)
     together = plain and selection.full and view.whole_units
     part, visible = attend_spans(shape, segment, reader, spans, chosen if together else None)
@@ -80,15 +91,15 @@ def attend_sparse(
 
 
 def _attend_in_place(
-    shape: LayerShape, segment: Segment, reader: RowReader, view: View, selection: Selection
-) -> tuple[Part, float | Tensor]:
-    """The one query of a segment over spans and units, read in place."""
+    shape: LayerShape, segment: Segment, queries: Tensor, keys: HeadRows, values: HeadRows, view: View,
+    selection: Selection,
+) -> tuple[Part, float | Tensor]:  # fmt: skip
+    """As ``attend_sparse``, of the one query of a segment, [num_query_heads, head_dim], over rows read in place."""
     (sinks_stop, window_start), units, unit_size = view.spans[0], selection.units, selection.unit_size
     window_start = min(window_start, segment.stop)
-    part = unit_attention(
-        segment.queries, reader.keys_in_place(), reader.values_in_place(), units, unit_size,
-        [(0, sinks_stop), (window_start, segment.stop)], shape.scale, shape.softcap,
-    )  # fmt: skip
+    spans = [(0, sinks_stop), (window_start, segment.stop)]
+    output, lse = native.attend_units(queries, keys, values, units, unit_size, spans, shape.scale, shape.softcap)
+    part = Part(output.view(segment.queries.shape), lse.view(segment.queries.shape[:3]))
     always = sinks_stop + segment.stop - window_start
     if selection.full and view.whole_units:
         return part, always + units.shape[1] * unit_size
@@ -201,3 +212,67 @@ def _past_and_own(shape: LayerShape, segment: Segment, keys: Tensor, values: Ten
     return merge(
         attention(segment.queries, keys[:, :, :past], values[:, :, :past], shape.scale, softcap=shape.softcap), own
     )
+
+
+def attend_repositioned(
+    shape: LayerShape, segment: Segment, reader: RowReader, view: View, selection: Selection | None
+) -> tuple[Part, float | Tensor]:
+    """Attend as ``attend_sparse`` does, by a method that repositions."""
+    spans = view.spans
+    part, visible = attend_spans(shape, segment, reader, [(0, window_start) for _, window_start in spans])
+    distant, positions = repositioned(shape, segment, view)
+    last = max(sinks_stop for sinks_stop, _ in spans)
+    if last:
+        keys, values = reader.keys(0, last), reader.values(0, last)
+        sinks, num_sinks = attend_sinks(shape, distant, positions, keys, values, spans)
+        part, visible = merge(part, sinks), visible + num_sinks
+    if selection is not None:
+        selected, num_selected = attend_repositioned_selection(shape, distant, positions, reader, selection)
+        part, visible = merge(part, selected), visible + num_selected * segment.num_queries
+    return part, visible
+
+
+def repositioned(shape: LayerShape, segment: Segment, view: View) -> tuple[Segment, Moved]:
+    """Return the segment with its queries rotated to where they see sinks and selection from, and these positions."""
+    assert shape.rope is not None, "refused at the start"
+    assert view.reposition is not None
+    own = torch.arange(segment.start, segment.stop)
+    positions = view.reposition(own, view.spans)
+    rotated = rerotate(segment.queries[0], own, positions.queries, shape.rope)
+    return segment._replace(queries=rotated.unsqueeze(0)), positions
+
+
+def attend_sinks(
+    shape: LayerShape, distant: Segment, positions: Moved, keys: Tensor, values: Tensor,
+    spans: Sequence[tuple[int, int]],
+) -> tuple[Part, int]:  # fmt: skip
+    """Attend the first tokens, [num_kv_heads, count, head_dim], of which each query sees those before its
+    ``sinks_stop``; with how many that is, summed over queries."""
+    tokens = torch.arange(keys.shape[1])
+    keys, values = _rotated(shape, positions, keys, tokens).unsqueeze(0), values.unsqueeze(0)
+    stops = [sinks_stop for sinks_stop, _ in spans] if len(spans) > 1 else [spans[0][0]] * distant.num_queries
+    if len(set(stops)) == 1:
+        return attention(distant.queries, keys, values, shape.scale, softcap=shape.softcap), sum(stops)
+    mask = (tokens < torch.tensor(stops).unsqueeze(1)).to(keys.device)  # [num_queries, count]
+    part = attention_reference(distant.queries, keys, values, shape.scale, mask=mask, softcap=shape.softcap)
+    return part, sum(stops)
+
+
+def attend_repositioned_selection(
+    shape: LayerShape, distant: Segment, positions: Moved, reader: RowReader, selection: Selection
+) -> tuple[Part, Tensor]:
+    """Attend selected tokens; with how many each query sees, a mean over heads."""
+    keys, values = gather(shape, reader, selection)
+    unit_size, units = selection.unit_size, selection.units
+    tokens = (units.unsqueeze(-1) * unit_size + torch.arange(unit_size, device=units.device)).flatten(1)
+    return attend_selection(shape, distant, selection, (_rotated(shape, positions, keys, tokens), values))
+
+
+def _rotated(shape: LayerShape, positions: Moved, keys: Tensor, tokens: Tensor) -> Tensor:
+    """Keys [num_heads, count, head_dim] of ``tokens`` [num_heads or 1, count], rotated if they are repositioned."""
+    if positions.keys is None:
+        return keys
+    assert shape.rope is not None, "refused at the start"
+    own = tokens.expand(keys.shape[:2]).flatten()
+    rotated = rerotate(keys.flatten(0, 1).unsqueeze(0), own, torch.full_like(own, positions.keys), shape.rope)
+    return rotated.view(keys.shape)

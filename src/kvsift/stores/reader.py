@@ -41,20 +41,22 @@ class RowReader:
     @property
     def in_place(self) -> bool:
         """Whether keys and values can be read where they are stored, on the host."""
-        return self._pool.keys.device.type == "cpu"
+        return self._pool.on_host
 
     def keys_in_place(self, stop: int | None = None, start: int = 0) -> HeadRows:
         """As ``keys(start, stop)``, without a copy, for the compiled core."""
-        stop = self.length if stop is None else stop
-        return self._in_place(self._pool.keys.flatten(1, 2), start, stop, self.page_size)
+        pool = self._pool
+        return self._in_place(pool.keys.flatten(1, 2), start, self._length if stop is None else stop, pool.page_size)
 
     def values_in_place(self, stop: int | None = None) -> HeadRows:
         """As ``values(0, stop)``, without a copy, for the compiled core."""
-        return self._in_place(self._pool.values.flatten(1, 2), 0, self.length if stop is None else stop, self.page_size)
+        pool = self._pool
+        return self._in_place(pool.values.flatten(1, 2), 0, self._length if stop is None else stop, pool.page_size)
 
     def summary_in_place(self, kind: str, units: slice) -> HeadRows:
         """As ``summary``, on the host without a copy."""
-        self._complete_summaries(units)
+        if units.stop * self._pool.page_size > self._length:
+            self._complete_summaries(units)
         pool = self._pool.summaries[kind]
         return self._in_place(pool, units.start, units.stop, 1) if pool.is_cpu else self.summary(kind, units)
 

@@ -19,9 +19,14 @@ from kvsift.stores.packed_values import pack_values, packed_width, unpack_values
 from kvsift.stores.page_pool import PagePool
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import SUMMARISED_TOKENS, PagedStore
-from kvsift.stores.parts import attend_dense, attend_sparse
+from kvsift.stores.parts import (
+    attend_dense,
+    attend_repositioned_selection,
+    attend_sinks,
+    attend_sparse,
+    repositioned,
+)
 from kvsift.stores.reader import RowReader
-from kvsift.stores.repositioned import attend_repositioned_selection, attend_sinks, repositioned
 from kvsift.stores.resident import ResidentSpans
 from kvsift.stores.transfers import HostTransfers
 from kvsift.types import LayerShape, Part, Selection

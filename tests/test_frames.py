@@ -1,0 +1,48 @@
+"""One decode step on a CPU: how deep its calls go, how many files they are in, and how many there are.
+
+A reader who follows a token through the package opens these files and these functions, one inside the other. The bounds
+are what they were when they were last lowered; ``lab/house_counts.py --step --chain`` prints the present numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvsift
+from kvsift import native
+
+COUNTS = Path(__file__).parent.parent / "lab" / "house_counts.py"
+BOUNDS = {  # plan -> frames from the engine's step to the compiled core, files, calls
+    "sketch:budget=256": (17, 42, 530),
+    "quest:budget=256": (17, 42, 530),
+    "dense": (16, 35, 400),
+}
+
+
+@pytest.fixture(scope="module")
+def house_counts() -> Any:
+    spec = importlib.util.spec_from_file_location("house_counts", COUNTS)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def llm() -> kvsift.LLM:
+    return kvsift.LLM(device="cpu", probe_every=0)
+
+
+@pytest.mark.skipif(not native.available(), reason=native.why_missing() or "the core is here")
+@pytest.mark.parametrize("plan", BOUNDS)
+def test_a_decode_step_takes_no_more_frames_files_and_calls(house_counts: Any, llm: kvsift.LLM, plan: str) -> None:
+    trace = house_counts.trace_steps(llm, plan)
+    numbers = len(trace.chain), len(trace.files), trace.calls.total()
+    assert all(number <= bound for number, bound in zip(numbers, BOUNDS[plan])), (numbers, trace.chain, trace.files)
+    assert len(trace.chain) > 5, "the step reached the compiled core"
