@@ -27,7 +27,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 from models.tiny import tiny
 
 import kvsift
-from kvsift.batching import sharing
 from kvsift.cli.methods import method_row
 from kvsift.engine import exactness, fast_path, prefill_sharing, saved_document
 from kvsift.engine.model_runner import ModelRunner
@@ -42,11 +41,12 @@ from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod, SummaryMethod
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.traits import Traits
-from kvsift.models import decoder_step
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.step import NO_STEP
 from kvsift.models.transformers_step import TransformersStep
 from kvsift.models.transformers_unwrap import refuse_unsupported
-from kvsift.plan import refusals
 from kvsift.plan.budget import Budget
+from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, ONLY_DRAFTS, PlanCase, check, reason, reasons
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import PHASES, Plan, Rule
 from kvsift.plan.syntax import parse_plan
@@ -232,7 +232,7 @@ def runner(
         None,  # type: ignore[arg-type]
     )  # fmt: skip
     made._model, made._settings = model, SimpleNamespace(applied=applied)  # type: ignore[assignment]
-    fused = decoder_step.DecoderStep.reason_against(model) is None and decoder_step.placement_reason(model) is None
+    fused = reason(model, DecoderStep.objections, NO_STEP) is None
     made.fast_path.fused = lambda model: SimpleNamespace(joins=joins) if fused else None  # type: ignore[assignment]
     return made
 
@@ -249,22 +249,27 @@ def of_row(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     return None if found is None else str(found)
 
 
+def placed(name: str, on_gpu: bool, plan: Plan) -> Iterator[str]:
+    case = PlanCase(plan, Placement(name), on_gpu)
+    return reasons(case, case.place.store.objections)
+
+
 def of_plans(known: dict[str, Plan]) -> Iterator[tuple[str, Callable[[Plan], Any]]]:
     """Questions that a plan answers alone."""
     for name in ("device", "split", "offload", "host"):
-        yield f"placement {name}", lambda plan, name=name: refusals.reasons_against(plan, name)
-        yield f"placement {name} on a GPU", lambda plan, name=name: refusals.reasons_against(plan, name, True)
-    yield "drafts", refusals.check_drafts
-    yield "no probes", lambda plan: refusals.check_probes(plan, 0)
-    yield "probes", lambda plan: refusals.check_probes(plan, 16)
-    yield "RoPE unknown, and why", lambda plan: refusals.check_rope(plan, None, "its forward takes no position_ids")
+        yield f"placement {name}", partial(placed, name, False)
+        yield f"placement {name} on a GPU", partial(placed, name, True)
+    yield "drafts", lambda plan: check(plan, ONLY_DRAFTS)
+    yield "no probes", lambda plan: check(PlanCase(plan), NO_PROBES)
+    yield "probes", lambda plan: check(PlanCase(plan, probe_every=16), NO_PROBES)
+    yield "RoPE unknown, and why", lambda plan: check(PlanCase(plan, rope="its forward takes no position_ids"), NO_ROPE)
     yield "model of 2 layers", lambda plan: plan.check_layers(range(2))
     yield "model of layers 1, 3", lambda plan: plan.check_layers((1, 3))
     yield "captured steps", paged_decode.reason_against
-    yield "shared pages", sharing.reason_against
-    yield "newest tokens can be undone", sharing.can_undo
+    yield "shared pages", lambda plan: plan.not_shared
+    yield "newest tokens can be undone", lambda plan: plan.can_undo
     yield "learns from the prompt", prefill_sharing.learns_from_prompt
-    yield "vLLM", vllm_settings._check_plan
+    yield "vLLM", lambda plan: check(plan, vllm_settings.PLANS)
     for name in ("quest", "snapkv", "prefill=quoka"):
         shares = prefill_sharing.can_share_prefill
         yield f"prefilled under {name}", partial(shares, known[name])
@@ -392,13 +397,13 @@ VLLM: dict[str, dict[str, Any]] = {
 def of_models(built: dict[str, Any]) -> Iterator[tuple[str, Answers]]:
     """Questions about models, and about servers of vLLM."""
     checks: dict[str, Callable[[Any], Any]] = {
-        "model: fused steps": decoder_step.DecoderStep.reason_against,
-        "model: any captured step": decoder_step.placement_reason,
-        "model: steps of its own": TransformersStep.reason_against,
+        "model: fused steps": lambda model: reason(model, DecoderStep.objections),
+        "model: any captured step": lambda model: reason(model, NO_STEP),
+        "model: steps of its own": lambda model: reason(model, TransformersStep.objections),
     }
-    for question, check in checks.items():
+    for question, objection in checks.items():
         skipped = {"Llama on two devices", "Llama in int8"} if "own" in question else set()
-        yield question, {name: answer(check, model) for name, model in built.items() if name not in skipped}
+        yield question, {name: answer(objection, model) for name, model in built.items() if name not in skipped}
     all_models = {**{name: built[name] for name in FAMILIES}, **unsupported()}
     yield "model: supported", {name: answer(refuse_unsupported, model) for name, model in all_models.items()}
     small = {name: model for name, model in all_models.items() if "sliding" in name or name not in FAMILIES}

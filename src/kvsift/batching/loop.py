@@ -24,7 +24,6 @@ from kvsift.batching.prefix_tree import Node, PrefixTree
 from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row
 from kvsift.batching.row_model import RowModel
 from kvsift.batching.schedule import Decision, Schedule
-from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.locks import take
@@ -100,7 +99,7 @@ class Loop:
 
     def _enter(self, row: Row) -> None:
         row.key, apart = next(self._keys), self._model.reason_apart(row)
-        row.in_pool, row.no_reuse = apart is None, apart or reason_against(row.plan) or ""
+        row.in_pool, row.no_reuse = apart is None, apart or row.plan.not_shared or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
         try:
             self._hold(row, self._found(row))
@@ -519,7 +518,7 @@ class Loop:
         if counters is None:
             self._model.recall(row)
             return True
-        if row.cache is None or not can_undo(row.plan) or not row.cache.can_undo:
+        if row.cache is None or not row.plan.can_undo or not row.cache.can_undo:
             return False
         row.cache.stats.set_back(counters)
         row.cache.undo(row.num_cached)
