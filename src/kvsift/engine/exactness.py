@@ -27,7 +27,8 @@ EXACT_PLACES: Objections = (
     (lambda case: case.place.in_host_memory, "placement={it.place.name} is not supported. Leave it out."),
     (lambda case: case.on_gpu and not case.runner.fast_path.enabled,
      "on a GPU, drafts are verified in captured steps. Leave path out."),
-    (lambda case: not case.runner.fast_path.enabled and not _multiplies(case.runner),
+    (lambda case: not case.runner.fast_path.enabled
+     and not ((fused := case.runner.fast_path.fused(case.runner.model)) and fused.joins),
      "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, Mistral, "
      "Qwen2 or Qwen3 in bfloat16 or float32. This is {it.runner.model.__class__.__name__} in {it.runner.dtype}. Leave "
      "exact out, with plan='dense'."),
@@ -56,12 +57,6 @@ def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
     steps = EXACT_STEPS if runner.fast_path.enabled else ()
     if why := reason(case, EXACT_PLANS, EXACT_PLACES, steps):
         raise InputError(f"exact=True: {why}")
-
-
-def _multiplies(runner: ModelRunner) -> bool:
-    """Whether the compiled core multiplies the layers of a model."""
-    fused = runner.fast_path.fused(runner.model)
-    return fused is not None and fused.joins
 
 
 def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDecoder | None:

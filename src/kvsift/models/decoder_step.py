@@ -73,7 +73,8 @@ class DecoderStep:
          "{it.__class__.__name__} has layers without full attention"),
         (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
          "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
-        (lambda model: 2 * model.model.rotary_emb.inv_freq.numel() != _head_dim(model.config),
+        (lambda model: 2 * model.model.rotary_emb.inv_freq.numel() != (
+            getattr(config := model.config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
          "its rotary embedding covers only part of a head"),
     )  # fmt: skip
 
@@ -134,7 +135,3 @@ class DecoderStep:
 
 def _norm(module: Any) -> Norm:
     return module.weight.data, float(module.variance_epsilon)
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

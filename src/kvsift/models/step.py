@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -14,13 +14,9 @@ NO_STEP: Objections = (  # to models, whatever their architecture: for where or 
     (lambda model: (count := len({parameter.device for parameter in model.parameters()})) > 1 and count,
      "{it.__class__.__name__} is spread over {found} devices"),
     (lambda model: getattr(model, "_tp_size", None), "{it.__class__.__name__} is split by tensor parallelism"),
-    (lambda model: any(_looks_for_outliers(module) for module in model.modules()),
+    (lambda model: any(type(each).__name__ == "Linear8bitLt" and each.state.threshold for each in model.modules()),
      "its int8 layers look for outliers on the host (llm_int8_threshold > 0)"),
 )  # fmt: skip
-
-
-def _looks_for_outliers(module: Any) -> bool:
-    return type(module).__name__ == "Linear8bitLt" and bool(module.state.threshold)
 
 
 class Step(Protocol):

@@ -1,24 +1,16 @@
 """What a plan can do where it is to run: the one place that asks all classes for their objections.
 
-A class that has a limit declares it, as a condition and a sentence. Both are about one thing, ``it``: a ``PlanCase``,
-or the plan, rule or model in it. A sentence may name attributes of it, ``{it.decode}``, and what the condition has
-returned, ``{found}``; it says what was given and the nearest legal choices.
-
-    Rule.objections, Plan.objections         budgets, and pairs of rules, that make no sense anywhere
-    Store.objections                         plans that a placement cannot carry out
-    FastPath.objections, GenerationSettings.objections, DecodeBatch.objections, DecodeLayer.objections,
-    Method.not_captured, Store.not_captured  decode steps that are composed, not captured
-    Step.objections, DecoderStep.objections, TransformersStep.objections  models whose steps are composed, or not fused
-    Plan.not_shared, ModelRunner.not_pooled  prompts whose pages are not shared, and not in the pool of all
-    EXACT_PLANS, EXACT_PLACES                exact answers (``engine.exactness``)
-    Method.not_in_batches, vllm.settings, vllm.refusals  what cannot be done under vLLM
+A class that has a limit declares it: a condition and a sentence, both about one thing, ``it``, a ``PlanCase`` or the
+plan, rule or model in it. A sentence may name attributes of that, ``{it.decode}``, and what the condition has returned,
+``{found}``; it says what was given and the nearest legal choices. Most tables are called ``objections``; those of a
+method or store are called after what it cannot do, such as ``not_captured``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 from kvsift.errors import InputError
@@ -34,13 +26,9 @@ class PlanCase:
     """A plan, and what it is to run on, as far as it matters to a question.
 
     Attributes:
-        plan: a ``Plan``; it declares objections of its own, so its module imports this one.
-        place: where KV is.
-        on_gpu: the model is on a GPU.
-        probe_every: steps between two probes; 0: none.
+        plan: a ``Plan``, whose module imports this one.
         rope: how the model rotates queries and keys, or why that is not known.
-        model: of transformers.
-        settings: of its generation_config.json (``models.transformers_generation``).
+        model, settings: of transformers, and in its generation_config.json.
         runner: of the model (``engine.model_runner``), or its fast path.
     """
 
@@ -77,25 +65,22 @@ def verdict(it: Any, paths: Mapping[str, Objections]) -> tuple[str, list[str]]:
     return "", against
 
 
-def refuse(found: Iterable[str]) -> None:
-    """Raise an ``InputError`` of these sentences, if there are any."""
-    if text := " ".join(found):
-        raise InputError(text)
-
-
 def check(it: Any, *tables: Objections) -> None:
     """Refuse something with the first objection to it (``InputError``)."""
-    refuse(islice(reasons(it, *tables), 1))
+    if (why := reason(it, *tables)) is not None:
+        raise InputError(why)
+
+
+def check_all(it: Any, *tables: Objections) -> None:
+    """Refuse something with all objections to it (``InputError``)."""
+    if why := " ".join(reasons(it, *tables)):
+        raise InputError(why)
 
 
 def check_placement(plan: Any, placement: PlacementSpec, on_gpu: bool = False) -> None:
-    """Refuse a plan that cannot run under a placement, with every reason.
-
-    Raises:
-        InputError: also if there is no such placement.
-    """
+    """Refuse a plan that cannot run under a placement, or a placement that does not exist (``InputError``)."""
     case = PlanCase(plan, Placement.of(placement), on_gpu)
-    refuse(reasons(case, case.place.store.objections))
+    check_all(case, case.place.store.objections)
 
 
 NO_PROBES: Objections = (
@@ -109,8 +94,8 @@ NO_ROPE: Objections = (
      "{found} sees tokens from other positions, and how this model rotates queries and keys is not known: {it.rope}. "
      "Give positions=absolute."),
 )  # fmt: skip
-ONLY_DRAFTS: Objections = (
-    (lambda plan: plan.decode is not None and plan.decode.method.traits.drafts_only,  # of a plan, not a case
+ONLY_DRAFTS: Objections = (  # of a plan, not a case
+    (lambda plan: plan.decode is not None and plan.decode.method.traits.drafts_only,
      "{it.decode} selects what a verification has found, and only exact decoding verifies. Give exact=True (--exact), "
      "or name a method such as sketch."),
 )  # fmt: skip

@@ -52,9 +52,10 @@ class Rule:
     not_shared: ClassVar[Objections] = (
         (lambda rule: not rule.method.traits.keeps_all or rule.method.traits.follows,
          "what {it.name} remembers depends on how earlier tokens were answered"),
-        (lambda rule: rule.learns_from_whole_prompt and rule.method.traits.to_share,
+        (lambda rule: (traits := rule.method.traits).wants_queries and not traits.seals and traits.to_share,
          "{it.name} learns from the queries of the whole prompt; with {found} from those of a block, and rows share"),
-        (lambda rule: rule.learns_from_whole_prompt, "{it.name} learns from the queries of the whole prompt"),
+        (lambda rule: (traits := rule.method.traits).wants_queries and not traits.seals,
+         "{it.name} learns from the queries of the whole prompt"),
     )  # fmt: skip
 
     method: Method
@@ -88,11 +89,6 @@ class Rule:
     def evicts(self) -> bool:
         """Whether the store frees what the method drops."""
         return self.method.evict
-
-    @property
-    def learns_from_whole_prompt(self) -> bool:
-        """Whether the method learns from queries, and no prefix has all of what it learns."""
-        return self.method.traits.wants_queries and not self.method.traits.seals
 
     @property
     def bare_phase(self) -> Phase:
@@ -147,7 +143,8 @@ class Plan:
         (lambda plan: plan.evicts_prompt and plan.prefill.budget.layer_budgets == "pyramid",
          "layer_budgets='pyramid' gives lower layers more once the context is long enough, and what evict=true has "
          "freed in prefill by then cannot come back. Leave out one of them, or the rule of prefill."),
-        (lambda plan: len(sizes := plan._summary_sizes) > 1 and sizes,
+        (lambda plan: len(sizes := sorted({r.method.summary_page_size for r in plan.rules if r.method.summaries})) > 1
+         and sizes,
          "prefill and decode use pages of {found[0]} and {found[1]} tokens; summaries are kept for one page "
          "size. Give both the same page_size."),
     )  # fmt: skip
@@ -182,10 +179,6 @@ class Plan:
     def evicts_prompt(self) -> bool:
         """Whether tokens are freed while the prompt is read; decode, by the same rule, goes on with what is left."""
         return self.prefill is not None and self.prefill.evicts
-
-    @property
-    def _summary_sizes(self) -> list[int]:
-        return sorted({rule.method.summary_page_size for rule in self.rules if rule.method.summaries})
 
     @property
     def not_shared(self) -> str | None:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.plan.capabilities import reasons, refuse
+from kvsift.plan.capabilities import check_all
 from kvsift.plan.plan import Plan
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.vllm.counters import PhaseCounters
-from kvsift.vllm.refusals import CPU_PLANS, GPU_REQUESTS, NamedPlan, check_config
+from kvsift.vllm.refusals import CPU_PLANS, GPU_REQUESTS, Served, check_config
 from kvsift.vllm.settings import Settings, plans_of
 
 
@@ -59,10 +59,8 @@ class EngineState:
     def plan_for(self, spec: Any) -> Plan:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
         plan = self.settings.plan_for(spec, self.reader)
-        if self.on_gpu:
-            refuse(reasons(NamedPlan(plan, self.settings, self.max_length), GPU_REQUESTS))
-        else:
-            refuse(reasons(plan, CPU_PLANS))
+        served = Served(plan, self.settings, self.max_length)
+        check_all(served, GPU_REQUESTS if self.on_gpu else CPU_PLANS)
         return plan
 
 

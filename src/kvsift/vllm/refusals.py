@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvsift.errors import InputError
 from kvsift.layer.paged_decode import list_capacity
-from kvsift.plan.capabilities import reason, reasons, refuse
+from kvsift.plan.capabilities import reason, reasons
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import Objections
 from kvsift.vllm.settings import Settings
@@ -16,49 +16,38 @@ TAKE_DENSE = "Or start vLLM without the kvsift settings."
 WIDE, FP8 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
 
 
-class Server(NamedTuple):
-    """A ``VllmConfig`` and the settings of the plugin."""
+class Served(NamedTuple):
+    """A plan under vLLM: that of a server, a further one, or that of a request of so many tokens.
 
-    config: Any
-    settings: Settings
-    device: str
-    dtype: str  # of the model
-    cache_dtype: str  # what a checkpoint asks for has taken the place of auto
-
-    @property
-    def readable(self) -> str:
-        """The dtypes of caches that are read."""
-        return ", ".join(WIDE + FP8 * (self.device == "cuda"))
-
-
-class NamedPlan(NamedTuple):
-    """A plan beside that of a server on a GPU: a further one, or that of a request of at most so many tokens."""
+    Attributes:
+        device, dtype: of the model.
+        cache_dtype: what a checkpoint asks for has taken the place of auto.
+    """
 
     plan: Plan
     settings: Settings
     max_length: int = 0
+    config: Any = None
+    device: str = "cuda"
+    dtype: str = ""
+    cache_dtype: str = ""
 
-    @property
-    def server(self) -> Plan:
-        return self.settings.plan
-
-    @property
     def differs(self) -> bool:
         """Whether the rules of decode differ in more than their budgets."""
-        kinds = [(rule.method, rule.budget.dense_layers) for rule in (self.plan.decode, self.server.decode) if rule]
+        rules = self.plan.decode, self.settings.plan.decode
+        kinds = [(rule.method, rule.budget.dense_layers) for rule in rules if rule is not None]
         return len(kinds) == 2 and kinds[0] != kinds[1]
 
     def overflow(self) -> tuple[int, int] | None:
         """Return the tokens that the plan may show and those that lists of the server hold, if these are fewer."""
         if self.plan.decode is None or reason(self, OTHER_DECODE):
             return None
-        units, most = self._units(self.plan.decode), max(map(self._units, self.settings.decode_rules))
-        size = self.plan.decode.method.unit_size
-        return (units * size, most * size) if units > most else None
+        shown, *held = map(self._list_tokens, (self.plan.decode, *self.settings.decode_rules))
+        return (shown, max(held)) if shown > max(held) else None
 
-    def _units(self, rule: Rule) -> int:
+    def _list_tokens(self, rule: Rule) -> int:
         size = rule.method.unit_size
-        return list_capacity(rule.budget, -(-self.max_length // size), size)
+        return list_capacity(rule.budget, -(-self.max_length // size), size) * size
 
 
 CONFIGS: Objections = (
@@ -82,54 +71,58 @@ CONFIGS: Objections = (
       for name in ("decode_context_parallel_size", "prefill_context_parallel_size")),
 )  # fmt: skip
 SERVERS: Objections = (
-    (lambda server: server.device not in ("cpu", "cuda"),
+    (lambda served: served.device not in ("cpu", "cuda"),
      "Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {it.device}."),
-    (lambda server: server.cache_dtype not in server.readable.split(", ")
-     and (server.dtype if server.device == "cuda" else "auto, and a checkpoint without a quantised cache"),
-     "kvsift reads no cache of {it.cache_dtype} here, but of {it.readable}. Take --kv-cache-dtype {found}."),
-    (lambda server: server.cache_dtype in FP8 and getattr(server.config.cache_config, "calculate_kv_scales", False),
+    (lambda served: served.device == "cuda" and served.cache_dtype not in WIDE + FP8,
+     f"kvsift reads no cache of {{it.cache_dtype}} here, but of {', '.join(WIDE + FP8)}. Take --kv-cache-dtype "
+     "{it.dtype}."),
+    (lambda served: served.device != "cuda" and served.cache_dtype not in WIDE,
+     f"kvsift reads no cache of {{it.cache_dtype}} here, but of {', '.join(WIDE)}. Take --kv-cache-dtype auto, and a "
+     "checkpoint without a quantised cache."),
+    (lambda served: served.cache_dtype in FP8 and getattr(served.config.cache_config, "calculate_kv_scales", False),
      "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."),
-    (lambda server: server.cache_dtype in FP8 and server.dtype == "float16"
-     and "log_mass" in dict(server.settings.summaries),
+    (lambda served: served.cache_dtype in FP8 and served.dtype == "float16"
+     and "log_mass" in dict(served.settings.summaries),
      "Variances of fp8 keys, which log_mass keeps, overflow float16. Take --dtype bfloat16."),
 )  # fmt: skip
 GPU_SERVERS: Objections = (
-    (lambda server: getattr(backend := server.config.attention_config.backend, "name", backend) != "CUSTOM",
+    (lambda served: getattr(backend := served.config.attention_config.backend, "name", backend) != "CUSTOM",
      "On a GPU plans are carried out by kvsift's own attention backend. Add --attention-backend CUSTOM."),
-    (lambda server: getattr(server.config.parallel_config, "use_ubatching", False),
+    (lambda served: getattr(served.config.parallel_config, "use_ubatching", False),
      "Two micro-batches at once could wait for each other for ever. Leave out --enable-dbo."),
-    (lambda server: (rule := server.settings.plan.decode) is not None
+    (lambda served: (rule := served.plan.decode) is not None
      and rule.budget.window < (size := rule.method.summary_page_size) > rule.method.unit_size and size,
      "On a GPU pages of {found} tokens are summarised when they are full. Take window={found} or more."),
-    (lambda server: server.settings.plan.prefill is not None and server.settings.plan.decode is None,
-     "On a GPU prefill={it.settings.plan.prefill} needs a sparse rule of decode beside it. Add decode=quest."),
-    (lambda server: len(kinds := server.settings.summaries) > 1
+    (lambda served: served.plan.prefill is not None and served.plan.decode is None,
+     "On a GPU prefill={it.plan.prefill} needs a sparse rule of decode beside it. Add decode=quest."),
+    (lambda served: len(kinds := served.settings.summaries) > 1
      and " and ".join(f"{kind} over pages of {size}" for kind, size in kinds),
      "On a GPU one kind of page summary is kept, and these plans read {found}. Take plans that share one."),
 )  # fmt: skip
 CPU_PLANS: Objections = (
-    (lambda plan: plan.prefill is not None, "On a CPU vLLM reads prompts densely. Leave out prefill={it.prefill}."),
-)
+    (lambda served: served.plan.prefill is not None,
+     "On a CPU vLLM reads prompts densely. Leave out prefill={it.plan.prefill}."),
+)  # fmt: skip
 OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all rows
-    (lambda named: named.plan.decode is not None and named.server.decode is None,
+    (lambda served: served.plan.decode is not None and served.settings.plan.decode is None,
      "On a GPU {it.plan.decode} needs a server whose own plan names its method: start it with that plan."),
-    (lambda named: named.differs,
+    (lambda served: served.differs(),
      "On a GPU rows of one batch differ in budget, sinks, window and min_context alone; {it.plan.decode} has another "
-     "method or other dense layers than {it.server.decode}."),
+     "method or other dense layers than {it.settings.plan.decode}."),
 )  # fmt: skip
 FURTHER_PLANS: Objections = (
-    (lambda named: named.plan.prefill not in (None, named.server.prefill),
+    (lambda served: served.plan.prefill not in (None, served.settings.plan.prefill),
      "On a GPU all prompts are read by the server's rule or densely: leave out prefill={it.plan.prefill}."),
     *OTHER_DECODE,
 )  # fmt: skip
 GPU_REQUESTS: Objections = (
-    (lambda named: named.plan.prefill not in (None, named.server.prefill)
-     and ("densely" if named.server.prefill is None else f"densely, or by prefill={named.server.prefill}"),
+    (lambda served: served.plan.prefill not in (None, own := served.settings.plan.prefill)
+     and ("densely" if own is None else f"densely, or by prefill={own}"),
      "This server reads prompts {found}; got prefill={it.plan.prefill}."),
-    (lambda named: named.plan.decode is None and not named.settings.allows_dense,
+    (lambda served: served.plan.decode is None and not served.settings.allows_dense,
      "On a GPU a server must be told that requests may be dense: add dense to its plans."),
     *OTHER_DECODE,
-    (lambda named: named.overflow(),
+    (lambda served: served.overflow(),
      "{it.plan.decode} may show {found[0]} tokens, and the lists of this server hold {found[1]}. Add it to the plans "
      "of the server."),
 )  # fmt: skip
@@ -137,17 +130,16 @@ GPU_REQUESTS: Objections = (
 
 def check_config(config: Any, settings: Settings) -> None:
     """Refuse a ``VllmConfig`` that plans cannot run under (``InputError``, with every reason)."""
-    if found := list(_reasons(config, settings)):
-        refuse([*found, TAKE_DENSE])
+    if found := [*reasons(config, CONFIGS), *_reasons(config, settings)]:
+        raise InputError(" ".join([*found, TAKE_DENSE]))
 
 
 def _reasons(config: Any, settings: Settings) -> Iterator[str]:
     device, dtype = config.device_config.device_type, str(config.model_config.dtype).removeprefix("torch.")
-    server = Server(config, settings, device, dtype, str(config.cache_config.cache_dtype))
-    yield from reasons(config, CONFIGS)
-    yield from reasons(server, SERVERS, GPU_SERVERS if device == "cuda" else ())
-    for plan in settings.plans if device == "cuda" else (settings.plan, *settings.plans):
-        yield from reasons(NamedPlan(plan, settings), FURTHER_PLANS) if device == "cuda" else reasons(plan, CPU_PLANS)
+    server = Served(settings.plan, settings, 0, config, device, dtype, str(config.cache_config.cache_dtype))
+    yield from reasons(server, SERVERS, GPU_SERVERS if device == "cuda" else CPU_PLANS)
+    for plan in settings.plans:
+        yield from reasons(server._replace(plan=plan), FURTHER_PLANS if device == "cuda" else CPU_PLANS)
 
 
 def check_block_size(block_size: int, settings: Settings) -> None:
