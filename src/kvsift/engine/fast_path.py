@@ -71,7 +71,9 @@ class FastPath:
 
     objections: ClassVar[Objections] = (  # to captured decode steps, of a case with the fast path as its runner
         (lambda case: case.runner._path == "composed", "requested"),
-        (lambda case: not case.place.store.captures, "its keys and values are in host memory"),
+        (lambda case: case.place.in_host_memory and not case.place.store.captures,
+         "its keys and values are in host memory"),
+        (lambda case: not case.place.store.captures, "placement={it.place.name} has no pools for captured steps"),
         (lambda case: not case.on_gpu and case.runner._path != "eager", "no NVIDIA GPU"),
         (lambda case: case.on_gpu and not HAVE_TRITON, "Triton is not installed"),
         (lambda case: case.settings.applied,
