@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+Objections = tuple[tuple[Callable[[Any], object], str], ...]  # conditions and sentences (``plan.capabilities``)
 Exact = Literal["", "dense", "learning"]  # attention to everything, whatever the plan, from which its method may learn
 
 

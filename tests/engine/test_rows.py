@@ -18,7 +18,6 @@ from torch import Tensor
 from kvsift import LLM, InputError, Sampling
 from kvsift.batching import pauses
 from kvsift.batching.row import FinishReason, Row
-from kvsift.batching.sharing import reason_against
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.transformers_layer import SparseLayer
@@ -232,7 +231,7 @@ def test_reuse_changes_no_bit(plan: str, llama: Path) -> None:
     for row in (again, once_more, salted):
         assert_equal(row, alone)
     assert (other.num_reused, salted.num_reused) == (0, 0)
-    reason = reason_against(parse_plan(plan))
+    reason = parse_plan(plan).not_shared
     assert (again.num_reused, once_more.num_reused) == ((0, 0) if reason else (2 * GRID, 4 * GRID))
     assert again.no_reuse == (reason or "")
 
@@ -454,7 +453,7 @@ def test_a_timeout_ends_an_answer_as_it_is(llama: Path) -> None:
 
 
 def test_a_plan_object_is_a_plan(llama: Path) -> None:
-    assert reason_against(Plan()) is None
+    assert Plan().not_shared is None
 
 
 def test_samples_of_one_prompt_have_seeds_of_their_own(llama: Path) -> None:

@@ -9,9 +9,11 @@ import torch
 from models.tiny import tiny
 from torch import nn
 
-from kvsift.models.decoder_step import DecoderStep, placement_reason
+from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.projection import Projection
-from kvsift.models.transformers_step import TransformersStep
+from kvsift.models.step import NO_STEP
+from kvsift.models.transformers_step import kind_of_step
+from kvsift.plan.capabilities import reason
 
 ROPE = {"rope_theta": 1e4, "factor": 4.0}
 LONG = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 512}
@@ -67,8 +69,8 @@ def test_other_kinds_of_layers_are_called_as_they_are() -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3"])
 def test_llama_like_models_are_taken(family: str) -> None:
-    assert DecoderStep.reason_against(tiny(family)) is None
-    assert placement_reason(tiny(family)) is None
+    assert kind_of_step(tiny(family)) == ("fused", [])
+    assert reason(tiny(family), NO_STEP) is None
 
 
 @pytest.mark.parametrize(
@@ -84,16 +86,15 @@ def test_llama_like_models_are_taken(family: str) -> None:
     ],
 )
 def test_others_are_not_and_say_why(family: str, changes: dict[str, Any], says: str) -> None:
-    reason = DecoderStep.reason_against(tiny(family, **changes))
-    assert reason is not None
-    assert says in reason
+    _, against = kind_of_step(tiny(family, **changes))
+    assert says in against[0]
 
 
 @pytest.mark.parametrize(
     ("family", "taken"), [("Phi3", True), ("Qwen3Moe", True), ("Gemma2", False), ("GptOss", False)]
 )
 def test_their_own_forward_is_a_step_where_all_layers_have_full_attention(family: str, taken: bool) -> None:
-    assert (TransformersStep.reason_against(tiny(family)) is None) == taken
+    assert (kind_of_step(tiny(family))[0] == "own") == taken
 
 
 def test_angles_are_the_model_s_own() -> None:
@@ -110,6 +111,6 @@ def test_layers_that_look_for_outliers_are_named() -> None:
 
     model = tiny()
     model.model.layers[0].mlp.down_proj = Linear8bitLt(32, 32, bias=False)
-    assert "int8" in str(placement_reason(model))
+    assert "int8" in str(reason(model, NO_STEP))
     Linear8bitLt.state.threshold = 0.0  # type: ignore[attr-defined]
-    assert placement_reason(model) is None
+    assert reason(model, NO_STEP) is None

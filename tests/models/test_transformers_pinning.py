@@ -19,6 +19,7 @@ import kvsift
 from kvsift.errors import InputError
 from kvsift.models.transformers_rope import RopeLimits
 from kvsift.models.transformers_step import TransformersStep
+from kvsift.plan.capabilities import reason
 
 LENGTH = 300
 CHUNKS = [40, 120, 129, 1000]  # ends below the original maximum, or not
@@ -243,5 +244,5 @@ def test_a_copy_of_the_model_rotates_for_itself() -> None:
 
 
 def test_steps_that_follow_every_length_are_not_captured() -> None:
-    assert "original maximum 128" in str(TransformersStep.reason_against(tiny("Llama", **rope("dynamic"))))
-    assert TransformersStep.reason_against(tiny("Llama", **rope("longrope"))) is None
+    assert "original maximum 128" in str(reason(tiny("Llama", **rope("dynamic")), TransformersStep.objections))
+    assert reason(tiny("Llama", **rope("longrope")), TransformersStep.objections) is None

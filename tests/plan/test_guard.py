@@ -10,9 +10,9 @@ import pytest
 
 from kvsift.errors import InputError
 from kvsift.plan.budget import Budget
+from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.guard import Guard, shows_all, sizes, widened
 from kvsift.plan.plan import Plan, Rule
-from kvsift.plan.refusals import check_probes
 from kvsift.plan.syntax import parse_plan
 
 BUDGET = Budget(tokens=128, min_recovery=0.9)
@@ -153,9 +153,9 @@ def test_dense_is_refused_as_an_object_too() -> None:
 def test_no_probes_and_a_guard_are_a_contradiction() -> None:
     guarded = parse_plan("prefill=quoka,decode=quest:min_recovery=0.85")
     with pytest.raises(InputError, match=r"min_recovery=0\.85 is checked by probes, and probe_every=0 takes none"):
-        check_probes(guarded, 0)
-    check_probes(guarded, 1)
-    check_probes(Plan(guarded.prefill), 0)
+        check(PlanCase(guarded), NO_PROBES)
+    check(PlanCase(guarded, probe_every=1), NO_PROBES)
+    check(PlanCase(Plan(guarded.prefill)), NO_PROBES)
 
 
 @pytest.mark.parametrize(

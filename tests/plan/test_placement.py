@@ -11,8 +11,9 @@ import torch
 from contracts.harness import answers, assert_same_answer, draw_tokens
 
 from kvsift.errors import InputError
+from kvsift.plan.capabilities import PlanCase, check_placement, reasons
 from kvsift.plan.placement import Placement
-from kvsift.plan.refusals import check_placement, reasons_against
+from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.base import Store
 from kvsift.stores.catalogue import STORES, open_store
@@ -55,6 +56,11 @@ def test_a_place_is_written_as_a_plan_is(text: str | Placement, place: Placement
 def test_what_makes_no_sense_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Placement.of(text)
+
+
+def reasons_against(plan: Plan, placement: str | Placement = "device", on_gpu: bool = False) -> list[str]:
+    case = PlanCase(plan, Placement.of(placement), on_gpu)
+    return list(reasons(case, case.place.store.objections))
 
 
 @pytest.mark.parametrize("placement", ["split", "offload", Placement("offload", host_values="int8")])

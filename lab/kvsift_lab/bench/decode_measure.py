@@ -24,7 +24,7 @@ from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.step import Step
 from kvsift.models.transformers_load import ModelDirectory, choose_dtype
 from kvsift.models.transformers_random import random_model
-from kvsift.models.transformers_step import TransformersStep
+from kvsift.models.transformers_step import TransformersStep, kind_of_step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
@@ -53,12 +53,10 @@ def step_of(model: Any) -> Step:
     Raises:
         InputError: if steps of the model cannot be captured.
     """
-    if DecoderStep.reason_against(model) is None:
-        return DecoderStep(model)
-    reason = TransformersStep.reason_against(model)
-    if reason is not None:
-        raise InputError(f"steps of this model cannot be captured, so there is nothing to measure: {reason}.")
-    return TransformersStep(model)
+    kind, against = kind_of_step(model)
+    if not kind:
+        raise InputError(f"steps of this model cannot be captured, so there is nothing to measure: {against[-1]}.")
+    return DecoderStep(model) if kind == "fused" else TransformersStep(model)
 
 
 @dataclass(frozen=True)

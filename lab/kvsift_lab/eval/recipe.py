@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from kvsift.errors import InputError, unknown
 from kvsift.methods.base import Phase
-from kvsift.plan.refusals import check_placement
+from kvsift.plan.capabilities import check_placement
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.eval.loaders import LOADERS
 from kvsift_lab.eval.plan_rows import PlanRow, budgets_of, plan_rows

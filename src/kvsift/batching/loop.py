@@ -32,7 +32,6 @@ from kvsift.batching.prefix_tree import Node, PrefixTree
 from kvsift.batching.row import OPEN_STATES, CacheReport, FinishReason, Row
 from kvsift.batching.row_model import RowModel
 from kvsift.batching.schedule import Decision, Schedule
-from kvsift.batching.sharing import can_undo, reason_against
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.models.inference import inference
@@ -289,7 +288,7 @@ class Loop:
             return  # it waits for the prefix
         apart = self._model.reason_apart(row)
         row.in_pool = apart is None
-        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or reason_against(row.plan) or ""
+        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.plan.not_shared or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
         self._hold(row, self._found(row))
         if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
@@ -762,7 +761,7 @@ class Loop:
         if counters is None:
             self._model.recall(row)
             return True
-        if row.cache is None or not can_undo(row.plan) or not row.cache.can_undo:
+        if row.cache is None or not row.plan.can_undo or not row.cache.can_undo:
             return False
         row.cache.stats.set_back(counters)
         row.cache.undo(row.num_cached)

@@ -95,17 +95,12 @@ class Conversation:
         Raises:
             InputError: if the model or its placement cannot follow it.
         """
-        from kvsift.batching.sharing import reason_against
         from kvsift.engine.prefill_sharing import prefill_key
-        from kvsift.plan.refusals import check_placement, check_probes
 
-        llm = self.llm
-        check_placement(plan, llm.place, llm.device.type == "cuda")
-        check_probes(plan, llm.probe_every)
-        plan.check_layers(range(llm.directory.config.num_hidden_layers))
+        self.llm.check_plan(plan)
         before, self.plan = self.plan, plan
-        if reason := reason_against(plan):
-            return f"Every turn reads the whole conversation: {reason}."
+        if plan.not_shared:
+            return f"Every turn reads the whole conversation: {plan.not_shared}."
         return "" if prefill_key(plan) == prefill_key(before) else "The next turn reads the whole conversation."
 
     @property

@@ -91,23 +91,21 @@ def _row(name: str, entry: Entry, method: Method) -> dict[str, Any]:
         "state_bytes_per_token": method.state_bytes_per_token(_example_layer()),
         "knobs": knobs,
         "meanings": {knob: text for knob, text in _meanings(type(method)).items() if knob in knobs},
-        "budget": _budget_of(method),
+        "budget": _budget_of(name, method),
         "source": method.source or entry.package,
     }
 
 
-def _budget_of(method: Method) -> dict[str, Any]:
+def _budget_of(name: str, method: Method) -> dict[str, Any]:
     """Return the keys of the budget that a method accepts, with its defaults."""
     from kvsift.plan.budget import Budget
+    from kvsift.plan.syntax import is_refused
 
     if method.traits.unbounded:
         return {}
-    refused = {"window": not method.traits.selects, "mass": not method.traits.estimates_mass}
-    refused["head_budgets"] = not method.traits.compares_heads
-    drops = method.traits.selects and not method.traits.keeps_all
-    refused["min_recovery"] = drops or "decode" not in method.phases
+    tried = {"window": 96, "mass": 0.9, "head_budgets": "adaptive", "min_recovery": 0.9}
     defaults = budget_knobs(Budget(**method.budget_defaults))
-    return {key: value for key, value in defaults.items() if not refused.get(key)}
+    return {k: v for k, v in defaults.items() if k not in tried or not is_refused({"method": name, k: tried[k]})}
 
 
 def budget_knobs(budget: Budget | None = None) -> dict[str, Any]:

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from kvsift.batching.exact.decoder import ExactDecoder
-from kvsift.batching.sharing import can_undo
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.plan.capabilities import ONLY_DRAFTS, PlanCase, check, reason
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_drafts
+from kvsift.types import Objections
+
+EXACT_PLANS: Objections = (
+    (lambda case: case.plan.prefill is not None,
+     "the plan reads prompts by {it.plan.prefill.name}, and an answer after that is not the one of dense attention. "
+     "Leave the rule of prefill out."),
+    (lambda case: not case.plan.can_undo,
+     "{it.plan.decode.name} never sees tokens again that it has left out, so rejected drafts could not be taken back. "
+     "Name a method that keeps all, such as sketch, without evict=true."),
+    (lambda case: case.plan.is_guarded,
+     "every token is verified, so min_recovery has nothing to guard. Leave it out."),
+    (lambda case: case.plan.wants_hidden,
+     "{it.plan.decode.name} foresees queries in passes that cannot verify. Name another method, such as sketch."),
+)  # fmt: skip
+EXACT_PLACES: Objections = (
+    (lambda case: case.place.in_host_memory, "placement={it.place.name} is not supported. Leave it out."),
+    (lambda case: case.on_gpu and not case.runner.fast_path.enabled,
+     "on a GPU, drafts are verified in captured steps. Leave path out."),
+    (lambda case: not case.runner.fast_path.enabled
+     and not ((fused := case.runner.fast_path.fused(case.runner.model)) and fused.joins),
+     "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, Mistral, "
+     "Qwen2 or Qwen3 in bfloat16 or float32. This is {it.runner.model.__class__.__name__} in {it.runner.dtype}. Leave "
+     "exact out, with plan='dense'."),
+)  # fmt: skip
+EXACT_STEPS: Objections = (  # captured
+    (lambda case: not case.runner.deterministic,
+     "on a GPU the sums of a pass depend on its number of tokens, so that drafts could not be verified to the last "
+     "bit. Open the model with deterministic=True (kvsift serve --deterministic), or leave exact out, with "
+     "plan='dense'."),
+    (lambda case: case.runner.composed_reason(case.plan) or case.runner.reason_apart(case.plan),
+     "on a GPU, drafts are verified in captured steps, and {found}. Name another plan, or plan='dense'."),
+    (lambda case: reason(case.runner.model, DecoderStep.objections), "{found}. Leave exact out, with plan='dense'."),
+)  # fmt: skip
 
 
 def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
@@ -19,9 +51,12 @@ def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
         InputError: with the reason.
     """
     if not exact:
-        check_drafts(plan)
-    elif reason := _reason_of_plan(plan) or _reason_of_model(runner, plan):
-        raise InputError(f"exact=True: {reason}")
+        check(plan, ONLY_DRAFTS)
+        return
+    case = PlanCase(plan, runner.place, runner.device.type == "cuda", runner=runner)
+    steps = EXACT_STEPS if runner.fast_path.enabled else ()
+    if why := reason(case, EXACT_PLANS, EXACT_PLACES, steps):
+        raise InputError(f"exact=True: {why}")
 
 
 def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDecoder | None:
@@ -33,53 +68,3 @@ def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDec
     learns = plan.decode is not None and plan.decode.method.traits.drafts_only
     pace = runner.paces.begin(str(plan), len(request.ids))
     return ExactDecoder(request.ids, pace, drafts=plan.decode is not None, learns=learns)
-
-
-def _reason_of_plan(plan: Plan) -> str | None:
-    prefill, decode = (str(rule).partition(":")[0] for rule in (plan.prefill, plan.decode))
-    if plan.prefill is not None:
-        return (
-            f"the plan reads prompts by {prefill}, and an answer after that is not the one of dense attention. Leave "
-            "the rule of prefill out."
-        )
-    if not can_undo(plan):
-        return (
-            f"{decode} never sees tokens again that it has left out, so rejected drafts could not be taken back. Name "
-            "a method that keeps all, such as sketch, without evict=true."
-        )
-    if plan.is_guarded:
-        return "every token is verified, so min_recovery has nothing to guard. Leave it out."
-    if plan.wants_hidden:
-        return f"{decode} foresees queries in passes that cannot verify. Name another method, such as sketch."
-    return None
-
-
-def _reason_of_model(runner: ModelRunner, plan: Plan) -> str | None:
-    if runner.placement not in ("device", "host"):
-        return f"placement={runner.placement} is not supported. Leave it out."
-    if runner.fast_path.enabled:
-        return _reason_of_steps(runner, plan)
-    if runner.device.type == "cuda":
-        return "on a GPU, drafts are verified in captured steps. Leave path out."
-    fused = runner.fast_path.fused(runner.model)
-    if fused is None or not fused.joins:
-        return (
-            "verification needs the compiled core (see kvsift doctor) and a model whose layers it multiplies: Llama, "
-            "Mistral, Qwen2 or Qwen3 in bfloat16 or float32. This is "
-            f"{type(runner.model).__name__} in {runner.dtype}. Leave exact out, with plan='dense'."
-        )
-    return None
-
-
-def _reason_of_steps(runner: ModelRunner, plan: Plan) -> str | None:
-    if not runner.deterministic:
-        return (
-            "on a GPU the sums of a pass depend on its number of tokens, so that drafts could not be verified to the "
-            "last bit. Open the model with deterministic=True (kvsift serve --deterministic), or leave exact out, with "
-            "plan='dense'."
-        )
-    if reason := runner.composed_reason(plan) or runner.reason_apart(plan):
-        return f"on a GPU, drafts are verified in captured steps, and {reason}. Name another plan, or plan='dense'."
-    if reason := DecoderStep.reason_against(runner.model):
-        return f"{reason}. Leave exact out, with plan='dense'."
-    return None

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -22,14 +22,16 @@ from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
 from kvsift.models.decoder_prefill import DecoderPrefill
-from kvsift.models.decoder_step import DecoderStep, placement_reason
+from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.inference import inference
-from kvsift.models.step import Step
+from kvsift.models.step import NO_STEP, Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 from kvsift.models.transformers_generation import FILE, GenerationSettings
-from kvsift.models.transformers_step import TransformersStep
+from kvsift.models.transformers_step import TransformersStep, kind_of_step
+from kvsift.plan.capabilities import PlanCase, reason, verdict
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan, Rule
+from kvsift.types import Objections
 
 log = logging.getLogger("kvsift")
 PATHS = ("auto", "captured", "composed", "eager")
@@ -38,14 +40,6 @@ GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole proce
 SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
 
 
-def _reason_of_place(place: Placement, plan: Plan) -> str | None:
-    if not place.in_host_memory:
-        return None
-    if rule_of(plan) is None:
-        return "its keys and values are in host memory, and a dense step reads all of them"
-    if place.knob("host_values") != "model":
-        return f"the kernels read values as the model computes them, not host_values={place.knob('host_values')}"
-    return None
 
 
 class FastPath:
@@ -60,6 +54,20 @@ class FastPath:
         turn: lock of the thread that uses the GPU: no thread may synchronise while another captures a graph. On a CPU
             it does nothing.
     """
+
+    objections: ClassVar[Objections] = (  # to captured decode steps, of a case with the fast path as its runner
+        (lambda case: case.runner._path == "composed", "requested"),
+        (lambda case: case.place.in_host_memory and not case.place.store.captures,
+         "its keys and values are in host memory"),
+        (lambda case: not case.place.store.captures, "placement={it.place.name} has no pools for captured steps"),
+        (lambda case: not case.on_gpu and case.runner._path != "eager", "no NVIDIA GPU"),
+        (lambda case: case.on_gpu and not HAVE_TRITON, "Triton is not installed"),
+        (lambda case: case.settings.applied,
+         f"{FILE} asks for {{found}}, which is applied to the logits of each step on the host"),
+        (lambda case: reason_against(case.plan), "{found}"),
+        (lambda case: reason(case, case.place.store.not_captured), "{found}"),
+        (lambda case: case.runner._reason_of_model(case.plan, case.model), "{found}"),
+    )  # fmt: skip
 
     def __init__(
         self, path: str, device: torch.device, dense_below: int | str, place: Placement = DEVICE,
@@ -98,7 +106,7 @@ class FastPath:
     def takes_blocks(self, plan: Plan, exact: bool, model: Any) -> bool:
         """Whether rows of a plan take steps of blocks (``engine.block_groups``), where they take captured ones."""
         asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
-        return asked and DecoderStep.reason_against(model) is None
+        return asked and reason(model, DecoderStep.objections) is None
 
     def composed_reason(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
         """Why decode steps of a model with these settings are composed; None: they are captured.
@@ -106,35 +114,23 @@ class FastPath:
         Raises:
             InputError: if captured steps are required.
         """
-        if self._path == "composed":
-            return "requested"
-        if not self._place.store.captures:
-            reason: str | None = (
-                "its keys and values are in host memory"
-                if self._place.in_host_memory
-                else f"placement={self._place.name} has no pools for captured steps"
-            )
-        elif self._device.type != "cuda" and self._path != "eager":
-            reason = "no NVIDIA GPU"
-        elif self._device.type == "cuda" and not HAVE_TRITON:
-            reason = "Triton is not installed"
-        elif settings.applied:
-            reason = f"{FILE} asks for {settings.applied}, which is applied to the logits of each step on the host"
-        else:
-            reason = reason_against(plan) or _reason_of_place(self._place, plan) or self._reason_of_model(plan, model)
-        if reason is not None and self._path == "captured":
-            raise InputError(f"decoding cannot be captured: {reason}. Leave out path='captured', or change the plan.")
-        if reason is not None and self.enabled and reason not in self._logged:
-            self._logged.add(reason)
-            log.warning("decode steps are composed, not captured: %s", reason)
-        return reason
+        case = PlanCase(plan, self._place, self._device.type == "cuda", model=model, settings=settings, runner=self)
+        _, against = verdict(case, {"captured": self.objections, "composed": ()})
+        for why in against:
+            if self._path == "captured":
+                raise InputError(f"decoding cannot be captured: {why}. Leave out path='captured', or change the plan.")
+            if self.enabled and why not in self._logged:
+                self._logged.add(why)
+                log.warning("decode steps are composed, not captured: %s", why)
+            return why
+        return None
 
     def fused(self, model: Any) -> DecoderPrefill | None:
         """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""
         if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
-            if self._prefill is None and DecoderStep.reason_against(model) is None and placement_reason(model) is None:
+            if self._prefill is None and reason(model, DecoderStep.objections, NO_STEP) is None:
                 self._prefill = DecoderPrefill(self._fused_step(model))
             return self._prefill
 
@@ -175,9 +171,8 @@ class FastPath:
         return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages, steady=steady)
 
     def _step_of(self, model: Any, cache: SparseCache) -> Step:
-        if DecoderStep.reason_against(model) is not None:
-            return TransformersStep(model, cache.rotation)
-        return self._fused_step(model)
+        is_fused = reason(model, DecoderStep.objections) is None
+        return self._fused_step(model) if is_fused else TransformersStep(model, cache.rotation)
 
     def keeps_bits(self, model: Any) -> bool:
         """Whether steps of blocks may be of any number of rows (``models.step``)."""
@@ -192,12 +187,11 @@ class FastPath:
     def _reason_of_model(self, plan: Plan, model: Any) -> str | None:
         with self.turn, self._making:
             if self._model_reason is None:
-                reason = placement_reason(model)
-                if reason is None and DecoderStep.reason_against(model) is not None:
-                    reason = TransformersStep.reason_against(model)
-                if reason is None and self._path != "eager":
-                    reason = self._trial(plan, model)
-                self._model_reason = reason or ""
+                kind, against = kind_of_step(model)
+                why = reason(model, NO_STEP) or (None if kind else against[-1])
+                if why is None and self._path != "eager":
+                    why = self._trial(plan, model)
+                self._model_reason = why or ""
             return self._model_reason or None
 
     def _trial(self, plan: Plan, model: Any) -> str | None:

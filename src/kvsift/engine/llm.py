@@ -31,9 +31,9 @@ from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.models.transformers import PlanSpec
 from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
+from kvsift.plan.capabilities import NO_PROBES, PlanCase, check, check_placement
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.plan.syntax import parse_unless_auto
 from kvsift.plan.tuned_plan import DEFAULT_PLAN, ModelPlans
 
@@ -108,7 +108,7 @@ class LLM(ModelRunner):
         plans = ModelPlans(directory.path, target.type, no_guard="" if probe_every else "probe_every=0 checks none")
         self.plan: Plan = plans.parse(spec)
         check_placement(self.plan, place, on_gpu)
-        check_probes(self.plan, probe_every)
+        check(PlanCase(self.plan, probe_every=probe_every), NO_PROBES)
         chunk_size = chunk_size or CHUNK_SIZES[on_gpu]
         if 0 < keep_tokens < chunk_size:
             raise InputError(

@@ -9,7 +9,7 @@ from functools import cached_property
 from inspect import signature
 from threading import Lock
 from time import perf_counter
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,12 +33,13 @@ from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
 from kvsift.models.transformers_generation import FILE, GenerationSettings
 from kvsift.models.transformers_load import ModelDirectory
 from kvsift.models.transformers_rope import RopeLimits
+from kvsift.plan.capabilities import NO_PROBES, PlanCase, check, check_placement, reason
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_probes
 from kvsift.plan.syntax import PlanSpec
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.stores.kv_pool import KVPool
+from kvsift.types import Objections
 
 CHARACTERS_PER_TOKEN = 8  # more than languages and code have, so that the first part of a long text decides
 PARTS = "for instance its end, as tail gives it, lines that grep finds, or one part after the other"
@@ -64,6 +65,13 @@ class ModelRunner(Uncopied):
         loop: serves requests.
     """
 
+    not_pooled: ClassVar[Objections] = (
+        (lambda case: case.place.in_host_memory, "keys and values are in host memory, in a pool of its own"),
+        (lambda case: next((rule for rule in case.plan.rules if rule.evicts), None),
+         "{found.name} drops tokens for good"),
+        (lambda case: case.plan.page_size not in (None, DEFAULT_PAGE_SIZE) and DEFAULT_PAGE_SIZE,
+         "its pages have {it.plan.page_size} tokens, and those that are shared {found}"),
+    )  # fmt: skip
     INSTEAD = "Make another one there; each loads its own weights."
     loop: Loop
 
@@ -118,6 +126,12 @@ class ModelRunner(Uncopied):
         plan = default if spec is None else self.plans.parse(spec)
         return self.plans.verified(plan) if exact else plan
 
+    def check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that cannot run on the model, or under its placement (``InputError``)."""
+        check_placement(plan, self.place, self.device.type == "cuda")
+        check(PlanCase(plan, probe_every=self.probe_every), NO_PROBES)
+        plan.check_layers(range(self.directory.config.num_hidden_layers))
+
     def check_text(self, text: str) -> None:
         """Refuse a text whose first part has too many tokens already: all of it would take seconds to tokenize.
 
@@ -163,7 +177,7 @@ class ModelRunner(Uncopied):
                 f"the prompt has {longest:,} tokens and up to {max_new_tokens:,} will be generated, but {name} was "
                 f"made for {positions:,} positions. To go on: {', or '.join(ways)}."
             )
-        check_probes(plan, self.probe_every)
+        check(PlanCase(plan, probe_every=self.probe_every), NO_PROBES)
         plan.check_layers(range(self.directory.config.num_hidden_layers))
         if self._model is None:
             if self.fast_path.enabled:  # all rows are cached together
@@ -225,13 +239,7 @@ class ModelRunner(Uncopied):
 
     def reason_apart(self, plan: Plan) -> str | None:
         """Why a row under a plan has pages of its own; None if they may be in a pool with those of others."""
-        if self.placement in ("split", "offload"):
-            return "keys and values are in host memory, in a pool of its own"
-        if evicting := [str(rule).partition(":")[0] for rule in plan.rules if rule.evicts]:
-            return f"{evicting[0]} drops tokens for good"
-        if plan.page_size not in (None, DEFAULT_PAGE_SIZE):
-            return f"its pages have {plan.page_size} tokens, and those that are shared {DEFAULT_PAGE_SIZE}"
-        return None
+        return reason(PlanCase(plan, self.place), self.not_pooled)
 
     def release(self) -> None:
         """Free pools and graphs that are kept for later calls."""

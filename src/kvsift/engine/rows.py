@@ -17,7 +17,6 @@ from kvsift.batching.exact.decoder import Proposal
 from kvsift.batching.exact.step import Checked
 from kvsift.batching.loop import Loop
 from kvsift.batching.row import FinishReason, Row
-from kvsift.batching.sharing import can_undo
 from kvsift.engine.block_groups import BlockGroup
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
@@ -292,7 +291,7 @@ class RunnerRows:
         fused = self._fused()
         if fused is None or not fused.joins:
             return [[row] for row in rows]
-        joined = [row for row in rows if can_undo(row.plan) and not row.plan.wants_hidden and row.exact is None]
+        joined = [row for row in rows if row.plan.can_undo and not row.plan.wants_hidden and row.exact is None]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([row] for row in rows if row not in joined)]
 

@@ -30,7 +30,9 @@ from kvsift.engine.saved_header import CHECKSUM_BYTES, CHECKSUMS, TensorEntry, d
 from kvsift.errors import InputError
 from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_contents import fill, numbers_of, tensors_of
+from kvsift.plan.capabilities import check
 from kvsift.plan.plan import Plan
+from kvsift.types import Objections
 
 MIB = 1 << 20
 DTYPES = {
@@ -57,6 +59,16 @@ def check_target(path: Path) -> None:
         raise InputError(f"a document cannot be saved as {path}: no file can be written in {path.parent}.")
 
 
+NOT_SAVED: Objections = (
+    (lambda plan: plan.evicts_prompt,
+     "the plan {it} drops tokens of the document for good (evict=true), so not all of it can be saved. Leave "
+     "evict=true out."),
+    (lambda plan: plan.prefill is not None and plan.prefill.method.traits.wants_queries,
+     "the plan {it} learns from the document's queries while it is read, and those are not saved. A document that is "
+     "read without a rule of prefill can be saved."),
+)  # fmt: skip
+
+
 def check_saving(runner: ModelRunner, plan: Plan, num_tokens: int, path: Path) -> None:
     """Refuse a plan or placement whose documents cannot be saved, and a disk without room, before anything is read.
 
@@ -64,16 +76,7 @@ def check_saving(runner: ModelRunner, plan: Plan, num_tokens: int, path: Path) -
         InputError: naming the reason.
     """
     _check_place(runner, "saved")
-    if plan.evicts_prompt:
-        raise InputError(
-            f"the plan {plan} drops tokens of the document for good (evict=true), so not all of it can be saved. Leave "
-            "evict=true out."
-        )
-    if plan.prefill is not None and plan.prefill.method.traits.wants_queries:
-        raise InputError(
-            f"the plan {plan} learns from the document's queries while it is read, and those are not saved. A "
-            "document that is read without a rule of prefill can be saved."
-        )
+    check(plan, NOT_SAVED)
     directory, dtype = runner.directory, runner.dtype
     _check_room(path, directory.kv_bytes_per_token(dtype) * num_tokens + directory.window_bytes(dtype, num_tokens))
 

@@ -32,7 +32,7 @@ from kvsift.methods.anchors import write as write_anchors
 from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_contents import fill, numbers_of, tensors_of
 from kvsift.plan.plan import Plan
-from kvsift.plan.syntax import parse_plan
+from kvsift.plan.syntax import is_refused, parse_plan
 
 # not streaming_llm: a text whose end needs little of its middle would choose it, and questions about the middle fail
 METHODS = ("sketch", "sketch:bits=2", "quest", "quest:score_by=mean_std")
@@ -225,7 +225,7 @@ class Tuner:
         before, _, budget = chosen.plan.rpartition("budget=")
         number, _, after = budget.partition(":")
         plan = f"{before}budget={int(BETWEEN * int(number))}{after and ':' + after}"
-        if plan_is_refused(plan):
+        if is_refused(plan):
             return chosen
         times = self._times([chosen.plan, plan])
         candidate = Tried(plan, times[plan])
@@ -373,12 +373,3 @@ def smoothed(budgets: Sequence[int], seconds: Sequence[float]) -> list[float]:
         return [*seconds]
     slope, first = linear_regression(budgets, seconds)
     return [first + slope * budget for budget in budgets] if slope >= 0 else [fmean(seconds)] * len(budgets)
-
-
-def plan_is_refused(plan: str) -> bool:
-    """Whether a budget is too small for its method."""
-    try:
-        parse_plan(plan)
-    except InputError:
-        return True
-    return False

@@ -14,10 +14,10 @@ from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.method_states import MethodStates
 from kvsift.methods.base import Phase
+from kvsift.plan.capabilities import NO_ROPE, UNKNOWN_ROPE, PlanCase, check, check_placement
 from kvsift.plan.layer_budgets import layer_plan
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import PHASES, Plan
-from kvsift.plan.refusals import check_placement, check_rope
 from kvsift.stores.background import submit
 from kvsift.stores.base import Store
 from kvsift.stores.catalogue import evicting, not_evicting, open_store
@@ -237,5 +237,5 @@ def _page_size_of(table: PageTable | None) -> int | None:
 
 def _plan_in_layer(plan: Plan, shape: LayerShape) -> Plan:
     """The plan with the budgets of one layer; refused if it cannot run there (``InputError``)."""
-    check_rope(plan, shape.rope)
+    check(PlanCase(plan, rope=shape.rope or UNKNOWN_ROPE), NO_ROPE)
     return layer_plan(plan, shape)

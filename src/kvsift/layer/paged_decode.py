@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import ceil
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,14 +29,14 @@ from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.sketch_launch import SketchSpace
 from kvsift.kernels.space_shapes import SpaceShape
 from kvsift.methods.base import Method
-from kvsift.methods.pages import PagedMethod, SummaryMethod
+from kvsift.methods.pages import PagedMethod
 from kvsift.methods.sketch import Sketch
 from kvsift.plan.budget import Budget
+from kvsift.plan.capabilities import reason
 from kvsift.plan.plan import Plan, Rule
-from kvsift.types import LayerShape
+from kvsift.types import LayerShape, Objections
 
 MOST_TOKENS = 128  # in a page: shared memory holds keys and values of two tiles of whole pages
-RANKING = ("score", "select", "num_selections", "reposition", "new_state", "observe")  # which captured steps never call
 CAPTURED = (PagedMethod, Sketch)
 
 ALWAYS = (1 << 31) - 1  # tokens, more than a context has: a row that is dense below this is dense
@@ -46,57 +46,7 @@ Space = TypeVar("Space")
 
 def reason_against(plan: Plan) -> str | None:
     """Return why the decode rule of a plan needs the composed path; None if it can be captured."""
-    page_size, rule = plan.page_size or 1, rule_of(plan)
-    if page_size & (page_size - 1):
-        return f"page_size={page_size} is not a power of two"  # which dense steps need too
-    if rule is None:
-        return None
-    if page_size > MOST_TOKENS:
-        return f"a page of {page_size} tokens is more than a multiprocessor can hold; the most is {MOST_TOKENS}"
-    return _reason_of_method(rule.method, str(rule).partition(":")[0]) or _reason_of_budget(rule.budget)
-
-
-def _reason_of_method(method: Method, name: str) -> str | None:
-    if not method.summaries:
-        return f"{name} does not rank pages by a summary"
-    if len(method.summaries) > 1:
-        return f"{name} reads {len(method.summaries)} kinds of page summary; the kernels score one"
-    if isinstance(method, Sketch):
-        return _reason_of_sketch(method, name)
-    if not isinstance(method, PagedMethod):
-        return f"{name} does not rank pages by features of the query; the kernels rank by nothing else"
-    if replaced := [part for part in RANKING if _overrides(method, part)]:
-        return f"{name} has its own {' and '.join(replaced)}; the kernels rank pages by features of the query"
-    if not 64 <= method.ranking.width(64) <= 128:
-        return f"rows of {method.summaries[0]} do not hold one or two numbers per channel; the kernels score those"
-    if isinstance(method, SummaryMethod) and method.prefilter:
-        return f"prefilter={method.prefilter} ranks blocks first; the kernels score every page"
-    return None
-
-
-def _reason_of_sketch(method: Sketch, name: str) -> str | None:
-    if replaced := [part for part in RANKING if getattr(type(method), part) is not getattr(Sketch, part)]:
-        return f"{name} has its own {' and '.join(replaced)}; the kernels rank tokens as sketch does"
-    if method.heads == "query":
-        return "heads=query gives every query head tokens of its own; the kernels choose them for each KV head"
-    return None
-
-
-def _overrides(method: Method, part: str) -> bool:
-    own = getattr(type(method), part)
-    return own is not getattr(PagedMethod, part) and own is not getattr(SummaryMethod, part)
-
-
-def _reason_of_budget(budget: Budget) -> str | None:
-    if budget.mass is not None:
-        return "mass= chooses as many pages as the scores ask for; the kernels need a number"
-    if budget.layer_budgets != "equal":
-        return f"layer_budgets={budget.layer_budgets} gives layers lists of different lengths; kernels take one"
-    if budget.head_budgets != "equal":
-        return f"head_budgets={budget.head_budgets} gives heads lists of different lengths; kernels take one"
-    if budget.window == 0:
-        return "window=0 lets the page being filled compete; the kernels always show it"
-    return None
+    return reason(plan, DecodeBatch.objections) or reason(rule_of(plan), DecodeLayer.objections)
 
 
 class DecodeBatch:
@@ -118,6 +68,12 @@ class DecodeBatch:
         dense_bytes: of the workspace of dense rows, at most; None: as many as fill the device.
         launches: workspaces of single launches, by kind and shape of a layer, then by number of rows.
     """
+
+    objections: ClassVar[Objections] = (  # to plans
+        (lambda plan: (size := plan.page_size or 1) & (size - 1), "page_size={it.page_size} is not a power of two"),
+        (lambda plan: rule_of(plan) is not None and (plan.page_size or 1) > MOST_TOKENS and MOST_TOKENS,
+         "a page of {it.page_size} tokens is more than a multiprocessor can hold; the most is {found}"),
+    )  # fmt: skip
 
     def __init__(
         self, table: Tensor, lengths: list[int], page_size: int, budgets: Sequence[Budget | None],
@@ -219,6 +175,21 @@ class DecodeLayer:
         heads: of each KV head, that of the anchor whose list it attends.
         memory: for ``lists``, of a layer of this shape, which has attended before this one does; its own by default.
     """
+
+    objections: ClassVar[Objections] = (  # to rules of decode
+        (lambda rule: not rule.method.summaries, "{it.name} does not rank pages by a summary"),
+        (lambda rule: (count := len(rule.method.summaries)) > 1 and count,
+         "{it.name} reads {found} kinds of page summary; the kernels score one"),
+        (lambda rule: reason(rule, rule.method.not_captured), "{found}"),
+        (lambda rule: rule.budget.mass is not None,
+         "mass= chooses as many pages as the scores ask for; the kernels need a number"),
+        (lambda rule: rule.budget.layer_budgets != "equal",
+         "layer_budgets={it.budget.layer_budgets} gives layers lists of different lengths; kernels take one"),
+        (lambda rule: rule.budget.head_budgets != "equal",
+         "head_budgets={it.budget.head_budgets} gives heads lists of different lengths; kernels take one"),
+        (lambda rule: rule.budget.window == 0,
+         "window=0 lets the page being filled compete; the kernels always show it"),
+    )  # fmt: skip
 
     def __init__(
         self, shape: LayerShape, batch: DecodeBatch, keys: Tensor, values: Tensor, summary: Tensor | None = None,

@@ -14,7 +14,7 @@ from kvsift.methods.checks import whole
 from kvsift.methods.old_names import adopt, mark, moved, read
 from kvsift.methods.segment_batch import SegmentRequests
 from kvsift.methods.traits import Traits
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Part, Selection
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Objections, Part, Selection
 
 Phase = Literal["prefill", "decode"]
 
@@ -32,6 +32,13 @@ class Method:
     summaries: ClassVar[tuple[str, ...]] = ()  # kinds of page summary that the store maintains
     segment_size: ClassVar[int] = 256  # prefill queries that share a selection; segments begin at its multiples
     source: ClassVar[str] = ""  # paper
+    not_captured: ClassVar[Objections] = (  # to captured steps, of a rule with summaries of one kind
+        (lambda rule: True, "{it.name} does not rank pages by features of the query; the kernels rank by nothing else"),
+    )
+    not_in_batches: ClassVar[Objections] = (  # to prompts that are read under vLLM, of a rule
+        (lambda rule: True,
+         "{it.name} does not choose for all segments of a chunk at once; take quoka or critiprefill"),
+    )  # fmt: skip
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

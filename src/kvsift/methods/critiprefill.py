@@ -60,6 +60,7 @@ class CritiPrefill(Method):
     phases: ClassVar[tuple[Phase, ...]] = ("prefill",)
     traits: ClassVar[Traits] = Traits(granularity="block")
     source: ClassVar[str] = "arXiv 2409.12490"
+    not_in_batches = ((lambda rule: rule.method.rest, "rest estimates segment by segment; leave it out"),)
 
     segment: int = 512
     block: int = 32

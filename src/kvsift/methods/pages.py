@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, inf
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -12,10 +12,10 @@ from kvsift import native
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
 from kvsift.methods.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
-from kvsift.methods.scoring import RANKS, ScoringMethod, top_units
+from kvsift.methods.scoring import RANKS, ScoringMethod, own_ranking, top_units
 from kvsift.methods.traits import Traits
 from kvsift.native.shapes import PooledRows, supports
-from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
+from kvsift.types import Candidates, KVReader, LayerShape, Limit, Objections, Selection
 
 RANKS_PAGES = RANKS._replace(granularity="page")
 
@@ -29,6 +29,13 @@ class PagedMethod(ScoringMethod):
     Attributes:
         page_size: tokens per page.
     """
+
+    not_captured: ClassVar[Objections] = (
+        (lambda rule: own_ranking(rule.method, PagedMethod, SummaryMethod),
+         "{it.name} has its own {found}; the kernels rank pages by features of the query"),
+        (lambda rule: not 64 <= rule.method.ranking.width(64) <= 128,
+         "rows of {it.method.summaries[0]} do not hold one or two numbers per channel; the kernels score those"),
+    )  # fmt: skip
 
     page_size: int = 16
 
@@ -87,6 +94,12 @@ class SummaryMethod(PagedMethod):
             part, at either end, are always scored and do not count.
         block_pages: pages per block.
     """
+
+    not_captured = (
+        *PagedMethod.not_captured,
+        (lambda rule: rule.method.prefilter,
+         "prefilter={found} ranks blocks first; the kernels score every page"),
+    )  # fmt: skip
 
     score_by: str = "minmax"
     prefilter: float = 0

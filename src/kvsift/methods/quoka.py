@@ -60,6 +60,7 @@ class QuoKA(ChunkedMethod):
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")
     source: ClassVar[str] = "arXiv 2602.08722"
+    not_in_batches = ((lambda rule: rule.method.prefilter, "prefilter ranks pages segment by segment; leave it out"),)
 
     queries: int = 16
     mode: Mode = "shared"

@@ -16,6 +16,7 @@ from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 HeadSharing = Literal["auto", "query", "kv"]
+RANKING = ("score", "select", "num_selections", "reposition", "new_state", "observe")  # which captured steps never call
 
 SCORES = Traits(estimates_mass=True)
 RANKS = SCORES._replace(compares_heads=True)
@@ -106,6 +107,13 @@ def _top_without_sync(scores: Tensor, least: Tensor, k: int) -> Tensor:
     chosen = above | (tied & (tied.cumsum(-1) <= k - above.sum(-1, keepdim=True)))  # k of each row, or more if NaN
     ranks = torch.arange(1, k + 1, device=scores.device).expand(scores.shape[0], k).contiguous()
     return torch.searchsorted(chosen.cumsum(-1), ranks)  # the unit at which the count of chosen ones reaches each rank
+
+
+def own_ranking(method: Method, *classes: type[Method]) -> str:
+    """Return what a method has of its own in place of that of the classes whose ranking the kernels do."""
+    kind = type(method)
+    own = [part for part in RANKING if all(getattr(kind, part) is not getattr(cls, part) for cls in classes)]
+    return " and ".join(own)
 
 
 def units_per_head(share: Tensor, always: Tensor, limit: Limit) -> Tensor | None:

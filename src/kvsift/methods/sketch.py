@@ -26,7 +26,7 @@ from kvsift import native
 from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack
 from kvsift.methods import checks
 from kvsift.methods.anchors import AnchoredMethod, from_anchor
-from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, units_per_head
+from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, own_ranking, units_per_head
 from kvsift.methods.traits import Traits
 from kvsift.native.shapes import HeadRows, PooledRows
 from kvsift.native.sketch_format import SketchLayout, rotation, sketch_layout
@@ -47,6 +47,12 @@ class Sketch(AnchoredMethod, ScoringMethod):
 
     traits: ClassVar[Traits] = RANKS
     source: ClassVar[str] = "arXiv 2405.12497"
+    not_captured = (
+        (lambda rule: own_ranking(rule.method, Sketch),
+         "{it.name} has its own {found}; the kernels rank tokens as sketch does"),
+        (lambda rule: rule.method.heads == "query",
+         "heads=query gives every query head tokens of its own; the kernels choose them for each KV head"),
+    )  # fmt: skip
 
     bits: Literal[1, 2] = 1
     page_size: int = 16

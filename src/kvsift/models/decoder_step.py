@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from kvsift.kernels.rotary_append import qkv_rotary_append
 from kvsift.kernels.sketch import SKETCHES
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
 from kvsift.models.projection import Norm, Projection
+from kvsift.types import Objections
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 TABLE_CHUNK = 1 << 16  # positions whose angles are computed at once, in float32
@@ -58,9 +59,24 @@ class DecoderStep:
     """A ``Step`` of fused launches.
 
     Args:
-        model: a causal language model for which ``reason_against`` has no objection. Weights that are read together
+        model: a causal language model for which there are no ``objections``. Weights that are read together
             are moved together; the model's own parameters become views of them, so it works on as before.
     """
+
+    objections: ClassVar[Objections] = (  # to models
+        (lambda model: model.config.model_type not in MODEL_TYPES,
+         "{it.__class__.__name__} is none of the architectures whose steps are captured"),
+        (lambda model: getattr(model.config, "hidden_act", "silu") != "silu",
+         "{it.__class__.__name__} uses {it.config.hidden_act}, not silu"),
+        (lambda model: set(getattr(model.config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+         or (model.config.model_type == "mistral" and model.config.sliding_window is not None),
+         "{it.__class__.__name__} has layers without full attention"),
+        (lambda model: "dynamic" in (kind := str(model.model.rotary_emb.rope_type)) or kind == "longrope",
+         "rope_type={it.model.rotary_emb.rope_type} changes its angles with the length"),
+        (lambda model: 2 * model.model.rotary_emb.inv_freq.numel() != (
+            getattr(config := model.config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
+         "its rotary embedding covers only part of a head"),
+    )  # fmt: skip
 
     @torch.inference_mode(False)  # or the model's weights would be inference tensors from now on
     @torch.no_grad()
@@ -75,14 +91,6 @@ class DecoderStep:
         products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         self.keeps_bits: bool = all(product.keeps_bits for product in [*products, self.head])
         self.pdl = self.embedding.is_cuda and torch.cuda.get_device_capability(self.embedding.device) >= (9, 0)
-
-    @staticmethod
-    def reason_against(model: Any) -> str | None:
-        """Return why this model needs the composed path; None if it does not."""
-        config = model.config
-        if config.model_type not in MODEL_TYPES:
-            return f"{type(model).__name__} is none of the architectures whose steps are captured"
-        return _structural_reason(model) or _rotary_reason(config, model.model.rotary_emb)
 
     @torch.inference_mode()
     def angles(self, num_positions: int) -> Tensor:
@@ -127,36 +135,3 @@ class DecoderStep:
 
 def _norm(module: Any) -> Norm:
     return module.weight.data, float(module.variance_epsilon)
-
-
-def _structural_reason(model: Any) -> str | None:
-    config, name = model.config, type(model).__name__
-    if getattr(config, "hidden_act", "silu") != "silu":
-        return f"{name} uses {config.hidden_act}, not silu"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or (config.model_type == "mistral" and config.sliding_window is not None):
-        return f"{name} has layers without full attention"
-    return None
-
-
-def placement_reason(model: Any) -> str | None:
-    """Return why no step of a model can be captured, whatever its architecture: for where or what its weights are."""
-    name, devices = type(model).__name__, {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1:
-        return f"{name} is spread over {len(devices)} devices"
-    if getattr(model, "_tp_size", None):
-        return f"{name} is split by tensor parallelism"
-    int8 = [module for module in model.modules() if type(module).__name__ == "Linear8bitLt"]
-    if any(module.state.threshold for module in int8):
-        return "its int8 layers look for outliers on the host (llm_int8_threshold > 0)"
-    return None
-
-
-def _rotary_reason(config: Any, rotary: Any) -> str | None:
-    kind = str(rotary.rope_type)
-    if "dynamic" in kind or kind == "longrope":
-        return f"rope_type={kind} changes its angles with the length"
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if 2 * rotary.inv_freq.numel() != head_dim:
-        return "its rotary embedding covers only part of a head"
-    return None

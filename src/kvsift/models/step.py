@@ -8,6 +8,15 @@ from typing import Protocol
 from torch import Tensor
 
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.types import Objections
+
+NO_STEP: Objections = (  # to models, whatever their architecture: for where or what their weights are
+    (lambda model: (count := len({parameter.device for parameter in model.parameters()})) > 1 and count,
+     "{it.__class__.__name__} is spread over {found} devices"),
+    (lambda model: getattr(model, "_tp_size", None), "{it.__class__.__name__} is split by tensor parallelism"),
+    (lambda model: any(type(each).__name__ == "Linear8bitLt" and each.state.threshold for each in model.modules()),
+     "its int8 layers look for outliers on the host (llm_int8_threshold > 0)"),
+)  # fmt: skip
 
 
 class Step(Protocol):

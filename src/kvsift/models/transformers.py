@@ -24,9 +24,9 @@ from kvsift.models.transformers_adapter import Adapter, register
 from kvsift.models.transformers_cache import PlanSpec, SparseBlock, SparseCache
 from kvsift.models.transformers_run import SparseRun
 from kvsift.models.transformers_unwrap import device_of_inputs, unwrapped
+from kvsift.plan.capabilities import ONLY_DRAFTS, check
 from kvsift.plan.placement import PlacementSpec
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_drafts
 from kvsift.plan.syntax import is_auto, parse_plan
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.threads import give_back
@@ -59,7 +59,7 @@ def sparse(
         InputError: for an invalid plan, or a model whose attention cannot be replaced, before anything runs.
     """
     parsed = _plan_of(model, plan, probe_every)
-    check_drafts(parsed)
+    check(parsed, ONLY_DRAFTS)
     checks.flag("strict", strict)
     run = SparseRun(parsed, RunStats(probe_every), reserve, placement=placement)
     try:
@@ -81,7 +81,7 @@ def make_cache(
     on the length, ``reserve`` and ``rows`` decide how it rotates.
     """
     parsed = _plan_of(model, plan, probe_every)
-    check_drafts(parsed)
+    check(parsed, ONLY_DRAFTS)
     return make_drafting_cache(model, parsed, probe_every=probe_every, reserve=reserve, rows=rows, placement=placement)
 
 

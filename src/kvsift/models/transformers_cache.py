@@ -17,8 +17,8 @@ from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.methods.base import Phase
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.models.transformers_run import SparseRun
+from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, UNKNOWN_ROPE, PlanCase, check
 from kvsift.plan.plan import PHASES
-from kvsift.plan.refusals import check_probes, check_rope
 from kvsift.plan.syntax import PlanSpec, parse_plan
 from kvsift.stores.background import new_thread
 from kvsift.stores.page_table import PageTable
@@ -255,8 +255,8 @@ class SparseCache(DynamicCache):
     def replan(self, plan: PlanSpec) -> None:
         """Continue with another plan over the cached tokens; counters are reset."""
         new_plan = parse_plan(plan)
-        check_rope(new_plan, self.run.rope, self.run.no_rope)
-        check_probes(new_plan, self.stats.probe_every)
+        rope = self.run.rope or self.run.no_rope or UNKNOWN_ROPE
+        check(PlanCase(new_plan, probe_every=self.stats.probe_every, rope=rope), NO_ROPE, NO_PROBES)
         new_plan.check_layers(self.run.peers)
         self.run.plan = new_plan
         self.run.stats.clear()

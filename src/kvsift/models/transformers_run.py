@@ -14,9 +14,9 @@ from kvsift.layer.guards import Guards
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, UNKNOWN_ROPE, PlanCase, check, check_placement
 from kvsift.plan.placement import PlacementSpec
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_placement, check_probes, check_rope
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_table import PageTable
 from kvsift.types import Exact, Origin, Rope
@@ -43,7 +43,7 @@ class SparseRun:
     ) -> None:  # fmt: skip
         check_placement(plan, placement)
         checks.whole("probe_every", stats.probe_every, 0)
-        check_probes(plan, stats.probe_every)
+        check(PlanCase(plan, probe_every=stats.probe_every), NO_PROBES)
         self.plan = plan
         self.stats = stats
         self.block_stats: SharedStats | None = None  # counters of the block that this run is part of
@@ -102,7 +102,7 @@ class SparseRun:
         Raises:
             InputError: for a plan that depends on it.
         """
-        check_rope(self.plan, rope, no_rope)
+        check(PlanCase(self.plan, rope=rope or no_rope or UNKNOWN_ROPE), NO_ROPE)
         self.rope, self.no_rope = rope, no_rope
 
     def report(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ forward pass gets a cache whose layers append and attend on the device; position
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,13 +16,14 @@ from transformers import Cache
 from kvsift.kernels.append import append
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.transformers_attention import AttendingLayer
 from kvsift.models.transformers_cache import SparseCache
-from kvsift.models.transformers_layer import SparseLayer
 from kvsift.models.transformers_rope import RopeLimits
 from kvsift.models.transformers_run import SparseRun
+from kvsift.plan.capabilities import verdict
 from kvsift.plan.plan import Plan
-from kvsift.types import LayerShape
+from kvsift.types import LayerShape, Objections
 
 
 class StepLayer(AttendingLayer):
@@ -57,25 +58,20 @@ class TransformersStep:
     """A ``Step`` by the model's own forward pass.
 
     Args:
-        model: one that ``Adapter.attach`` has taken, and for which ``reason_against`` has no objection.
+        model: one that ``Adapter.attach`` has taken, and to which there are no ``objections``.
         rotation: of the cache (``transformers_pinning``).
     """
 
+    objections: ClassVar[Objections] = (  # to models
+        (lambda model: not SparseCache(model.config, SparseRun(Plan(), RunStats())).can_undo,
+         "{it.__class__.__name__} has layers without full attention"),
+        (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a graph holds one
+         "{it.__class__.__name__} has RoPE frequencies of its own for every length ({found})"),
+    )  # fmt: skip
     keeps_bits = False  # libraries add up products of one row and of several in other orders
 
     def __init__(self, model: Any, rotation: int | None = None) -> None:
         self._model, self._rotation = model, rotation
-
-    @staticmethod
-    def reason_against(model: Any) -> str | None:
-        """Return why this model needs the composed path; None if it does not."""
-        layers = SparseCache(model.config, SparseRun(Plan(), RunStats())).layers
-        if not all(isinstance(layer, SparseLayer) for layer in layers):
-            return f"{type(model).__name__} has layers without full attention"
-        limits = RopeLimits.of(model)
-        if limits is not None and limits.dynamic:  # a graph would hold those of one length
-            return f"{type(model).__name__} has RoPE frequencies of its own for every length ({limits})"
-        return None
 
     def angles(self, num_positions: int) -> Tensor:
         """Return an empty tensor: the model computes its own angles."""
@@ -97,3 +93,8 @@ class TransformersStep:
         )
         logits: Tensor = output.logits[:, -1].float()
         return logits
+
+
+def kind_of_step(model: Any) -> tuple[str, list[str]]:
+    """Return the ``Step`` of a model, "fused" or "own", "" if none can be captured, and why it is not a better one."""
+    return verdict(model, {"fused": DecoderStep.objections, "own": TransformersStep.objections})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from kvsift.errors import InputError
 from kvsift.methods import catalogue
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
+from kvsift.plan.capabilities import check, reasons
+from kvsift.types import Objections
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
@@ -24,6 +26,40 @@ class Rule:
         InputError: if the budget can never select anything, or the method cannot honour it.
     """
 
+    objections: ClassVar[Objections] = (
+        (lambda rule: not rule.method.traits.selects and rule.budget.window != Budget().window,
+         "{it.name} takes no window: its window is what sinks leave of the budget."),
+        (lambda rule: rule.budget.mass is not None and not rule.method.traits.estimates_mass,
+         "{it.name} {it.method.traits.no_mass}; give budget or ratio, not mass."),
+        (lambda rule: rule.budget.head_budgets == "adaptive" and not rule.method.traits.compares_heads,
+         "{it.name} does not score candidates for each head, so head_budgets='adaptive' does not apply; leave it out."),
+        (lambda rule: next(rule._dense_anchors(), None),
+         "layer {found[0]} reuses the selection of layer {found[1]} by the anchors of {it.name}, and "
+         "dense_layers={found[2]} leaves that one nothing to select. Leave {found[1]} out of dense_layers, or "
+         "calibrate with --dense-layers {found[2]}."),
+        (lambda rule: rule.budget.head_budgets == "adaptive" and rule.evicts,
+         "evict=true stores equally many tokens for every KV head, so it frees nothing of what heads with fewer save "
+         "under head_budgets='adaptive'. Leave one of them out."),
+    )  # fmt: skip
+    not_guarded: ClassVar[Objections] = (
+        (lambda rule: rule.method.traits.unbounded,
+         "{it.name} sees everything, so min_recovery has nothing to widen; leave it out."),
+        (lambda rule: rule.evicts,
+         "min_recovery compares with exact attention, and of what evict=true has freed there is none. Leave out "
+         "evict=true, and give a method that keeps all tokens, or leave out min_recovery."),
+        (lambda rule: rule.method.traits.selects and not rule.method.traits.keeps_all,
+         "{it.name} never sees a token again that it has dropped, so a larger budget brings nothing back. Leave out "
+         "min_recovery, or take a method that keeps all tokens, such as quest."),
+    )  # fmt: skip
+    not_shared: ClassVar[Objections] = (
+        (lambda rule: not rule.method.traits.keeps_all or rule.method.traits.follows,
+         "what {it.name} remembers depends on how earlier tokens were answered"),
+        (lambda rule: (traits := rule.method.traits).wants_queries and not traits.seals and traits.to_share,
+         "{it.name} learns from the queries of the whole prompt; with {found} from those of a block, and rows share"),
+        (lambda rule: (traits := rule.method.traits).wants_queries and not traits.seals,
+         "{it.name} learns from the queries of the whole prompt"),
+    )  # fmt: skip
+
     method: Method
     budget: Budget = field(default_factory=Budget)
 
@@ -33,51 +69,23 @@ class Rule:
         if not isinstance(self.budget, Budget):
             raise InputError(f"budget={self.budget!r} must be a Budget, such as Budget(tokens=1024).")
         if self.budget.min_recovery is not None:
-            self._check_guard()
-        if self.method.traits.unbounded:
-            return
-        self.budget.check(self.method.unit_size, self.method.traits.selects)
-        if not self.method.traits.selects and self.budget.window != Budget().window:
-            name = _name_of(self.method)
-            raise InputError(f"{name} takes no window: its window is what sinks leave of the budget.")
-        if self.budget.mass is not None and not self.method.traits.estimates_mass:
-            raise InputError(f"{_name_of(self.method)} {self.method.traits.no_mass}; give budget or ratio, not mass.")
-        if self.budget.head_budgets == "adaptive" and not self.method.traits.compares_heads:
-            raise InputError(
-                f"{_name_of(self.method)} does not score candidates for each head, so head_budgets='adaptive' does "
-                "not apply; leave it out."
-            )
-        self._check_anchors()
-        if self.budget.head_budgets == "adaptive" and self.evicts:
-            raise InputError(
-                "evict=true stores equally many tokens for every KV head, so it frees nothing of what heads with fewer "
-                "save under head_budgets='adaptive'. Leave one of them out."
-            )
+            check(self, self.not_guarded)
+        if not self.method.traits.unbounded:
+            self.budget.check(self.method.unit_size, self.method.traits.selects)
+            check(self, self.objections)
 
-    def _check_anchors(self) -> None:
+    def _dense_anchors(self) -> Iterator[tuple[int, int, str]]:
+        """Layers with the dense layers whose selection they would reuse, and all dense layers as a plan spells them."""
         dense = self.budget.dense_layers
         for layer, anchor in self.method.reused.items():
             if anchor in dense and layer not in dense:
-                raise InputError(
-                    f"layer {layer} reuses the selection of layer {anchor} by the anchors of "
-                    f"{_name_of(self.method)}, and dense_layers={_spell(dense)} leaves that one nothing to select. "
-                    f"Leave {anchor} out of dense_layers, or calibrate with --dense-layers {_spell(dense)}."
-                )
+                yield layer, anchor, _spell(dense)
 
-    def _check_guard(self) -> None:
-        traits, name = self.method.traits, _name_of(self.method)
-        if traits.unbounded:
-            raise InputError(f"{name} sees everything, so min_recovery has nothing to widen; leave it out.")
-        if self.evicts:
-            raise InputError(
-                "min_recovery compares with exact attention, and of what evict=true has freed there is none. Leave "
-                "out evict=true, and give a method that keeps all tokens, or leave out min_recovery."
-            )
-        if traits.selects and not traits.keeps_all:
-            raise InputError(
-                f"{name} never sees a token again that it has dropped, so a larger budget brings nothing back. Leave "
-                "out min_recovery, or take a method that keeps all tokens, such as quest."
-            )
+    @property
+    def name(self) -> str:
+        """Name of the method in plans."""
+        path = f"{type(self.method).__module__}:{type(self.method).__qualname__}"
+        return next((name for name, entry in catalogue().items() if entry.path == path), type(self.method).__name__)
 
     @cached_property
     def traits(self) -> Traits:
@@ -112,7 +120,7 @@ class Rule:
         return room.units >= room.candidates.count
 
     def __str__(self) -> str:
-        name = _name_of(self.method)
+        name = self.name
         if self.method.traits.unbounded:
             return name
         knobs = {f.name: getattr(self.method, f.name) for f in fields(self.method)}
@@ -135,6 +143,24 @@ class Plan:
         InputError: if a method does not select in its phase, or the two rules cannot share pages.
     """
 
+    objections: ClassVar[Objections] = (
+        (lambda plan: plan.prefill is not None and plan.prefill.budget.window == 0,
+         "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."),
+        (lambda plan: plan.prefill is not None and plan.prefill.budget.min_recovery is not None,
+         "min_recovery guards decode, and the rule of prefill has it. Give it to a rule of decode alone: "
+         "prefill=METHOD:...,decode=METHOD:...:min_recovery=0.9."),
+        (lambda plan: plan.evicts_prompt and plan.decode != plan.prefill,
+         "evict=true in prefill frees tokens while the prompt is read, and decode can only go on with what is left of "
+         "them. Give both phases the rule, both={it.prefill}, or decode alone."),
+        (lambda plan: plan.evicts_prompt and plan.prefill.budget.layer_budgets == "pyramid",
+         "layer_budgets='pyramid' gives lower layers more once the context is long enough, and what evict=true has "
+         "freed in prefill by then cannot come back. Leave out one of them, or the rule of prefill."),
+        (lambda plan: len(sizes := sorted({r.method.summary_page_size for r in plan.rules if r.method.summaries})) > 1
+         and sizes,
+         "prefill and decode use pages of {found[0]} and {found[1]} tokens; summaries are kept for one page "
+         "size. Give both the same page_size."),
+    )  # fmt: skip
+
     prefill: Rule | None = None
     decode: Rule | None = None
 
@@ -149,37 +175,9 @@ class Plan:
             if rule is not None and phase not in rule.method.phases:
                 able = " and ".join(rule.method.phases)
                 raise InputError(
-                    f"{_name_of(rule.method)} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
+                    f"{rule.name} selects in {able}, not in {phase}. Leave {phase} out to stay dense there."
                 )
-        if self.prefill is not None and self.prefill.budget.window == 0:
-            raise InputError(
-                "window=0 works in decode only: in prefill a query must see itself. Give window=1 or more."
-            )
-        if self.prefill is not None and self.prefill.budget.min_recovery is not None:
-            raise InputError(
-                "min_recovery guards decode, and the rule of prefill has it. Give it to a rule of decode alone: "
-                "prefill=METHOD:...,decode=METHOD:...:min_recovery=0.9."
-            )
-        if self.prefill is not None and self.prefill.evicts:
-            self._check_evicting(self.prefill)
-        sizes = {rule.method.summary_page_size for rule in self.rules if rule.method.summaries}
-        if len(sizes) > 1:
-            raise InputError(
-                f"prefill and decode use pages of {' and '.join(map(str, sorted(sizes)))} tokens; summaries are kept "
-                "for one page size. Give both the same page_size."
-            )
-
-    def _check_evicting(self, rule: Rule) -> None:
-        if self.decode != rule:
-            raise InputError(
-                "evict=true in prefill frees tokens while the prompt is read, and decode can only go on with what is "
-                f"left of them. Give both phases the rule, both={rule}, or decode alone."
-            )
-        if rule.budget.layer_budgets == "pyramid":
-            raise InputError(
-                "layer_budgets='pyramid' gives lower layers more once the context is long enough, and what evict=true "
-                "has freed in prefill by then cannot come back. Leave out one of them, or the rule of prefill."
-            )
+        check(self, self.objections)
 
     def rule(self, phase: Phase) -> Rule | None:
         """The rule of a phase; None is dense."""
@@ -193,6 +191,16 @@ class Plan:
     def evicts_prompt(self) -> bool:
         """Whether tokens are freed while the prompt is read; decode, by the same rule, goes on with what is left."""
         return self.prefill is not None and self.prefill.evicts
+
+    @property
+    def not_shared(self) -> str | None:
+        """Why rows of the plan share no pages; None if they do."""
+        return next((text for rule in self.rules for text in reasons(rule, rule.not_shared)), None)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether a row can forget its newest tokens, as it must after a step that failed."""
+        return all(rule.method.traits.keeps_all and not rule.evicts for rule in self.rules)
 
     def evicts_in(self, layer: int) -> bool:
         """Whether a layer evicts tokens for good."""
@@ -250,8 +258,3 @@ def _spell(value: Any) -> str:
 
 def _default(method: Method, key: str) -> Any:
     return next(f.default for f in fields(method) if f.name == key)
-
-
-def _name_of(method: Method) -> str:
-    path = f"{type(method).__module__}:{type(method).__qualname__}"
-    return next((name for name, entry in catalogue().items() if entry.path == path), type(method).__name__)

@@ -84,6 +84,15 @@ def is_auto(spec: object) -> bool:
     return isinstance(spec, str) and spec.strip() == AUTO
 
 
+def is_refused(spec: PlanSpec) -> bool:
+    """Whether a plan makes no sense, whatever it is to run on."""
+    try:
+        parse_plan(spec)
+    except InputError:
+        return True
+    return False
+
+
 def parse_unless_auto(spec: PlanSpec) -> Plan | str:
     """As ``parse_plan``, and auto as it is: for whoever refuses bad plans before there is a model."""
     return AUTO if is_auto(spec) else parse_plan(spec)

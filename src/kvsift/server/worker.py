@@ -32,8 +32,8 @@ from kvsift.engine.prompt import PromptFormat, require_text
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.text_offsets import TextOffsets
 from kvsift.errors import InputError, KVSiftError
+from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.plan import Plan
-from kvsift.plan.refusals import check_placement, check_probes
 from kvsift.server import frames
 from kvsift.server.heap import trim
 from kvsift.server.held_documents import HeldDocuments
@@ -80,9 +80,7 @@ class Worker:
         self._llm = llm = LLM(**model, plan=specs[0], keep_tokens=keep)
         self._plans = [*map(llm.plans.parse, specs)]
         for plan in self._plans:
-            check_placement(plan, llm.place, llm.device.type == "cuda")
-            check_probes(plan, llm.probe_every)
-            plan.check_layers(range(llm.directory.config.num_hidden_layers))
+            llm.check_plan(plan)
         llm.load()
         self._reason = llm.composed_reason(llm.plan) or ""
         if settings["reserve_tokens"] != 0:
@@ -274,7 +272,7 @@ class Worker:
             raise InputError("min_recovery widens a budget, and this plan decodes densely. Leave it out.")
         rule = replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=least))
         guarded = replace(plan, decode=rule)
-        check_probes(guarded, self._llm.probe_every)
+        check(PlanCase(guarded, probe_every=self._llm.probe_every), NO_PROBES)
         return guarded
 
     def _cancel(self, request: int) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.reader import RowReader
-from kvsift.types import LayerShape, Moved, Part, Selection
+from kvsift.types import LayerShape, Moved, Objections, Part, Selection
 
 
 def seen_densely(start: int, stop: int) -> int:
@@ -99,6 +99,12 @@ class Store(ABC):
 
     in_host_memory: ClassVar[bool] = False  # whatever the device of the model
     captures: ClassVar[bool] = True  # it has ``pools`` for captured steps
+    not_captured: ClassVar[Objections] = ()  # to captured steps over the pools (``plan.capabilities``)
+    objections: ClassVar[Objections] = (  # to plans under the placement
+        (lambda case: case.on_gpu and case.plan.decode is not None and case.plan.decode.method.traits.on_host,
+         "decode={it.plan.decode} searches host memory, and with placement={it.place.name} keys and values are on the "
+         "GPU. Take placement=split, or device=cpu."),
+    )  # fmt: skip
     evicts: ClassVar[bool] = False  # it can evict tokens for good
 
     shape: LayerShape

@@ -38,6 +38,12 @@ class OffloadStore(SplitStore):
     """
 
     captures = True
+    not_captured = (
+        (lambda case: case.plan.decode is None or case.plan.decode.method.traits.unbounded,
+         "its keys and values are in host memory, and a dense step reads all of them"),
+        (lambda case: (values := case.place.knob("host_values")) != "model" and values,
+         "the kernels read values as the model computes them, not host_values={found}"),
+    )  # fmt: skip
 
     def __init__(
         self, shape: LayerShape, num_rows: int, page_size: int, like: Tensor, summaries: Iterable[str] = (),

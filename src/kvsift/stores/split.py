@@ -92,6 +92,18 @@ class SplitStore(PagedStore):
 
     in_host_memory = True
     captures = False
+    objections = (
+        (lambda case: case.plan.evicts_prompt,
+         "{it.plan} frees what it drops while it reads; placement={it.place.name} keeps everything in host memory. "
+         "Leave out the placement, or take a rule of decode without evict."),
+        (lambda case: not case.plan.evicts_prompt
+         and case.plan.prefill is not None and not case.plan.prefill.method.traits.unbounded,
+         "prefill={it.plan.prefill} needs its KV on the device: with placement={it.place.name} prefill is dense. Leave "
+         "the prefill rule out, or the placement."),
+        (lambda case: not case.plan.evicts_prompt and case.plan.decode is not None and case.plan.decode.evicts,
+         "decode={it.plan.decode} frees what it drops, and placement={it.place.name} keeps everything in host memory. "
+         "Leave out evict, or the placement."),
+    )  # fmt: skip
     at_once: bool | None = None  # device and host attend side by side; None: where they are not the same
 
     def __init__(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.layer.paged_decode import list_capacity
-from kvsift.plan.plan import Plan, Rule
+from kvsift.plan.capabilities import check_all
+from kvsift.plan.plan import Plan
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.vllm.counters import PhaseCounters
-from kvsift.vllm.refusals import check_config, reason_against_sharing, reasons_on_cpu
+from kvsift.vllm.refusals import CPU_PLANS, GPU_REQUESTS, Served, check_config
 from kvsift.vllm.settings import Settings, plans_of
 
 
@@ -61,30 +59,9 @@ class EngineState:
     def plan_for(self, spec: Any) -> Plan:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
         plan = self.settings.plan_for(spec, self.reader)
-        if reasons := list(self._reasons_on_gpu(plan) if self.on_gpu else reasons_on_cpu(plan)):
-            raise InputError(" ".join(reasons))
+        served = Served(plan, self.settings, self.max_length)
+        check_all(served, GPU_REQUESTS if self.on_gpu else CPU_PLANS)
         return plan
-
-    def _reasons_on_gpu(self, plan: Plan) -> Iterator[str]:
-        server = self.settings.plan
-        if plan.prefill not in (None, server.prefill):
-            allowed = "densely" if server.prefill is None else f"densely, or by prefill={server.prefill}"
-            yield f"This server reads prompts {allowed}; got prefill={plan.prefill}."
-        if plan.decode is None:
-            if not self.settings.allows_dense:
-                yield "On a GPU a server must be told that requests may be dense: add dense to its plans."
-        elif reason := reason_against_sharing(plan.decode, server):
-            yield reason
-        elif self._units(plan.decode) > (most := max(map(self._units, self.settings.decode_rules))):
-            size = plan.decode.method.unit_size
-            yield (
-                f"{plan.decode} may show {self._units(plan.decode) * size} tokens, and the lists of this server hold "
-                f"{most * size}. Add it to the plans of the server."
-            )
-
-    def _units(self, rule: Rule) -> int:
-        size = rule.method.unit_size
-        return list_capacity(rule.budget, -(-self.max_length // size), size)
 
 
 _engines: dict[str, EngineState | None] = {}  # by the id of the engine; the parts have nothing else in common

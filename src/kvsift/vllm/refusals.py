@@ -1,106 +1,145 @@
-"""What vLLM can do and kvsift cannot do in it: refused when the server starts."""
+"""What vLLM can do and kvsift cannot do in it: refused when the server starts, and when a request names a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvsift.errors import InputError
+from kvsift.layer.paged_decode import list_capacity
+from kvsift.plan.capabilities import reason, reasons
 from kvsift.plan.plan import Plan, Rule
+from kvsift.types import Objections
 from kvsift.vllm.settings import Settings
 
 TAKE_DENSE = "Or start vLLM without the kvsift settings."
 WIDE, FP8 = ("auto", "float16", "bfloat16"), ("fp8", "fp8_e4m3")  # vLLM's names of cache dtypes
 
 
+class Served(NamedTuple):
+    """A plan under vLLM: that of a server, a further one, or that of a request of so many tokens.
+
+    Attributes:
+        device, dtype: of the model.
+        cache_dtype: what a checkpoint asks for has taken the place of auto.
+    """
+
+    plan: Plan
+    settings: Settings
+    max_length: int = 0
+    config: Any = None
+    device: str = "cuda"
+    dtype: str = ""
+    cache_dtype: str = ""
+
+    def differs(self) -> bool:
+        """Whether the rules of decode differ in more than their budgets."""
+        rules = self.plan.decode, self.settings.plan.decode
+        kinds = [(rule.method, rule.budget.dense_layers) for rule in rules if rule is not None]
+        return len(kinds) == 2 and kinds[0] != kinds[1]
+
+    def overflow(self) -> tuple[int, int] | None:
+        """Return the tokens that the plan may show and those that lists of the server hold, if these are fewer."""
+        if self.plan.decode is None or reason(self, OTHER_DECODE):
+            return None
+        shown, *held = map(self._list_tokens, (self.plan.decode, *self.settings.decode_rules))
+        return (shown, max(held)) if shown > max(held) else None
+
+    def _list_tokens(self, rule: Rule) -> int:
+        size = rule.method.unit_size
+        return list_capacity(rule.budget, -(-self.max_length // size), size) * size
+
+
+CONFIGS: Objections = (
+    (lambda config: config.model_config.use_mla,
+     "This model has multi-head latent attention (MLA), whose cache holds no keys; kvsift needs GQA or MHA."),
+    (lambda config: config.model_config.runner_type == "pooling",
+     "A pooling model decodes nothing, so there is nothing to select."),
+    (lambda config: getattr(config.model_config, "is_encoder_decoder", False),
+     "An encoder-decoder model has cross attention, which kvsift does not select for."),
+    (lambda config: config.speculative_config is not None,
+     "Speculative decoding verifies several tokens at once, and kvsift decodes one. Leave it out."),
+    (lambda config: getattr(config.model_config, "enable_sleep_mode", False)
+     or getattr(config.model_config, "enable_cumem_allocator", False),
+     "Sleep mode takes memory that steps read. Leave out --enable-sleep-mode and --enable-cumem-allocator."),
+    (lambda config: getattr(config.cache_config, "prefix_match_unit", None) is not None,
+     "Blocks that vLLM copies have no page summaries. Leave out --prefix-match-unit."),
+    (lambda config: config.kv_transfer_config is not None,
+     "A KV connector fills the cache without page summaries. Leave out --kv-transfer-config."),
+    *((lambda config, name=name: getattr(config.parallel_config, name, 1) > 1,
+       f"{name} divides a sequence among ranks, and kvsift selects within one. Take tensor parallelism.")
+      for name in ("decode_context_parallel_size", "prefill_context_parallel_size")),
+)  # fmt: skip
+SERVERS: Objections = (
+    (lambda served: served.device not in ("cpu", "cuda"),
+     "Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {it.device}."),
+    (lambda served: served.device == "cuda" and served.cache_dtype not in WIDE + FP8,
+     f"kvsift reads no cache of {{it.cache_dtype}} here, but of {', '.join(WIDE + FP8)}. Take --kv-cache-dtype "
+     "{it.dtype}."),
+    (lambda served: served.device != "cuda" and served.cache_dtype not in WIDE,
+     f"kvsift reads no cache of {{it.cache_dtype}} here, but of {', '.join(WIDE)}. Take --kv-cache-dtype auto, and a "
+     "checkpoint without a quantised cache."),
+    (lambda served: served.cache_dtype in FP8 and getattr(served.config.cache_config, "calculate_kv_scales", False),
+     "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."),
+    (lambda served: served.cache_dtype in FP8 and served.dtype == "float16"
+     and "log_mass" in dict(served.settings.summaries),
+     "Variances of fp8 keys, which log_mass keeps, overflow float16. Take --dtype bfloat16."),
+)  # fmt: skip
+GPU_SERVERS: Objections = (
+    (lambda served: getattr(backend := served.config.attention_config.backend, "name", backend) != "CUSTOM",
+     "On a GPU plans are carried out by kvsift's own attention backend. Add --attention-backend CUSTOM."),
+    (lambda served: getattr(served.config.parallel_config, "use_ubatching", False),
+     "Two micro-batches at once could wait for each other for ever. Leave out --enable-dbo."),
+    (lambda served: (rule := served.plan.decode) is not None
+     and rule.budget.window < (size := rule.method.summary_page_size) > rule.method.unit_size and size,
+     "On a GPU pages of {found} tokens are summarised when they are full. Take window={found} or more."),
+    (lambda served: served.plan.prefill is not None and served.plan.decode is None,
+     "On a GPU prefill={it.plan.prefill} needs a sparse rule of decode beside it. Add decode=quest."),
+    (lambda served: len(kinds := served.settings.summaries) > 1
+     and " and ".join(f"{kind} over pages of {size}" for kind, size in kinds),
+     "On a GPU one kind of page summary is kept, and these plans read {found}. Take plans that share one."),
+)  # fmt: skip
+CPU_PLANS: Objections = (
+    (lambda served: served.plan.prefill is not None,
+     "On a CPU vLLM reads prompts densely. Leave out prefill={it.plan.prefill}."),
+)  # fmt: skip
+OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all rows
+    (lambda served: served.plan.decode is not None and served.settings.plan.decode is None,
+     "On a GPU {it.plan.decode} needs a server whose own plan names its method: start it with that plan."),
+    (lambda served: served.differs(),
+     "On a GPU rows of one batch differ in budget, sinks, window and min_context alone; {it.plan.decode} has another "
+     "method or other dense layers than {it.settings.plan.decode}."),
+)  # fmt: skip
+FURTHER_PLANS: Objections = (
+    (lambda served: served.plan.prefill not in (None, served.settings.plan.prefill),
+     "On a GPU all prompts are read by the server's rule or densely: leave out prefill={it.plan.prefill}."),
+    *OTHER_DECODE,
+)  # fmt: skip
+GPU_REQUESTS: Objections = (
+    (lambda served: served.plan.prefill not in (None, own := served.settings.plan.prefill)
+     and ("densely" if own is None else f"densely, or by prefill={own}"),
+     "This server reads prompts {found}; got prefill={it.plan.prefill}."),
+    (lambda served: served.plan.decode is None and not served.settings.allows_dense,
+     "On a GPU a server must be told that requests may be dense: add dense to its plans."),
+    *OTHER_DECODE,
+    (lambda served: served.overflow(),
+     "{it.plan.decode} may show {found[0]} tokens, and the lists of this server hold {found[1]}. Add it to the plans "
+     "of the server."),
+)  # fmt: skip
+
+
 def check_config(config: Any, settings: Settings) -> None:
     """Refuse a ``VllmConfig`` that plans cannot run under (``InputError``, with every reason)."""
-    if reasons := [*_reasons(config), *_reasons_of_device(config, settings)]:
-        raise InputError(" ".join([*reasons, TAKE_DENSE]))
+    if found := [*reasons(config, CONFIGS), *_reasons(config, settings)]:
+        raise InputError(" ".join([*found, TAKE_DENSE]))
 
 
-def _reasons(config: Any) -> Iterator[str]:
-    model, parallel = config.model_config, config.parallel_config
-    if model.use_mla:
-        yield "This model has multi-head latent attention (MLA), whose cache holds no keys; kvsift needs GQA or MHA."
-    if model.runner_type == "pooling":
-        yield "A pooling model decodes nothing, so there is nothing to select."
-    if getattr(model, "is_encoder_decoder", False):
-        yield "An encoder-decoder model has cross attention, which kvsift does not select for."
-    if config.speculative_config is not None:
-        yield "Speculative decoding verifies several tokens at once, and kvsift decodes one. Leave it out."
-    if getattr(model, "enable_sleep_mode", False) or getattr(model, "enable_cumem_allocator", False):
-        yield "Sleep mode takes memory that steps read. Leave out --enable-sleep-mode and --enable-cumem-allocator."
-    if getattr(config.cache_config, "prefix_match_unit", None) is not None:
-        yield "Blocks that vLLM copies have no page summaries. Leave out --prefix-match-unit."
-    if config.kv_transfer_config is not None:
-        yield "A KV connector fills the cache without page summaries. Leave out --kv-transfer-config."
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            yield f"{name} divides a sequence among ranks, and kvsift selects within one. Take tensor parallelism."
-
-
-def _reasons_of_device(config: Any, settings: Settings) -> Iterator[str]:
-    device = config.device_config.device_type
-    if device not in ("cpu", "cuda"):
-        yield f"Under vLLM plans run on CPUs and NVIDIA GPUs, and this engine is on {device}."
-    yield from _reasons_of_cache(config, settings, WIDE + FP8 * (device == "cuda"))
-    if device != "cuda":
-        for plan in (settings.plan, *settings.plans):
-            yield from reasons_on_cpu(plan)
-        return
-    backend = config.attention_config.backend
-    if getattr(backend, "name", backend) != "CUSTOM":
-        yield "On a GPU plans are carried out by kvsift's own attention backend. Add --attention-backend CUSTOM."
-    if getattr(config.parallel_config, "use_ubatching", False):
-        yield "Two micro-batches at once could wait for each other for ever. Leave out --enable-dbo."
-    rule = settings.plan.decode
-    if rule is not None and rule.budget.window < rule.method.summary_page_size > rule.method.unit_size:
-        size = rule.method.summary_page_size
-        yield f"On a GPU pages of {size} tokens are summarised when they are full. Take window={size} or more."
-    if settings.plan.prefill is not None and rule is None:
-        yield f"On a GPU prefill={settings.plan.prefill} needs a sparse rule of decode beside it. Add decode=quest."
-    if len(settings.summaries) > 1:
-        kinds = " and ".join(f"{kind} over pages of {size}" for kind, size in settings.summaries)
-        yield f"On a GPU one kind of page summary is kept, and these plans read {kinds}. Take plans that share one."
+def _reasons(config: Any, settings: Settings) -> Iterator[str]:
+    device, dtype = config.device_config.device_type, str(config.model_config.dtype).removeprefix("torch.")
+    server = Served(settings.plan, settings, 0, config, device, dtype, str(config.cache_config.cache_dtype))
+    yield from reasons(server, SERVERS, GPU_SERVERS if device == "cuda" else CPU_PLANS)
     for plan in settings.plans:
-        if plan.prefill not in (None, settings.plan.prefill):
-            yield f"On a GPU all prompts are read by the server's rule or densely: leave out prefill={plan.prefill}."
-        if plan.decode is not None and (reason := reason_against_sharing(plan.decode, settings.plan)):
-            yield reason
-
-
-def _reasons_of_cache(config: Any, settings: Settings, dtypes: tuple[str, ...]) -> Iterator[str]:
-    cache, model = config.cache_config, str(config.model_config.dtype).removeprefix("torch.")
-    dtype = str(cache.cache_dtype)
-    if dtype not in dtypes:  # what a checkpoint asks for has taken the place of auto
-        nearest = model if "fp8" in dtypes else "auto, and a checkpoint without a quantised cache"
-        yield f"kvsift reads no cache of {dtype} here, but of {', '.join(dtypes)}. Take --kv-cache-dtype {nearest}."
-    if dtype not in FP8:
-        return
-    if getattr(cache, "calculate_kv_scales", False):
-        yield "Scales that the first step measures come after graphs were captured. Leave out --calculate-kv-scales."
-    if model == "float16" and "log_mass" in dict(settings.summaries):
-        yield "Variances of fp8 keys, which log_mass keeps, overflow float16. Take --dtype bfloat16."
-
-
-def reason_against_sharing(rule: Rule, server: Plan) -> str | None:
-    """Return why rows under a rule cannot decode beside those of a server's plan on a GPU; None if they can."""
-    if server.decode is None:
-        return f"On a GPU {rule} needs a server whose own plan names its method: start it with that plan."
-    same = rule.method == server.decode.method and rule.budget.dense_layers == server.decode.budget.dense_layers
-    if same:
-        return None
-    return (
-        f"On a GPU rows of one batch differ in budget, sinks, window and min_context alone; {rule} has another method "
-        f"or other dense layers than {server.decode}."
-    )
-
-
-def reasons_on_cpu(plan: Plan) -> Iterator[str]:
-    """Yield what vLLM on a CPU cannot do of a plan."""
-    if plan.prefill is not None:
-        yield f"On a CPU vLLM reads prompts densely. Leave out prefill={plan.prefill}."
+        yield from reasons(server._replace(plan=plan), FURTHER_PLANS if device == "cuda" else CPU_PLANS)
 
 
 def check_block_size(block_size: int, settings: Settings) -> None:

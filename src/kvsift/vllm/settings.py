@@ -10,11 +10,11 @@ from typing import Any
 from kvsift.checkpoint import local_directory
 from kvsift.errors import InputError, unknown
 from kvsift.layer.paged_decode import reason_against, rule_of
-from kvsift.methods.critiprefill import CritiPrefill
-from kvsift.methods.quoka import QuoKA
+from kvsift.plan.capabilities import check, reason
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import is_auto, parse_plan
 from kvsift.plan.tuned_plan import ModelPlans
+from kvsift.types import Objections
 
 KEY = "kvsift"
 
@@ -116,7 +116,7 @@ def read_plan(spec: Any, plans: ModelPlans | None = None) -> Plan:
     """
     plan = parse_plan(spec) if plans is None else plans.parse(spec)
     try:
-        _check_plan(plan)
+        check(plan, PLANS)
     except InputError as error:
         if is_auto(spec):
             raise InputError(f"plan=auto is {plan}, as kvsift tune found it. {error}") from None
@@ -124,30 +124,19 @@ def read_plan(spec: Any, plans: ModelPlans | None = None) -> Plan:
     return plan
 
 
-def _check_plan(plan: Plan) -> None:
-    if plan.prefill is not None and (reason := reason_against_prefill(plan.prefill)):
-        raise InputError(f"Under vLLM prompts cannot be read by {plan.prefill}: {reason}.")
-    if plan.is_guarded:
-        raise InputError(f"{plan} probes its own answers, which is not done under vLLM. Leave out min_recovery.")
-    if plan.decode is not None and plan.decode.method.reused:
-        raise InputError(f"{plan} cannot run under vLLM: there every layer selects for itself. Leave out anchors.")
-    if reason := reason_against(plan):
-        raise InputError(f"{plan} cannot run under vLLM: {reason}. Take quest or sketch with a budget in tokens.")
-
-
-def reason_against_prefill(rule: Rule) -> str | None:
-    """Return why prompts cannot be read by a rule under vLLM; None if they can."""
-    method, budget = rule.method, rule.budget
-    name = str(rule).partition(":")[0]
-    if not isinstance(method, QuoKA | CritiPrefill):
-        return f"{name} does not choose for all segments of a chunk at once; take quoka or critiprefill"
-    if isinstance(method, QuoKA) and method.prefilter:
-        return "prefilter ranks pages segment by segment; leave it out"
-    if isinstance(method, CritiPrefill) and method.rest:
-        return "rest estimates segment by segment; leave it out"
-    if budget.mass is not None or budget.head_budgets != "equal" or budget.layer_budgets != "equal":
-        return "its lists have one length there; give budget or ratio, and neither mass nor *_budgets"
-    return None
+_BATCHES: Objections = (
+    (lambda rule: reason(rule, rule.method.not_in_batches), "{found}"),
+    (lambda rule: rule.budget.mass is not None or {rule.budget.head_budgets, rule.budget.layer_budgets} != {"equal"},
+     "its lists have one length there; give budget or ratio, and neither mass nor *_budgets"),
+)  # fmt: skip
+PLANS: Objections = (
+    (lambda plan: reason(plan.prefill, _BATCHES), "Under vLLM prompts cannot be read by {it.prefill}: {found}."),
+    (lambda plan: plan.is_guarded,
+     "{it} probes its own answers, which is not done under vLLM. Leave out min_recovery."),
+    (lambda plan: plan.decode is not None and plan.decode.method.reused,
+     "{it} cannot run under vLLM: there every layer selects for itself. Leave out anchors."),
+    (reason_against, "{it} cannot run under vLLM: {found}. Take quest or sketch with a budget in tokens."),
+)  # fmt: skip
 
 
 def summaries_of(plan: Plan) -> tuple[tuple[str, int], ...]:
