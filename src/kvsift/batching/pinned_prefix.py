@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvsift.models.transformers_cache import SparseCache
-
-if TYPE_CHECKING:
-    from kvsift.batching.row import Row
 
 
 class PrefixSpoiled(Exception):
@@ -40,7 +36,7 @@ class PinnedPrefix:
         self.build_s = 0.0
         self._waiting: deque[tuple[object, Callable[[], object]]] = deque()
 
-    def take(self, row: Row, again: Callable[[], object]) -> bool:
+    def take(self, row: object, again: Callable[[], object]) -> bool:
         """Let a row continue in the cache or in a copy of it; False if it must wait, until ``again`` is called."""
         if self.user is None:
             self.user = row
@@ -66,7 +62,7 @@ class PinnedPrefix:
                 _, again = self._waiting.popleft()
                 again()
 
-    def num_shared(self, row: Row) -> int:
+    def num_shared(self, row: object) -> int:
         """Pages of a row that are those of the prefix, or reserved behind them."""
         table = None if self.cache is None else self.cache.run.table
         if self.cache is None or table is None:
