@@ -137,7 +137,7 @@ class RowReader:
         return self.keys_in_place(stop, start) if self.in_place else self.keys(start, stop)
 
     def count_bytes(self, num_bytes: int) -> None:
-        """No-op; ``layer.counting_reader`` counts."""
+        """No-op; ``layer.selection.CountingReader`` counts."""
 
     def gather(self, granules: Tensor, granule_size: int) -> tuple[Tensor, Tensor]:
         """Keys and values of chosen tokens, copied out of the pools.
