@@ -454,7 +454,7 @@ def verdicts() -> Verdicts:
                 spec: answer(runner(built["Llama"], "cuda").composed_reason, plan) for spec, plan in known.items()
             }
         found |= dict(of_models(built))
-        names = {subject: names_of(subject, known.get(subject)) for answers in found.values() for subject in answers}
+        names = {who: names_of(who, known.get(who)) for who in {who for answers in found.values() for who in answers}}
     return {
         question: {who: general(text, names[who]).replace(f"{folder}/", "") for who, text in answers.items()}
         for question, answers in found.items()
