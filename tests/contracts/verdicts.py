@@ -245,7 +245,7 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
 
 def of_row(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
     request = SimpleNamespace(logprobs=row.pop("logprobs", None))
-    settings = {"observer": None, "exact": None, "in_pool": True, "no_reuse": "", **row}
+    settings = {"observer": None, "exact": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
     output = SimpleNamespace(transcript=SimpleNamespace(request=request))
     found: Any = RunnerRows(made)._composed_reason(SimpleNamespace(plan=plan, output=output, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
@@ -454,7 +454,7 @@ def verdicts() -> Verdicts:
                 spec: answer(runner(built["Llama"], "cuda").composed_reason, plan) for spec, plan in known.items()
             }
         found |= dict(of_models(built))
-        names = {subject: names_of(subject, known.get(subject)) for answers in found.values() for subject in answers}
+        names = {who: names_of(who, known.get(who)) for who in {who for answers in found.values() for who in answers}}
     return {
         question: {who: general(text, names[who]).replace(f"{folder}/", "") for who, text in answers.items()}
         for question, answers in found.items()

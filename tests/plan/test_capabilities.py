@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvsift.errors import InputError
-from kvsift.plan.capabilities import check, check_all, reason, reasons, verdict
+from kvsift.plan.capabilities import check, reason, reasons, verdict
 from kvsift.types import Objections
 
 LARGE: Objections = ((lambda number: number > 9 and number - 9, "{it} is {found} more than 9"),)
@@ -38,4 +38,4 @@ def test_the_first_objection_is_named_or_all_of_them() -> None:
     with pytest.raises(InputError, match=r"^11 is 2 more than 9$"):
         check(11, LARGE, ODD)
     with pytest.raises(InputError, match=r"^11 is 2 more than 9 11 is odd$"):
-        check_all(11, LARGE, ODD)
+        check(11, LARGE, ODD, name_all=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from kvsift.errors import InputError
@@ -65,22 +65,16 @@ def verdict(it: Any, paths: Mapping[str, Objections]) -> tuple[str, list[str]]:
     return "", against
 
 
-def check(it: Any, *tables: Objections) -> None:
-    """Refuse something with the first objection to it (``InputError``)."""
-    if (why := reason(it, *tables)) is not None:
-        raise InputError(why)
-
-
-def check_all(it: Any, *tables: Objections) -> None:
-    """Refuse something with all objections to it (``InputError``)."""
-    if why := " ".join(reasons(it, *tables)):
+def check(it: Any, *tables: Objections, name_all: bool = False) -> None:
+    """Refuse something with the first objection to it, or with all of them (``InputError``)."""
+    if why := " ".join(islice(reasons(it, *tables), None if name_all else 1)):
         raise InputError(why)
 
 
 def check_placement(plan: Any, placement: PlacementSpec, on_gpu: bool = False) -> None:
     """Refuse a plan that cannot run under a placement, or a placement that does not exist (``InputError``)."""
     case = PlanCase(plan, Placement.of(placement), on_gpu)
-    check_all(case, case.place.store.objections)
+    check(case, case.place.store.objections, name_all=True)
 
 
 NO_PROBES: Objections = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsift.layer.layer_messages import LayerMessages
-from kvsift.plan.capabilities import check_all
+from kvsift.plan.capabilities import check
 from kvsift.plan.plan import Plan
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.vllm.counters import PhaseCounters
@@ -60,7 +60,7 @@ class EngineState:
         """Return the plan that a request names (``InputError`` if this engine does not carry it out)."""
         plan = self.settings.plan_for(spec, self.reader)
         served = Served(plan, self.settings, self.max_length)
-        check_all(served, GPU_REQUESTS if self.on_gpu else CPU_PLANS)
+        check(served, GPU_REQUESTS if self.on_gpu else CPU_PLANS, name_all=True)
         return plan
 
 

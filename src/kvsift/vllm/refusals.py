@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvsift.errors import InputError
@@ -31,12 +30,6 @@ class Served(NamedTuple):
     device: str = "cuda"
     dtype: str = ""
     cache_dtype: str = ""
-
-    def differs(self) -> bool:
-        """Whether the rules of decode differ in more than their budgets."""
-        rules = self.plan.decode, self.settings.plan.decode
-        kinds = [(rule.method, rule.budget.dense_layers) for rule in rules if rule is not None]
-        return len(kinds) == 2 and kinds[0] != kinds[1]
 
     def overflow(self) -> tuple[int, int] | None:
         """Return the tokens that the plan may show and those that lists of the server hold, if these are fewer."""
@@ -106,7 +99,8 @@ CPU_PLANS: Objections = (
 OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all rows
     (lambda served: served.plan.decode is not None and served.settings.plan.decode is None,
      "On a GPU {it.plan.decode} needs a server whose own plan names its method: start it with that plan."),
-    (lambda served: served.differs(),
+    (lambda served: None not in (pair := (served.plan.decode, served.settings.plan.decode))
+     and (kinds := [(rule.method, rule.budget.dense_layers) for rule in pair])[0] != kinds[1],
      "On a GPU rows of one batch differ in budget, sinks, window and min_context alone; {it.plan.decode} has another "
      "method or other dense layers than {it.settings.plan.decode}."),
 )  # fmt: skip
@@ -130,16 +124,13 @@ GPU_REQUESTS: Objections = (
 
 def check_config(config: Any, settings: Settings) -> None:
     """Refuse a ``VllmConfig`` that plans cannot run under (``InputError``, with every reason)."""
-    if found := [*reasons(config, CONFIGS), *_reasons(config, settings)]:
-        raise InputError(" ".join([*found, TAKE_DENSE]))
-
-
-def _reasons(config: Any, settings: Settings) -> Iterator[str]:
     device, dtype = config.device_config.device_type, str(config.model_config.dtype).removeprefix("torch.")
     server = Served(settings.plan, settings, 0, config, device, dtype, str(config.cache_config.cache_dtype))
-    yield from reasons(server, SERVERS, GPU_SERVERS if device == "cuda" else CPU_PLANS)
+    found = [*reasons(config, CONFIGS), *reasons(server, SERVERS, GPU_SERVERS if device == "cuda" else CPU_PLANS)]
     for plan in settings.plans:
-        yield from reasons(server._replace(plan=plan), FURTHER_PLANS if device == "cuda" else CPU_PLANS)
+        found += reasons(server._replace(plan=plan), FURTHER_PLANS if device == "cuda" else CPU_PLANS)
+    if found:
+        raise InputError(" ".join([*found, TAKE_DENSE]))
 
 
 def check_block_size(block_size: int, settings: Settings) -> None:
