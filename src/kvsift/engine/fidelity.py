@@ -152,7 +152,7 @@ def decoded(runner: ModelRunner, cache: SparseCache, tokens: Sequence[int]) -> T
 
 
 def _stepped(runner: ModelRunner, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
-    """``decoded`` in the steps that answers take on a GPU; composed ones take 58 ms of an 8B (H200), mostly launches."""
+    """``decoded`` in the steps that answers take on a GPU. Composed ones of an 8B take 58 ms there, mostly launches."""
     length, rule = cache.get_seq_length(), rule_of(cache.run.plan)
     with inference():
         session = runner.fast_path.without_graphs(runner.model, cache, length + len(tokens))
