@@ -68,6 +68,30 @@ def test_more_tokens_of_a_plan_go_on_from_those_before(scorer: FidelityScorer) -
         assert getattr(again, measure) == pytest.approx(getattr(whole, measure), rel=1e-4)
 
 
+@pytest.mark.parametrize("plan", ["dense", "quest:budget=128:dense_layers=1", "sketch:budget=64:window=16:page_size=8"])
+def test_the_steps_that_answers_take_on_a_gpu_score_as_composed_ones(
+    llm: LLM, texts: list[DecodedText], plan: str
+) -> None:
+    steps, composed = (
+        FidelityScorer(
+            LLM(llm.directory.path, "dense", device="cpu", dtype="float32", probe_every=0, dense_below=0, path=path),
+            texts[:2],
+        )
+        for path in ("eager", "composed")
+    )
+    expected = composed.score(parse_plan(plan))
+    for tokens in (5, SCORED):  # the later go on from the first
+        found = steps.score(parse_plan(plan), tokens)
+    assert found.kl == pytest.approx(expected.kl, rel=1e-3, abs=1e-7)
+    assert found.nll == pytest.approx(expected.nll, rel=1e-4)
+    assert max(expected.kl) > 0 or plan == "dense"
+
+
+def test_probed_texts_are_decoded_in_composed_steps(llm: LLM, texts: list[DecodedText]) -> None:
+    probed = LLM(llm.directory.path, "dense", device="cpu", dtype="float32", probe_every=4, path="eager")
+    assert 0 < min(FidelityScorer(probed, texts[:2]).score(parse_plan(PLAN)).recovery) <= 1
+
+
 def test_dense_is_no_way_from_itself(scorer: FidelityScorer) -> None:
     scores = scorer.score(Plan())
     assert max(scores.kl) < 1e-9

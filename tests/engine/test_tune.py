@@ -108,8 +108,20 @@ def test_targets_without_meaning_are_refused(text: str) -> None:
 
 
 def test_times_of_a_method_never_fall_with_the_budget() -> None:
-    assert smoothed([128, 256, 512], [3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
-    assert smoothed([100, 200, 300], [1.0, 2.2, 3.1]) == pytest.approx([1.05, 2.1, 3.15])
+    assert smoothed([128, 256, 512], [3.0, 2.0, 1.0], [128, 512]) == [2.0, 2.0]
+    assert smoothed([100, 200, 300], [1.0, 2.2, 3.1], [100, 150, 300]) == pytest.approx([1.05, 1.575, 3.15])
+    assert smoothed([128, 256], [2.0, 1.0], [128, 256]) == [2.0, 1.0]
+
+
+def test_a_plan_that_is_too_far_on_every_text_is_left_though_one_makes_the_bound_wide() -> None:
+    nothing = [float("nan")] * NUM_TEXTS
+    far = [0.05] * (NUM_TEXTS - 1) + [3.0]
+    close = [0.019, *far[1:]]
+    target = Target("kl", 0.02)
+    assert target.misses(Scores(16, far, nothing, nothing, nothing))
+    assert not target.misses(Scores(16, close, nothing, nothing, nothing))
+    assert Target("agreement", 0.97).misses(Scores(16, nothing, [0.9] * NUM_TEXTS, nothing, nothing))
+    assert not target.misses(Scores(16, far[-3:], nothing, nothing, nothing))  # too few to tell
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def _uncertainty(results: list[dict[str, Any]]) -> str:
         effects[task] = None if effect is None else max(effect, effects.get(task) or 1.0)
     return (
         f"{' and '.join(paths)}: {most} questions per plan, task and length; at one half, the 95 % interval of "
-        f"so many is {_at_half(most, effects)}. {results[0]['machine']}, {commits(results)}."
+        f"so many is {_at_half(most, effects)}. {machines(results)}, {commits(results)}."
     )
 
 
@@ -153,6 +153,11 @@ def commits(results: Iterable[dict[str, Any]]) -> str:
     return f"{'commit' if len(short) == 1 else 'commits'} {', '.join(short)}"
 
 
+def machines(results: Iterable[dict[str, Any]]) -> str:
+    """Return the machines of the sessions that have samples."""
+    return " and ".join(dict.fromkeys(session["machine"] for result in results for session in _with_samples(result)))
+
+
 def _with_samples(result: dict[str, Any]) -> list[dict[str, Any]]:
     used = {sample.get("session", 0) for sample in result["samples"]}
     return [session for number, session in enumerate(result["sessions"]) if number in used]
@@ -164,11 +169,10 @@ def _made(name: str, result: dict[str, Any], lengths: Iterable[int]) -> str:
         f"{name} {' and '.join(dict.fromkeys(session['versions'][name] for session in sessions))}"
         for name in ("torch", "transformers")
     )
-    machines = " and ".join(dict.fromkeys(session["machine"] for session in sessions))
     at, model = " and ".join(f"{length:,}" for length in lengths), result["recipe"].get("model")
     where = f"on `{model}`" if model else f"at {at} tokens on the embedded model"
     left = f" {len(result['left_out'])} contexts are not finished." if result.get("left_out") and model else ""
-    return f"{where}; `results/{name}`: {machines}, {versions}, {commits([result])}.{left}"
+    return f"{where}; `results/{name}`: {machines([result])}, {versions}, {commits([result])}.{left}"
 
 
 def evaluated(name: str, tables: Callable[[dict[str, Any]], str], about: str) -> Render:

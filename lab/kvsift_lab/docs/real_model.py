@@ -14,9 +14,13 @@ from kvsift_lab.eval.tables import budget_for, compared, fidelity_table
 from kvsift_lab.numbers import grouped, table
 from kvsift_lab.studies.long_answers import long_answers_table
 
-FIDELITY, TARGET = "real-fidelity", 0.02  # nats
+FIDELITY, RULER, TARGET = "real-fidelity", "real-ruler", 0.02  # nats
 PLANS = ("sketch", "quest", "oracle_tokens", "streaming_llm")
-DECODE = [f"real-decode-{plan}-h100" for plan in ("sketch-512", "quest-512", "quest-1024", "quest-2048")]
+DECODE = [
+    *(f"real-decode-{plan}-h100" for plan in ("sketch-512", "quest-512", "quest-1024", "quest-2048")),
+    *(f"real-decode-{plan}-h200" for plan in ("sketch-256", "quest-256")),
+]
+ANSWERS = "real-answers-h200"
 
 
 def mean_divergences(result: dict[str, Any]) -> dict[tuple[int, str], dict[int, float]]:
@@ -89,24 +93,40 @@ def decode_variants(name: str) -> dict[str, dict[str, Any]]:
 
 def decode_steps() -> str:
     """Return what a decode step of the real model takes and reads: a row per plan, beside dense in the same run."""
-    rows, result = [], {}
+    rows, made, result = [], dict[str, list[str]](), {}
     for name in DECODE:
         result, variants = stored.load(RESULTS / name), decode_variants(name)
         dense, sifted = (median(variants[own]["tpot_s"]) for own in ("dense", "sifted"))
         times = f"{1e3 * sifted:.2f}", f"{1e3 * dense:.2f}", f"{dense / sifted:.2f}x"
         read = (f"{variants[own]['kv_bytes'] / 1e6:.0f}" for own in ("sifted", "dense"))
-        rows.append([f"`{result['recipe']['plan'].partition(':dense')[0]}`", *times, *read])
-    heads = ["", "ms per token", "dense", "speed-up", "MB read of KV and index", "dense"]
-    where = f"{result['machine']}, torch {result['versions']['torch']}, commit {commit_of(result)}"
-    context = f"{result['points'][0]['context']:,} tokens, batch 1, medians of {result['recipe']['repeats']}"
+        machine = result["machine"].split()[1]
+        rows.append([f"`{result['recipe']['plan'].partition(':dense')[0]}`", machine, *times, *read])
+        where = f"{result['machine']}, torch {result['versions']['torch']}, commit {commit_of(result)}"
+        made.setdefault(where, []).append(f"`results/{name}`")
+    heads = ["", "on", "ms per token", "dense", "speed-up", "MB read of KV and index", "dense"]
+    context = f"{result['points'][0]['context']:,} tokens, batch 1, medians"
     weights = f"{result['points'][0]['weight_bytes'] / 1e6:.0f} MB of weights are read besides"
-    names = ", ".join(f"`results/{name}`" for name in DECODE)
-    return f"{table(heads, rows)}\n\n{context}; {weights}. {names}: {where}."
+    sources = "; ".join(f"{', '.join(names)}: {where}" for where, names in made.items())
+    return f"{table(heads, rows)}\n\n{context}; {weights}. {sources}."
+
+
+def answers() -> str:
+    """Return what a token of an answer takes under plans, some of them as close to dense attention as ``TARGET``."""
+    result = stored.load(RESULTS / ANSWERS)
+    times = {point["plan"]: median(point["tpot_s"]) for point in result["points"]}
+    rows = [
+        [f"`{plan.partition(':dense')[0]}`", f"{1e3 * seconds:.3g}", f"{times['dense'] / seconds:.2f}x"]
+        for plan, seconds in times.items()
+    ]
+    first = result["points"][0]
+    about = f"After {first['prompt_tokens']:,} tokens, medians of {len(first['tpot_s'])}"
+    source = f"`results/{ANSWERS}`: {result['machine']}, commit {commit_of(result)}"
+    return f"{table(['', 'ms per token', 'speed-up'], rows)}\n\n{about}. {source}."
 
 
 def long_answers() -> str:
     """Return where long answers of the real model part from dense ones, and the plans that were not measured."""
-    name = "real-long-answers-h100"
+    name = "real-long-answers-h200"
     result = stored.load(RESULTS / name)
     measured = {point["plan"] for point in result["points"]}
     planned = [*result["recipe"]["plans"], f"{result['recipe']['exact']}, exact=True"]
@@ -141,10 +161,24 @@ def line() -> str:
     return (
         f"**A language model**, SmolLM2-135M-Instruct, on {number} texts of {length:,} tokens, no layer dense: "
         f"KL to dense attention at budgets {budgets[0]} / {budgets[1]}, and how often the likeliest token is the same: "
-        f"{', '.join(parts)}. It is too small and its contexts too short for a speed-up: a token after "
+        f"{', '.join(parts)}. {needles()} It is too small and its contexts too short for a speed-up: a token after "
         f"{stored.load(RESULTS / last)['points'][0]['context']:,} takes {' and '.join(times)} on an H100. "
-        f"`results/{FIDELITY}`, `results/{last}`."
+        f"`results/{FIDELITY}`, `results/{RULER}`, `results/{last}`."
     )
+
+
+def needles() -> str:
+    """Return how much of RULER's tasks plans solve, of those that dense attention solves."""
+    result, budgets = result_of(RULER), (128, quality.README_BUDGET)
+    names = {row["plan"]: row["name"] for row in result["rows"]}
+    scores: dict[tuple[str, int | None], list[float]] = {}
+    for sample in result["samples"]:
+        scores.setdefault((names[sample["plan"]], sample["budget"]), []).append(100 * sample["score"])
+    parts = [f"`dense` {fmean(scores['dense', None]):.0f}"]
+    for name in PLANS:
+        parts.append(f"`{name}` " + " / ".join(f"{fmean(scores[name, budget]):.0f}" for budget in budgets))
+    [length] = {sample["length"] for sample in result["samples"]}
+    return f"Of RULER's numbers in {length:,} tokens, percent at the same budgets: {', '.join(parts)}."
 
 
 BLOCKS: dict[str, dict[str, Render]] = {
@@ -153,7 +187,11 @@ BLOCKS: dict[str, dict[str, Render]] = {
         "real-fidelity": evaluated(FIDELITY, fidelity_table, quality.DIVERGENCE),
         "real-tokens": tokens_for_target(FIDELITY, "fidelity"),
         "real-decode": decode_steps,
+        "real-answers": answers,
         "real-long-answers": long_answers,
-        "real-ruler": quality.tasks_by_plan("real-ruler-dense"),
+        "real-ruler": quality.grid(["real-ruler"], quality.by_task),
+        "real-ruler-dense": quality.tasks_by_plan("real-ruler-dense"),
+        "real-methods": evaluated("real-methods", fidelity_table, quality.DIVERGENCE),
+        "real-dense-layers": evaluated("real-dense-layers", fidelity_table, quality.DIVERGENCE),
     },
 }

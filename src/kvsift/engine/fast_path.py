@@ -164,6 +164,11 @@ class FastPath:
             return kept
         return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
 
+    def without_graphs(self, model: Any, cache: SparseCache, length: int) -> Session:
+        """Steps over a cache that will grow to a length, for few tokens: no graph is captured."""
+        cache.reserve_rows([length + SPARE_TOKENS])
+        return Session(self._step_of(model, cache), cache, self._crossover, capture=False)
+
     def over_pool(self, model: Any, cache: SparseCache, max_pages: int, steady: bool) -> Session:
         """Captured steps over the pool of a cache, which may grow, for rows of so many pages; ``steady``: see
         ``Session``."""

@@ -255,11 +255,24 @@ class Slots:
         return CapturedStep(None, queries)
 
     @torch.inference_mode()
-    def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
+    def logits(self, tokens: Sequence[int], mode: StepMode) -> Tensor:
+        """Feed known tokens to the row in the first slot, a step for each and without a graph; the logits after each,
+        float32 [tokens, vocabulary]."""
+        found = []
+        with on_device(self.tokens.device):
+            for token in tokens:
+                self.tokens.fill_(token)
+                found.append(self._logits(mode, [])[0])
+        return torch.stack(found)
+
+    def _logits(self, mode: StepMode, queries: list[Tensor]) -> Tensor:
         self.batch.advance()
-        logits = self._step(
-            self.tokens, self._angles, self.batch, self.layers, self._written(kind.mode), kind.mode, watched=queries
-        )
+        written = self._written(mode)
+        return self._step(self.tokens, self._angles, self.batch, self.layers, written, mode, watched=queries)
+
+    @torch.inference_mode()
+    def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
+        logits = self._logits(kind.mode, queries)
         if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
             self._summarise()
         temperature, top_p = self._knobs

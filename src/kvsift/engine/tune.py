@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, product
+from itertools import product
 from math import inf, isfinite, isnan
 from pathlib import Path
 from statistics import fmean, linear_regression, median
@@ -40,7 +40,7 @@ LAYERS = ("", ":dense_layers=none")
 BUDGETS = (128, 256, 512, 1024, 2048, 4096)
 BETWEEN = 0.75  # of the budget that was found, tried beside those
 LARGEST_SHARE = 0.6  # of a context that a budget may be: beyond it dense decoding is as good
-ROUNDS = 3  # of times, of which the least counts: what else the machine does only adds to it
+ROUNDS = 4  # of times, of which the least counts: what else the machine does only adds to it
 TIMED_TOKENS = 6
 FIRST_TOKENS, GROWTH = 16, 4  # scored after each text at first, and how many times more each time after
 CONFIDENCE, BEYOND_DOUBT = 0.9, 0.975  # of the bound that has to meet the target, and of that which ends a candidate
@@ -73,9 +73,12 @@ class Target:
         return f"{self.measure}={self.value:g}"
 
     def misses(self, scores: Scores) -> bool:
-        """Whether more tokens would hardly make a plan meet it."""
-        lower, upper = bounds(self._of(scores), BEYOND_DOUBT)
-        return lower > self.value if self.measure == "kl" else upper < self.value
+        """Whether more tokens would hardly make a plan meet it: by the bound of the mean, or because no text does: one
+        that is far beyond the others makes the bound wide."""
+        values, sign = self._of(scores), 1 if self.measure == "kl" else -1
+        lower, upper = bounds(values, BEYOND_DOUBT)
+        all_do = all(sign * value > sign * self.value for value in values) and 0.5 ** len(values) <= 1 - BEYOND_DOUBT
+        return all_do or (lower > self.value if self.measure == "kl" else upper < self.value)
 
     def is_met(self, scores: Scores) -> bool:
         """Whether the bound of a plan meets it."""
@@ -227,12 +230,17 @@ class Tuner:
         plan = f"{before}budget={int(BETWEEN * int(number))}{after and ':' + after}"
         if is_refused(plan):
             return chosen
-        times = self._times([chosen.plan, plan])
-        candidate = Tried(plan, times[plan])
+        candidate = self._beside(chosen, plan)
         if candidate.tpot_s < chosen.tpot_s:
             candidate = self._scored(candidate, target)
         tried.append(candidate)
         return candidate if self._meets(candidate, target) else chosen
+
+    def _beside(self, chosen: Tried, plan: str) -> Tried:
+        """Another plan with its time, both measured in turns: other work has taken its share of earlier times."""
+        self._notebook.times.pop(chosen.plan, None)
+        times = self._times([chosen.plan, plan])
+        return Tried(plan, chosen.tpot_s * times[plan] / times[chosen.plan])
 
     def _meets(self, candidate: Tried, target: Target) -> bool:
         """Whether a candidate meets a target by all tokens that can be scored."""
@@ -240,16 +248,19 @@ class Tuner:
         return scores is not None and scores.tokens == self.num_tokens and target.is_met(scores)
 
     def _all_timed(self) -> list[Tried]:
-        """Dense decoding and all candidates, by their times, which are smoothed over the budgets of a method."""
+        """Dense decoding and all candidates, by their times: three budgets of a method are timed, and the others lie on
+        a line through these."""
         context = min(self.context, min(text.start for text in self._texts))
         budgets = [budget for budget in BUDGETS if budget <= LARGEST_SHARE * context]
-        families = [[f"{method}:budget={budget}{layers}" for budget in budgets]
-                    for method, layers in product(METHODS, LAYERS)]  # fmt: skip
-        times = self._times(["dense", *chain(*families)])
+        timed = sorted({budgets[0], budgets[len(budgets) // 2], budgets[-1]})
+        families = [f"{method}:budget={{}}{layers}" for method, layers in product(METHODS, LAYERS)]
+        times = self._times(["dense", *(family.format(budget) for family in families for budget in timed)])
         tried = [
-            Tried(plan, seconds)
+            Tried(family.format(budget), seconds)
             for family in families
-            for plan, seconds in zip(family, smoothed(budgets, [times[plan] for plan in family]))
+            for budget, seconds in zip(
+                budgets, smoothed(timed, [times[family.format(budget)] for budget in timed], budgets)
+            )
         ]
         return [Tried("dense", times["dense"]), *sorted(tried, key=lambda each: each.tpot_s)]
 
@@ -327,9 +338,7 @@ class Tuner:
             before, path = choice, self._anchors.with_name(f"{len(choice.anchors)}-{self._anchors.name}")
             recipe = recipe_of(self._runner, {}, sum(len(text.ids) for text in texts))
             write_anchors(path, pairs.anchor_map(choice, origin, recipe))
-            plan = f"{base}:anchors={path}"
-            times = self._times([base, plan])
-            candidate = self._scored(Tried(plan, times[plan]), target)
+            candidate = self._scored(self._beside(chosen, f"{base}:anchors={path}"), target)
             tried.append(candidate)
             if not self._meets(candidate, target):
                 break  # still fewer layers that select would recover less
@@ -367,9 +376,10 @@ def digest(texts: Sequence[DecodedText]) -> str:
     return hashlib.sha256(json.dumps([[text.start, *text.ids] for text in texts]).encode()).hexdigest()[:16]
 
 
-def smoothed(budgets: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Times of one method as a line over its budgets, which never falls: single ones differ by more than neighbours."""
-    if len(budgets) < 3:
+def smoothed(timed: Sequence[int], seconds: Sequence[float], budgets: Sequence[int]) -> list[float]:
+    """Times of one method at all budgets, on a line through those of some, which never falls: single ones differ by
+    more than neighbours. Of fewer than three, each as it is; all are timed then."""
+    if len(timed) < 3:
         return [*seconds]
-    slope, first = linear_regression(budgets, seconds)
+    slope, first = linear_regression(timed, seconds)
     return [first + slope * budget for budget in budgets] if slope >= 0 else [fmean(seconds)] * len(budgets)
