@@ -132,12 +132,12 @@ class Loop:
     def stop(self) -> None:
         """End all rows, and the thread once the present step has ended. Nothing can be submitted afterwards."""
         self._is_closed = True
-        if self._thread is not None and self._process == os.getpid():
+        if self._thread is None:
+            self._end_all("cancelled")
+        elif self._process == os.getpid():
             self._inbox.put(None)
             if not self.is_own_thread:
                 self._thread.join(JOIN_S)
-        else:
-            self._end_all("cancelled")
 
     @property
     def is_own_thread(self) -> bool:

@@ -40,8 +40,6 @@ GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole proce
 SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
 
 
-
-
 class FastPath:
     """Captured decode steps and fused prefill of one model.
 
