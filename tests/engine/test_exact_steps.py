@@ -262,8 +262,8 @@ def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: py
         row = new_row(llm, text_of(200 + number), PLANS[0], 60)
         row.exact = exact_decoder(llm, Request(row.ids, 60, exact=True), row.plan)
         row.exact.pace.number = number  # type: ignore[union-attr, attr-defined]
-        llm.loop.submit(row)
         rows.append(row)
+    llm.loop.call(lambda: [llm.loop.submit(row) for row in rows])  # before the thread of the loop takes a step
     take_steps(llm, rows)
     for row in rows:
         assert row.exact is not None

@@ -168,16 +168,16 @@ def test_turns_and_documents_agree_and_rows_do_not_mix(kind: str, request: pytes
 def test_a_step_that_failed_counts_once(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm, prompts = new_llm(llama), [text_of(300), text_of(420)]
     expected = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
-    decode, calls = RunnerRows.decode, []
+    decode, calls = RunnerRows.decode_rows, []
 
-    def failing(self: RunnerRows, caches: object, tokens: object) -> object:
-        logits = decode(self, caches, tokens)
-        calls.append(len(caches))
+    def failing(self: RunnerRows, rows: Any) -> object:
+        logits = decode(self, rows)
+        calls.append(len(rows))
         if calls.count(2) == 2 and calls[-1] == 2:
             raise RuntimeError("a fault after the pass")
         return logits
 
-    monkeypatch.setattr(RunnerRows, "decode", failing)
+    monkeypatch.setattr(RunnerRows, "decode_rows", failing)
     again = [answer.passages for answer in llm.generate(prompts, max_new_tokens=24, passages=True)]
     assert again == expected
     assert calls.count(2) > 2

@@ -287,7 +287,7 @@ def test_rows_wherever_their_keys_are(placement: str, llama: Path) -> None:
 
 
 def _failing(victim: Row, layer: int, length: int, error: BaseException) -> Callable[..., Tensor]:
-    attend = SparseLayer.attend
+    attend = SparseLayer.attend_fused
 
     def fail(self: SparseLayer, *args: Any) -> Tensor:
         output = attend(self, *args)  # what was stored has to be taken back
@@ -307,7 +307,7 @@ def test_a_row_that_raises_ends_alone(plan: str, tokens: int, llama: Path, monke
     llm = new_llm(llama)
     rows = [new_row(llm, text, plan) for text in texts]
     length = len(rows[1].ids) + tokens  # in the prompt, or in the answer
-    monkeypatch.setattr(SparseLayer, "attend", _failing(rows[1], 1, length, ValueError("a broken method")))
+    monkeypatch.setattr(SparseLayer, "attend_fused", _failing(rows[1], 1, length, ValueError("a broken method")))
     run(llm, *rows)
     assert (rows[1].finish_reason, str(rows[1].error)) == ("error", "a broken method")
     assert len(rows[1].output.tokens) == max(tokens, 0)
@@ -319,7 +319,7 @@ def test_a_row_that_raises_ends_alone(plan: str, tokens: int, llama: Path, monke
 def test_an_error_reaches_the_one_who_asked(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = new_llm(llama)
     llm.generate("a", max_new_tokens=1)  # attaches to the model
-    monkeypatch.setattr(SparseLayer, "attend", lambda *args: 1 / 0)
+    monkeypatch.setattr(SparseLayer, "attend_fused", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         llm.generate([text_of(100), text_of(120)], max_new_tokens=3)
     monkeypatch.undo()
@@ -490,8 +490,8 @@ def test_rows_decode_together_where_that_changes_no_bit(path: str, family: str, 
     llm = LLM(directory, "dense", path=path, device="cpu", dtype=dtype, chunk_size=GRID)
     alone = [run(llm, new_row(llm, text, PLANS[1], 24)) for text in texts]
     rows, groups = [new_row(llm, text, PLANS[1], 24) for text in texts], []
-    decode = llm.loop._model.decode
-    llm.loop._model.decode = lambda caches, tokens: groups.append(len(caches)) or decode(caches, tokens)
+    decode = llm.loop._model.decode_rows
+    llm.loop._model.decode_rows = lambda together: groups.append(len(together)) or decode(together)
     run(llm, *rows)
     for row, expected in zip(rows, alone):
         assert_equal(row, expected)

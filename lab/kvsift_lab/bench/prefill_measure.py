@@ -114,10 +114,7 @@ class _NoAttention:
     """A cache that stores nothing and returns the queries as attention: prefill without either."""
 
     class _Layer:
-        def update(self, keys: Tensor, values: Tensor) -> None:
-            """Store nothing."""
-
-        def attend(self, shape: Any, queries: Tensor, *others: Any) -> Tensor:
+        def attend_fused(self, queries: Tensor, *others: Any) -> Tensor:
             """Return the queries."""
             return queries
 
