@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
 from kvsift.batching.schedule import Decision, Schedule
@@ -18,18 +19,9 @@ class Tracked:
     tokens: int  # still to be computed
     pages: int
     answer: int  # tokens still to be decoded
-    computed: int  # tokens that the loop had computed when the request arrived
-    in_rows: int  # tokens left to compute in rows then
-    ahead: int  # tokens of its client's requests that were ahead of it, or passed it
-    most: int  # its own tokens, at most
-    others: dict[str, int] = field(default_factory=dict)  # clients that waited meanwhile: tokens of their oldest then
-    passed: int = 0  # times, while it waited for its turn; once it is read, since its last chunk
-
-    def bound(self, grid: int, overtakes: int) -> int:
-        """The most tokens of others before its admission, as the docstring of the scheduler has it."""
-        each = self.ahead + self.most + (overtakes + 2) * grid
-        turns = self.in_rows + self.ahead + overtakes * grid + sum(self.others.values()) + each * len(self.others)
-        return (1 + overtakes) * turns
+    paid: dict[str, int]  # what each client had paid for prefill when it arrived
+    passed: int = 0  # times, by short requests of its client since its last chunk
+    paused: int = 0  # steps in a row without a place
 
 
 class LoopModel:
@@ -56,6 +48,9 @@ class LoopModel:
         self.reading: dict[int, Tracked] = {}
         self.decoding: dict[int, Tracked] = {}
         self.ends: Counter[int] = Counter()
+        self.paid: Counter[str] = Counter()  # for prefill, by client
+        self.turns: Counter[str] = Counter()
+        self.has_waited = False  # somebody, for a place or pages
         self.refused: set[int] = set()
         self.keys = self.computed = self.steps = 0
         self.balance = self.highest = self.longest_chunk = 0.0  # of the decode share
@@ -81,23 +76,13 @@ class LoopModel:
         if not added:
             self.refused.add(key)
             return key
-        ahead = sum(request.tokens for request in self.waiting[client].values())
-        in_rows = sum(row.tokens for row in self.reading.values())
-        request = Tracked(key, client, tokens, pages, answer, self.computed, in_rows, ahead, tokens)
-        for other, requests in self.waiting.items():
-            if other != client and requests:
-                request.others[other] = next(iter(requests.values())).tokens
-                for waiting in requests.values():
-                    waiting.others.setdefault(client, 0)
+        request = Tracked(key, client, tokens, pages, answer, dict(self.paid))
         self.waiting[client][key] = request
         return key
 
     def revise(self, request: Tracked, tokens: int, pages: int) -> None:
         self.schedule.revise(request.key, tokens, pages)
-        rise = max(0, tokens - request.tokens)
-        request.tokens, request.pages, request.most = tokens, pages, max(request.most, tokens)
-        for later in self.waiting[request.client].values():
-            later.ahead += rise if later.key > request.key else 0
+        request.tokens, request.pages = tokens, pages
 
     def remove(self, key: int) -> None:
         """An end, a failure or a cancellation."""
@@ -106,47 +91,70 @@ class LoopModel:
             requests.pop(key, None)
         self.ends[key] += 1
 
-    def step(self, seconds_per_token: float = 0.01, decode_seconds: float = 0.02) -> Decision:
-        """Ask for a decision, check it and carry it out."""
+    def step(
+        self, seconds_per_token: float = 0.01, decode_seconds: float = 0.02, meanwhile: Callable[[], object] = int
+    ) -> Decision:
+        """Ask for a decision, check it and carry it out; ``meanwhile`` is called while it runs."""
         room = self.room
         decision = self.schedule.decide(room)
         self.steps += 1
         assert decision.read is None or not decision.decode
         assert decision.admit is None or decision.read == decision.admit
+        self.has_waited |= decision.admit is None and bool(self.queue) and self._lacks(room)
         if decision.admit is not None:
             self._admit(decision.admit, room)
-        elif decision.read is not None:
-            self._check_short_ones_pass(self.reading[decision.read], room)
         if decision.read is not None:
-            self._read(decision.read, seconds_per_token)
+            self._read(decision.read, seconds_per_token, meanwhile)
         else:
             self._check_nothing_to_read(room, decision)
+            meanwhile()
         if decision.decode:
             self._decode(decode_seconds)
         return decision
 
+    def open_rows(self, client: str) -> list[Tracked]:
+        return [row for rows in (self.reading, self.decoding) for row in rows.values() if row.client == client]
+
+    def _fits(self, request: Tracked, room: int) -> bool:
+        """By the rules of the scheduler's docstring."""
+        free = 2 * self.max_rows - len(self.reading) - len(self.decoding)
+        own = len(self.open_rows(request.client))
+        left = (room + self.reserved) // 8 if own else 0
+        return free > own and room >= request.pages + left
+
+    def _lacks(self, room: int) -> bool:
+        """Whether a client has its turn and is kept back."""
+        heads = [next(iter(requests.values())) for requests in self.waiting.values() if requests]
+        return not all(self._fits(head, room) for head in heads)
+
     def _admit(self, key: int, room: int) -> None:
         client = next(client for client, requests in self.waiting.items() if key in requests)
-        request = self.waiting[client].pop(key)
+        request = self.waiting[client][key]
+        assert self._fits(request, room)
+        del self.waiting[client][key]
         short = request.tokens <= self.grid
-        assert request.pages <= room
-        assert self.computed - request.computed <= request.bound(self.grid, self.overtakes)
-        assert not self.reading or (short and all(row.tokens > self.grid for row in self.reading.values()))
+        own = [row for row in self.reading.values() if row.client == client]
+        assert not own or short, "one long prompt of a client after the other"
         older = [other for other in self.waiting[client].values() if other.key < key]
-        assert not older or (short and all(other.tokens > self.grid for other in older if other.pages <= room))
-        for other in older:
-            other.ahead += request.tokens
-        for passed in self.reading.values() or older:
-            passed.passed += passed.tokens > self.grid
+        assert not older or (short and all(other.tokens > self.grid for other in older))
+        for passed in own or older[:1]:
+            passed.passed += 1
             assert passed.passed <= self.overtakes
         self.reading[key] = request
-        assert len(self.reading) + len(self.decoding) <= self.max_rows
 
-    def _read(self, key: int, seconds_per_token: float) -> None:
+    def cost(self, tokens: int) -> int:
+        """What a chunk of a request with so many tokens left costs its client."""
+        return min(max(tokens, -(-self.grid // self.overtakes)), self.grid)
+
+    def _read(self, key: int, seconds_per_token: float, meanwhile: Callable[[], object]) -> None:
         row = self.reading[key]
-        assert key == next(reversed(self.reading))
         tokens, row.passed = min(self.grid, row.tokens), 0
+        if tokens == row.tokens and not self.has_waited:
+            self.check_waited(row)
         seconds = tokens * seconds_per_token
+        meanwhile()  # before this chunk is paid: for those who come now it counts
+        self.paid[row.client] += self.cost(row.tokens)
+        self.turns[row.client] += 1
         row.tokens -= tokens
         self.computed += tokens
         self.read_s += seconds
@@ -163,12 +171,12 @@ class LoopModel:
         if not row.tokens:
             self.decoding[key] = self.reading.pop(key)
 
-    def _check_short_ones_pass(self, row: Tracked, room: int) -> None:
-        """No short request waits for a second chunk of a long prompt, unless as many as may have passed between."""
-        has_rows = len(self.reading) + len(self.decoding) < self.max_rows
-        if row.tokens > self.grid and row.passed < self.overtakes and has_rows:
-            queue = self.queue
-            assert all(request.tokens > self.grid for request in queue) or any(each.pages > room for each in queue)
+    def check_waited(self, row: Tracked) -> None:
+        """The bound of the scheduler's docstring, before the last chunk of a row."""
+        own = self.paid[row.client] - row.paid.get(row.client, 0)
+        for client, paid in self.paid.items():
+            if client != row.client:
+                assert paid - row.paid.get(client, 0) <= own + self.cost(row.tokens) + self.grid
 
     def _check_nothing_to_read(self, room: int, decision: Decision) -> None:
         """Decoding is owed the step, or nothing could be read."""
@@ -176,8 +184,7 @@ class LoopModel:
         if self.decoding and not (self.stepped and self.owed < -1e-9):
             return
         assert not self.reading
-        queue = self.queue
-        assert not queue or len(self.decoding) == self.max_rows or any(request.pages > room for request in queue)
+        assert not self.queue or self._lacks(room)
 
     def _decode(self, seconds: float) -> None:
         self.owed, self.stepped = self.owed - seconds, True
@@ -185,10 +192,19 @@ class LoopModel:
         self.highest = max(self.highest, self.balance)
         self.decode_s += seconds
         self.schedule.has_decoded(seconds)
-        for row in list(self.decoding.values()):
+        placed = self.schedule.step_rows()
+        self._check_places(placed)
+        for row in [self.decoding[key] for key in placed]:
             row.answer -= 1
             if row.answer <= 0:
                 self.remove(row.key)
+
+    def _check_places(self, placed: Sequence[int]) -> None:
+        assert list(placed) == [key for key in self.decoding if key in placed]
+        assert len(placed) == min(len(self.decoding), self.max_rows)
+        for row in self.decoding.values():
+            row.paused = 0 if row.key in placed else row.paused + 1
+            assert row.paused <= 16 * 2 * self.max_rows, "every row has a place in the end"
 
     def check_states(self) -> None:
         """The scheduler has the same requests in the same states."""

@@ -13,7 +13,7 @@ from engine.loop_rows import GREEDY, PLANS, QUEST, alone, assert_equal, history,
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
-from kvsift.batching import pauses
+from kvsift.batching import pauses, schedule
 from kvsift.batching.row import Row
 from kvsift.engine import captured_rows
 from kvsift.engine.row_groups import PoolSession
@@ -70,7 +70,10 @@ def test_histories_of_joining_and_cancelling_change_no_other_row(llama: Path, mo
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
         monkeypatch.setattr(captured_rows, "MOVE_STEPS", rng.choice([1, 512]))
         monkeypatch.setattr(captured_rows, "LAUNCHED_AHEAD", rng.choice([1, 2, 3]))
-        for row, case in history(new_llm(llama, keep_tokens=rng.choice([0, 1024])), rng):
+        monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
+        llm, keep_tokens = new_llm(llama), rng.choice([0, 1024])
+        llm.loop = type(llm.loop)(llm.loop._model, llm.loop.grid, max_rows=rng.choice([2, 8]), keep_tokens=keep_tokens)
+        for row, case in history(llm, rng):
             if case not in known:
                 known[case] = alone(single, *case)
             assert_equal(row, known[case])

@@ -16,7 +16,7 @@ from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.batching import pauses
+from kvsift.batching import pauses, schedule
 from kvsift.batching.row import FinishReason, Row
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.methods import catalogue, method_class
@@ -183,6 +183,7 @@ def test_histories_of_joining_cancelling_and_failing_change_no_other_row(
     for seed in range(HISTORIES):
         rng, llm = random.Random(seed), new_llm(llama)
         monkeypatch.setattr(pauses, "PAUSE_S", rng.choice([0.0, 1.0]))
+        monkeypatch.setattr(schedule, "PLACED_STEPS", rng.choice([1, 4, 16]))
         llm.loop = type(llm.loop)(
             llm.loop._model, GRID, max_rows=rng.choice([1, 2, 5, 9]), keep_tokens=rng.choice([0, 999])
         )

@@ -54,7 +54,7 @@ class Loop:
     Args:
         model: runs the passes.
         grid: prompt tokens of a pass; a multiple of the page size.
-        max_rows: rows that are open at once.
+        max_rows: rows that decode in one step.
         keep_tokens: of prompts that no row needs any more, those that are kept for later ones.
         turn: held during a step.
         clock: seconds.
@@ -354,7 +354,7 @@ class Loop:
         """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
         steps. Some row must have decoded in captured steps.
 
-        ``num_pages`` are by default what the rows that are open at once need at most, with the prompts that are kept.
+        ``num_pages`` are by default what the rows of one step need at most, with the prompts that are kept.
         There may be room for fewer.
         """
         return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
@@ -612,7 +612,8 @@ class Loop:
     def _next_stop(self, row: Row) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
         before, end = row.num_cached, len(row.ids)
-        alone = not self._schedule.decoding and not self._schedule.waiting and row.plan.prefill is None
+        others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.reading) > 1
+        alone = not others and row.plan.prefill is None
         chunks = max(self._model.most_read // self.grid, 1) if alone else 1
         if row.prefix is None:
             return min(before - before % self.grid + chunks * self.grid, end - (row.pins is None))
@@ -701,7 +702,7 @@ class Loop:
 
     def _decode(self) -> None:
         started = self.clock()
-        rows = [self._rows[key] for key in self._schedule.decoding]
+        rows = [self._rows[key] for key in self._schedule.step_rows()]
         for group in self._groups(rows):
             self._decode_together(group)
         self._schedule.has_decoded(self.clock() - started)
