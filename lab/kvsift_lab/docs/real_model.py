@@ -20,7 +20,6 @@ DECODE = [
     *(f"real-decode-{plan}-h100" for plan in ("sketch-512", "quest-512", "quest-1024", "quest-2048")),
     *(f"real-decode-{plan}-h200" for plan in ("sketch-256", "quest-256")),
 ]
-ANSWERS = "real-answers-h200"
 
 
 def mean_divergences(result: dict[str, Any]) -> dict[tuple[int, str], dict[int, float]]:
@@ -110,18 +109,23 @@ def decode_steps() -> str:
     return f"{table(heads, rows)}\n\n{context}; {weights}. {sources}."
 
 
-def answers() -> str:
-    """Return what a token of an answer takes under plans, some of them as close to dense attention as ``TARGET``."""
-    result = stored.load(RESULTS / ANSWERS)
-    times = {point["plan"]: median(point["tpot_s"]) for point in result["points"]}
-    rows = [
-        [f"`{plan.partition(':dense')[0]}`", f"{1e3 * seconds:.3g}", f"{times['dense'] / seconds:.2f}x"]
-        for plan, seconds in times.items()
-    ]
-    first = result["points"][0]
-    about = f"After {first['prompt_tokens']:,} tokens, medians of {len(first['tpot_s'])}"
-    source = f"`results/{ANSWERS}`: {result['machine']}, commit {commit_of(result)}"
-    return f"{table(['', 'ms per token', 'speed-up'], rows)}\n\n{about}. {source}."
+def answers(name: str) -> Render:
+    """Return a block: what a token of an answer takes under plans, some of them about as close to dense attention as
+    ``TARGET``."""
+
+    def render() -> str:
+        result = stored.load(RESULTS / name)
+        times = {point["plan"]: median(point["tpot_s"]) for point in result["points"]}
+        rows = [
+            [f"`{plan.partition(':dense')[0]}`", f"{1e3 * seconds:.3g}", f"{times['dense'] / seconds:.2f}x"]
+            for plan, seconds in times.items()
+        ]
+        first = result["points"][0]
+        about = f"After {first['prompt_tokens']:,} tokens, medians of {len(first['tpot_s'])}"
+        source = f"`results/{name}`: {result['machine']}, commit {commit_of(result)}"
+        return f"{table(['', 'ms per token', 'speed-up'], rows)}\n\n{about}. {source}."
+
+    return render
 
 
 def long_answers() -> str:
@@ -161,8 +165,8 @@ def line() -> str:
     return (
         f"**A language model**, SmolLM2-135M-Instruct, on {number} texts of {length:,} tokens, no layer dense: "
         f"KL to dense attention at budgets {budgets[0]} / {budgets[1]}, and how often the likeliest token is the same: "
-        f"{', '.join(parts)}. {needles()} It is too small and its contexts too short for a speed-up: a token after "
-        f"{stored.load(RESULTS / last)['points'][0]['context']:,} takes {' and '.join(times)} on an H100. "
+        f"{', '.join(parts)}. {needles()} It is too small and its contexts too short for a speed-up on a GPU: a token "
+        f"after {stored.load(RESULTS / last)['points'][0]['context']:,} takes {' and '.join(times)} on an H100. "
         f"`results/{FIDELITY}`, `results/{RULER}`, `results/{last}`."
     )
 
@@ -187,7 +191,9 @@ BLOCKS: dict[str, dict[str, Render]] = {
         "real-fidelity": evaluated(FIDELITY, fidelity_table, quality.DIVERGENCE),
         "real-tokens": tokens_for_target(FIDELITY, "fidelity"),
         "real-decode": decode_steps,
-        "real-answers": answers,
+        "real-answers": answers("real-answers-h200"),
+        "real-answers-cpu": answers("real-answers-cpu"),
+        "real-tuned": evaluated("real-tuned", fidelity_table, quality.DIVERGENCE),
         "real-long-answers": long_answers,
         "real-ruler": quality.grid(["real-ruler"], quality.by_task),
         "real-ruler-dense": quality.tasks_by_plan("real-ruler-dense"),
