@@ -23,8 +23,8 @@ from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_model import FusedModel
 from kvsift.models.transformers import SparseCache, make_cache
 from kvsift.models.transformers_load import choose_device
 from kvsift.models.transformers_random import random_model
@@ -70,9 +70,9 @@ class PrefillBench(Bench):
         variants += [(plan, plan, last_chunk) for plan in recipe.plans] + [(CEILING, "", last_chunk)]
         generator = torch.Generator().manual_seed(point)
         ids = torch.randint(0, self.model.config.vocab_size, (point,), generator=generator).to(self.model.device)
-        prefill = DecoderPrefill(DecoderStep(self.model))
+        fused = FusedModel(DecoderStep(self.model))
         timers = {
-            name: partial(_timed, prefill, ids, chunk, self._new_cache(plan, point)) for name, plan, chunk in variants
+            name: partial(_timed, fused, ids, chunk, self._new_cache(plan, point)) for name, plan, chunk in variants
         }
         facts: dict[str, dict[str, Any]] = {
             name: {"name": name, "plan": plan, "chunk": chunk, "ttft_s": []} for name, plan, chunk in variants
@@ -93,15 +93,13 @@ class PrefillBench(Bench):
         return partial(make_cache, self.model, parsed, probe_every=0, rows=rows)
 
 
-def _timed(
-    prefill: DecoderPrefill, ids: Tensor, chunk: int, new_cache: Callable[[], Any]
-) -> tuple[float, dict[str, Any]]:
+def _timed(fused: FusedModel, ids: Tensor, chunk: int, new_cache: Callable[[], Any]) -> tuple[float, dict[str, Any]]:
     """Seconds to the first token, and the counters of the prompt."""
     cache = new_cache()
     synchronize(ids.device)
     started = perf_counter()
     for start in range(0, len(ids), chunk):
-        logits = prefill(ids[start : start + chunk], cache, "prefill")
+        logits = fused.prefill(ids[start : start + chunk], cache, "prefill")
     logits[0, -1].argmax().item()
     seconds = perf_counter() - started
     if not isinstance(cache, SparseCache):

@@ -27,8 +27,8 @@ from kvsift.indexes.base import Index
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.ivf import IVFIndex
 from kvsift.methods.indexed_keys import IndexedSpan
-from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_model import FusedModel
 from kvsift.models.transformers import SparseCache, make_cache
 from kvsift.models.transformers_load import choose_device
 from kvsift.models.transformers_random import SHAPES, random_model
@@ -115,13 +115,13 @@ class SplitBench(Bench):
         if kinds[0] in CAPTURED:
             measured = measure_captured(self.model, plan, context, place, max(2, self.recipe.tokens))
             return [{"name": kinds[0], "plan": str(plan), **measured}]
-        started, step = perf_counter(), DecoderPrefill(DecoderStep(self.model))
+        started, step = perf_counter(), FusedModel(DecoderStep(self.model))
         cache = make_cache(self.model, plan, probe_every=0, reserve=context + 256, placement=place)
         fill(cache, self.model, context)
         fill_s = perf_counter() - started
         return [self._variant(step, cache, kind, fill_s) for kind in kinds]
 
-    def _variant(self, step: DecoderPrefill, cache: SparseCache, kind: str, fill_s: float) -> dict[str, Any]:
+    def _variant(self, step: FusedModel, cache: SparseCache, kind: str, fill_s: float) -> dict[str, Any]:
         token, started = torch.tensor([5], device=self.model.device), perf_counter()
         cache.replan("dense")  # an unchanged plan would keep the index of the previous kind
         cache.replan(self.recipe.plan(kind))
@@ -137,9 +137,9 @@ class SplitBench(Bench):
         seconds = []
         for _ in range(WARM_UP_TOKENS + self.recipe.tokens):
             started = perf_counter()
-            step(token, cache, "decode").argmax().item()
+            step.decode(token, [cache]).argmax().item()
             seconds.append(perf_counter() - started)
-        busy = timeline(lambda: step(token, cache, "decode").argmax().item(), self.model.device)
+        busy = timeline(lambda: step.decode(token, [cache]).argmax().item(), self.model.device)
         phase = cache.stats.report()["phases"]["decode"]
         return {
             "name": kind, "plan": self.recipe.plan(kind), "samples_s": digits(seconds[WARM_UP_TOKENS:]),
@@ -169,7 +169,7 @@ class SplitBench(Bench):
 
 def fill(cache: SparseCache, model: Any, context: int) -> None:
     """Append random tokens up to a context, behind a real one: the same under every placement."""
-    DecoderPrefill(DecoderStep(model))(torch.tensor([5], device=model.device), cache, "prefill")
+    FusedModel(DecoderStep(model)).prefill(torch.tensor([5], device=model.device), cache, "prefill")
     generator = torch.Generator(model.device).manual_seed(0)
     firsts = 1, cache.page_size, *range(FILLED_TOKENS, context, FILLED_TOKENS)
     starts = [start for start in firsts if start < context]
@@ -220,7 +220,7 @@ def _prefill_chunk(cache: SparseCache, step: DecoderStep, context: int) -> float
         layer.attention.crop(0, context - count)
         layer.columns = context - count
     tokens, started = torch.arange(count, device=step.embedding.device) % 100, perf_counter()
-    DecoderPrefill(step)(tokens, cache, "prefill").argmax().item()
+    FusedModel(step).prefill(tokens, cache, "prefill").argmax().item()
     return perf_counter() - started
 
 

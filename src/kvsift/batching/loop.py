@@ -204,7 +204,7 @@ class Loop:
         if self._thread is not None and not self.is_own_thread:
             self.call(_nothing)
             return
-        with self._turn, inference():
+        with self._turn, inference() if self._thread is None else nullcontext():
             self._is_stepping, self.step_started = True, perf_counter()
             try:
                 self._carry_out()
@@ -836,7 +836,7 @@ def _report(function: Callable[[], T], outcome: SimpleQueue[tuple[T | None, Base
 
 def _serve(loop: weakref.ref[Loop], inbox: SimpleQueue[Message | None]) -> None:
     """Serve a loop in its thread. While it has nothing to do, the thread keeps no reference to it."""
-    with torch.inference_mode():
+    with inference():
         while True:
             message = inbox.get()
             present = loop()

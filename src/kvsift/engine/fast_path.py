@@ -21,8 +21,8 @@ from kvsift.errors import InputError, unknown
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import reason_against, rule_of
-from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_model import FusedModel
 from kvsift.models.inference import inference
 from kvsift.models.step import NO_STEP, Step
 from kvsift.models.transformers import SparseCache, feeding, make_cache
@@ -78,7 +78,7 @@ class FastPath:
         self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
         self._making = RLock()  # of what threads share: the step, the trial and the kept session
         self._step: DecoderStep | None = None
-        self._prefill: DecoderPrefill | None = None
+        self._prefill: FusedModel | None = None
         self._model_reason: str | None = None  # why no step of the model is captured; "" if none
         self._kept: Session | None = None  # of the last call of ``LLM.generate``
         self._crossovers: dict[object, int] = {}
@@ -123,13 +123,13 @@ class FastPath:
             return why
         return None
 
-    def fused(self, model: Any) -> DecoderPrefill | None:
+    def fused(self, model: Any) -> FusedModel | None:
         """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""
         if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
             return None
         with self._making:
             if self._prefill is None and reason(model, DecoderStep.objections, NO_STEP) is None:
-                self._prefill = DecoderPrefill(self._fused_step(model))
+                self._prefill = FusedModel(self._fused_step(model))
             return self._prefill
 
     def take(self, plan: Plan, rotation: int | None, rows: Sequence[int]) -> Session | None:

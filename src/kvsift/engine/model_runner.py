@@ -287,7 +287,7 @@ class ModelRunner(Uncopied):
 
         With phase "decode" each token is answered as if it had been generated. During the last chunk of a prompt,
         layers that have attended it may build what decode needs (``SparseCache.prepare_after_next``).
-        ``pause`` is called between layers of a fused pass (``DecoderPrefill``).
+        ``pause`` is called between layers of a fused pass (``FusedModel``).
         """
         logits, first = None, cache.get_seq_length() == 0
         foreseeing = phase == "decode" and cache.run.plan.wants_hidden  # by hooks on transformers' modules
@@ -298,7 +298,9 @@ class ModelRunner(Uncopied):
                 if first and start + size >= len(ids):
                     cache.prepare_after_next()
                 chunk = torch.tensor([ids[start : start + size]], device=self.device)
-                logits = fused(chunk[0], cache, phase, pause) if fused is not None else self._forward(chunk, cache)
+                logits = (
+                    fused.prefill(chunk[0], cache, phase, pause) if fused is not None else self._forward(chunk, cache)
+                )
                 if progress is not None:
                     progress(min(start + size, len(ids)), len(ids))
         return logits

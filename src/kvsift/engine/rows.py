@@ -28,7 +28,7 @@ from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
-from kvsift.models.decoder_prefill import MAX_SEQUENCES, DecoderPrefill
+from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
@@ -52,6 +52,7 @@ class RunnerRows:
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
         self._groups: list[Group[Any]] = []  # of rows that take captured steps
+        self._fused_model: FusedModel | None = None
 
     @property
     def most_read(self) -> int:
@@ -312,8 +313,10 @@ class RunnerRows:
         present = sum(pool.num_bytes / max(pool.keys.shape[1], 1) for pool in kv.layers.values())  # with all summaries
         return int(FREE_SHARE * free / max(page_bytes, present, 1))
 
-    def _fused(self) -> DecoderPrefill | None:
-        return self._runner.fast_path.fused(self._runner.model)
+    def _fused(self) -> FusedModel | None:
+        if self._fused_model is None:
+            self._fused_model = self._runner.fast_path.fused(self._runner.model)
+        return self._fused_model
 
 
 def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:

@@ -10,8 +10,8 @@ from models.tiny import tiny
 
 from kvsift import native
 from kvsift.methods.base import Phase
-from kvsift.models.decoder_prefill import DecoderPrefill
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_model import FusedModel
 from kvsift.models.transformers import SparseCache, feeding, make_cache
 
 PLANS = [
@@ -25,13 +25,13 @@ CHUNKS = [128, 192, 50]
 def read(model: Any, plan: str, fused: bool, phase: Phase = "prefill") -> tuple[list[torch.Tensor], SparseCache]:
     """Logits behind each chunk."""
     cache = make_cache(model, plan, probe_every=0)
-    prefill = DecoderPrefill(DecoderStep(model)) if fused else None
+    fused_model = FusedModel(DecoderStep(model)) if fused else None
     generator, found = torch.Generator().manual_seed(5), []
     with torch.inference_mode(), feeding(cache, phase):
         for size in CHUNKS:
             ids = torch.randint(3, model.config.vocab_size, (size,), generator=generator)
-            if prefill is not None:
-                found.append(prefill(ids, cache, phase))
+            if fused_model is not None:
+                found.append(fused_model.prefill(ids, cache, phase))
             else:
                 found.append(model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1).logits)
     return found, cache
@@ -70,28 +70,28 @@ def test_tokens_of_several_sequences_in_one_pass_have_the_bits_that_each_has_alo
     family: str, dtype: torch.dtype
 ) -> None:
     model = tiny(family).to(dtype)
-    prefill, plans = (
-        DecoderPrefill(DecoderStep(model)),
+    fused, plans = (
+        FusedModel(DecoderStep(model)),
         ["dense", "quest:budget=48:window=8:page_size=8", "dense", "sketch:budget=64:window=8"],
     )
 
     def after_prompts() -> list[SparseCache]:
         caches = [make_cache(model, plan, probe_every=0) for plan in plans]
         for number, cache in enumerate(caches):
-            prefill(torch.arange(3, 100 + 31 * number) % 60, cache, "prefill")
+            fused.prefill(torch.arange(3, 100 + 31 * number) % 60, cache, "prefill")
         return caches
 
     alone, together = after_prompts(), after_prompts()
     tokens = torch.tensor([5, 6, 7, 8])
     for _ in range(3):
-        found = prefill.decode(tokens, together)
+        found = fused.decode(tokens, together)
         for number, cache in enumerate(alone):
-            assert torch.equal(prefill(tokens[number : number + 1], cache, "decode")[0], found[number])
+            assert torch.equal(fused.prefill(tokens[number : number + 1], cache, "decode")[0], found[number])
         tokens = found[:, 0].argmax(1)
-    assert prefill.joins
+    assert fused.joins
     assert [cache.get_seq_length() for cache in together] == [cache.get_seq_length() for cache in alone]
 
 
 def test_products_that_the_core_does_not_take_join_no_sequences() -> None:
-    assert DecoderPrefill(DecoderStep(tiny("Llama"))).joins == native.available()
-    assert not DecoderPrefill(DecoderStep(tiny("Llama").half())).joins
+    assert FusedModel(DecoderStep(tiny("Llama"))).joins == native.available()
+    assert not FusedModel(DecoderStep(tiny("Llama").half())).joins

@@ -24,7 +24,7 @@ MAX_SEQUENCES = MAX_ROWS  # that one pass decodes
 ANGLES, MOST_BLOCKS = 256, 32  # positions whose angles are computed at once for decode, and how many of these are kept
 
 
-class DecoderPrefill:
+class FusedModel:
     """Forward pass of a whole model.
 
     Args:
@@ -45,7 +45,7 @@ class DecoderPrefill:
             for weight in weights
         )
 
-    def __call__(
+    def prefill(
         self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
     ) -> Tensor:
         """Store and attend the next tokens of the row that ``SparseCache.turn_to`` chose.
