@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
-from threading import Thread, get_ident
+from threading import Lock, Thread, get_ident
 from time import perf_counter
 from typing import TypeVar
 
@@ -121,13 +121,15 @@ class Loop:
                 f"this LLM computes in a thread of process {self._process}, which a forked process does not have. Make "
                 "the LLM in the process that uses it, or start that one with multiprocessing's method 'spawn'."
             )
-        if self._thread is None:
-            self._process = os.getpid()
-            thread = Thread(target=_serve, args=(weakref.ref(self), self._inbox), name="kvsift engine", daemon=True)
-            weakref.finalize(self, self._inbox.put, None).atexit = False
-            _RUNNING.add(self)
-            self._thread = thread
-            thread.start()
+        with _STARTING:
+            if self._thread is None or self._thread.ident is None:  # or an interrupt came before it began
+                self._process = os.getpid()
+                self._thread = Thread(
+                    target=_serve, args=(weakref.ref(self), self._inbox), name="kvsift engine", daemon=True
+                )
+                weakref.finalize(self, self._inbox.put, None).atexit = False
+                _RUNNING.add(self)
+                self._thread.start()
 
     def stop(self) -> None:
         """End all rows, and the thread once the present step has ended. Nothing can be submitted afterwards."""
@@ -816,6 +818,7 @@ class Loop:
 
 
 _RUNNING: weakref.WeakSet[Loop] = weakref.WeakSet()
+_STARTING = Lock()  # a thread of a loop
 END = object()
 FULL = "too many requests are waiting. Try again when some of them have ended."
 DOCUMENT = "it continues a document"
