@@ -179,7 +179,7 @@ def install() -> None:
     know(Worker, "_ending", of_opened)
     know(Worker, "_encode", of_opened)
     know(Loop, "_finish", of_row)
-    know(Loop, "step", of_those_that_wait)
+    know(Loop, "_room_to_admit", of_those_that_wait)
     know(Reply, "take", of_reply)
     mark(worker, "log_of")
     mark(worker, "exact_decoder")

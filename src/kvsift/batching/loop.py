@@ -314,6 +314,7 @@ class Loop:
         assert not isinstance(prefix.user, Row), "a row continues in this cache"
         assert prefix.cache is not None, "the prefix was prefilled"
         self._model.rewind(prefix.cache)
+        prefix.is_lent = True
         self._replan(prefix, prefix.cache, plan)
         return prefix.cache
 
@@ -505,10 +506,11 @@ class Loop:
             if prefix.is_spoiled:
                 raise PrefixSpoiled
             cache = prefix.cache
-            if prefix.user is row:
-                self._model.rewind(cache)  # a client may have gone on in it
-            else:
+            if prefix.user is not row:
                 cache = self._model.fork(cache, prefix.length, row)
+            elif prefix.is_lent:
+                self._model.rewind(cache)
+                prefix.is_lent = False
             try:
                 if cache.run.table is not None and cache.run.table.kv is self.kv:
                     self._reserve(cache.run.table, self._model.pages_of(row))

@@ -25,6 +25,7 @@ class PinnedPrefix:
         user: the row that continues in the cache, or a lease; None if it is free.
         forks: rows may continue in copies.
         is_spoiled: an answer has evicted tokens of the prefix, so that no row can begin with it.
+        is_lent: a client has had the cache to itself, and may have gone on in it.
         build_s: seconds in which what decode needs was built when the prefix was prefilled.
     """
 
@@ -32,7 +33,7 @@ class PinnedPrefix:
         self.length = length
         self.cache: SparseCache | None = None
         self.user: object | None = None
-        self.forks = self.is_spoiled = False
+        self.forks = self.is_spoiled = self.is_lent = False
         self.build_s = 0.0
         self._waiting: deque[tuple[object, Callable[[], object]]] = deque()
 

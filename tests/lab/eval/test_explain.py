@@ -18,7 +18,6 @@ from lab.eval.samples import Tags
 from transformers import AutoModelForCausalLM
 
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.decode_paths import decode_beside, row_beside
 from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.transcript import Transcript
@@ -169,8 +168,11 @@ def test_watching_changes_no_token(tiny: LLM) -> None:
     alone = Transcript(tiny.request(ids, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
     cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
     tiny.prefill(cache, ids[:-1])
-    for _ in decode_beside(tiny, [row_beside(tiny, cache, alone)], "decode"):
-        pass
+    cache.prepare()
+    token = ids[-1]
+    while not alone.done:
+        token = int(tiny.prefill(cache, [token], phase="decode")[0, -1].argmax())
+        alone.take(token, 0.0)
     found = explained(tiny, plan=QUEST, methods=["quest:page_size=16", "keydiff"])
     assert found.answer == alone.text.strip()
     dense = explained(tiny, plan="dense", methods=["quest:page_size=16"])
