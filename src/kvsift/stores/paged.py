@@ -187,7 +187,6 @@ class PagedStore(Store):
         self.pool.maintain(self, self.kinds)
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def crop(self, row: int, length: int) -> None:
         if length >= self.lengths[row]:
             return
