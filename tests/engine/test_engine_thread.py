@@ -181,6 +181,33 @@ def test_a_fault_of_the_engine_reaches_everyone_who_waits_with_its_cause(
     llm.loop.check()
 
 
+def test_a_document_that_waits_to_be_saved_is_told_of_a_fault(llama: Path, tmp_path: Path) -> None:
+    llm = new_llm(llama)
+    document = llm.read(text_of(200))
+    document.ask("Which?", max_new_tokens=2)
+    fails = threading.Event()
+
+    def fault() -> None:
+        if fails.is_set():
+            raise ZeroDivisionError("a fault")
+
+    with ThreadPoolExecutor(2) as threads:
+        asked = threads.submit(document.ask, "Which?", max_new_tokens=2000)
+        while not llm.loop.rows:
+            time.sleep(0.001)
+        saved = threads.submit(document.save, tmp_path / "document.kvsift")
+        while not document._prefix._waiting and not saved.done():  # type: ignore[union-attr]
+            time.sleep(0.001)
+        fails.set()
+        llm.loop.after_step = fault
+        assert isinstance(asked.exception(timeout=60), RuntimeError)
+        with pytest.raises(InputError, match="save it again"):
+            saved.result(timeout=60)
+    llm.loop.after_step = lambda: None
+    assert document.ask("Which?", max_new_tokens=2).token_ids
+    document.save(tmp_path / "document.kvsift")
+
+
 def test_a_closed_llm_refuses_and_its_answers_have_ended(llama: Path) -> None:
     with new_llm(llama) as llm:
         stream = llm.stream(text_of(100), max_new_tokens=3000)

@@ -259,7 +259,7 @@ class Loop:
         failure.__cause__ = error
         rows = self.rows
         for prefix in list(self._pinned):
-            prefix.is_spoiled = True
+            prefix.fail()
         self._model.fail()
         self._begin()
         for row in rows:
@@ -310,10 +310,15 @@ class Loop:
         self._trim()
 
     def rewound(self, prefix: PinnedPrefix, plan: Plan) -> SparseCache:
-        """The cache of a pinned prefix under a plan, for a client that has the prefix to itself."""
+        """The cache of a pinned prefix under a plan, for a client that has the prefix to itself.
+
+        Raises:
+            PrefixSpoiled: if the prefix must be prefilled again.
+        """
         assert not isinstance(prefix.user, Row), "a row continues in this cache"
         assert prefix.cache is not None, "the prefix was prefilled"
-        self._model.rewind(prefix.cache)
+        if prefix.is_spoiled or not self._model.rewind(prefix.cache):
+            raise PrefixSpoiled
         prefix.is_lent = True
         self._replan(prefix, prefix.cache, plan)
         return prefix.cache

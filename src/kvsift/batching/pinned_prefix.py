@@ -10,7 +10,8 @@ from kvsift.models.transformers_cache import SparseCache
 
 
 class PrefixSpoiled(Exception):
-    """An answer has evicted tokens of the prefix for good (evict=true); it must be prefilled again."""
+    """An answer has evicted tokens of the prefix for good (evict=true), or the engine has failed; it must be prefilled
+    again."""
 
 
 class PinnedPrefix:
@@ -24,7 +25,7 @@ class PinnedPrefix:
         cache: of the prefix; None until it is prefilled.
         user: the row that continues in the cache, or a lease; None if it is free.
         forks: rows may continue in copies.
-        is_spoiled: an answer has evicted tokens of the prefix, so that no row can begin with it.
+        is_spoiled: no row can begin with it any more (``PrefixSpoiled``).
         is_lent: a client has had the cache to itself, and may have gone on in it.
         build_s: seconds in which what decode needs was built when the prefix was prefilled.
     """
@@ -61,6 +62,14 @@ class PinnedPrefix:
             self.user = None
             if self._waiting:
                 _, again = self._waiting.popleft()
+                again()
+
+    def fail(self) -> None:
+        """End all waiting after a fault, which has ended all rows: leases are granted, and find it spoiled."""
+        self.is_spoiled, self.user = True, None
+        waiting, self._waiting = self._waiting, deque()
+        for _, again in waiting:
+            if isinstance(again, partial) and again.func == self.lease:
                 again()
 
     def num_shared(self, row: object) -> int:

@@ -207,8 +207,14 @@ class Document(Uncopied):
                 "question, or after one under a plan without evict=true."
             )
         prefix = self._prefilled(self._executed(self._plan), None)
-        with runner.loop.leased(prefix, self._executed(self._plan)) as cache, runner.fast_path.turn, inference():
-            save(path, runner, cache, self.text, self._ids, self.read_s, self.read_stats)
+        try:
+            with runner.loop.leased(prefix, self._executed(self._plan)) as cache, runner.fast_path.turn, inference():
+                save(path, runner, cache, self.text, self._ids, self.read_s, self.read_stats)
+        except PrefixSpoiled:  # by an answer to another thread, or by a fault of the engine
+            raise InputError(
+                "the document was changed by an answer that ended meanwhile (evict=true), or the engine has failed. "
+                "Ask it a question under a plan without evict=true, and save it again."
+            ) from None
 
     def restore(self, saved: CacheContents) -> None:
         """Fill the cache instead of a prefill."""
