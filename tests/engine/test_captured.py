@@ -16,9 +16,11 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 import kvsift
 from kvsift import LLM, InputError, Sampling
 from kvsift.batching.row import Row
-from kvsift.engine import captured_rows
+from kvsift.engine import captured_rows, fast_path
+from kvsift.engine.fidelity import DecodedText, FidelityScorer
 from kvsift.engine.result import Answer
 from kvsift.engine.sampling import CHOICES
+from kvsift.plan.syntax import parse_plan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -194,6 +196,22 @@ def test_what_is_left_moves_to_fewer_slots(
     )
     assert tokens(moved) == tokens(composed)
     assert [answer.decode("density") for answer in moved] == [answer.decode("density") for answer in composed]
+
+
+def test_captured_steps_score_as_those_that_are_launched_one_by_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fast_path, "CAPTURED_TOKENS", 4)
+    ids = torch.randint(3, 90, (3, 720), generator=torch.Generator().manual_seed(0)).tolist()
+    texts = [DecodedText(text, 700) for text in ids]
+    captured, launched = (
+        FidelityScorer(LLM(directory, "dense", device="cuda", probe_every=0, dense_below=0, path=path), texts)
+        for path in ("captured", "eager")
+    )
+    for plan in ("dense", "quest:budget=128:dense_layers=1", "sketch:budget=128:dense_layers=none"):
+        found, expected = (each.score(parse_plan(plan)) for each in (captured, launched))
+        assert found.kl == pytest.approx(expected.kl, rel=1e-2, abs=1e-6)
+        assert found.nll == pytest.approx(expected.nll, rel=1e-3)
 
 
 def test_the_next_call_replays_what_was_captured(directory: Path) -> None:

@@ -10,6 +10,7 @@ from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM
 from kvsift.engine.document import Document
+from kvsift.engine import fast_path
 from kvsift.engine.fast_path import FastPath
 from kvsift.engine.fidelity import DecodedText, FidelityScorer, bounds, fidelity, predictions, t_quantile
 from kvsift.plan.plan import Plan
@@ -85,6 +86,13 @@ def test_the_steps_that_answers_take_on_a_gpu_score_as_composed_ones(
     assert found.kl == pytest.approx(expected.kl, rel=1e-3, abs=1e-7)
     assert found.nll == pytest.approx(expected.nll, rel=1e-4)
     assert max(expected.kl) > 0 or plan == "dense"
+
+
+def test_steps_of_many_tokens_are_captured(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_path, "Session", lambda step, cache, crossover, capture: capture)
+    cache, path = Document(llm, [1, 2, 3], lambda question: [], Plan()).prefill(Plan()), FastPath("auto", llm.device, 0)
+    captured = [path.for_tokens(llm.model, cache, cache.get_seq_length(), number) for number in (16, 48, 256)]
+    assert captured == [False, True, True]
 
 
 def test_probed_texts_are_decoded_in_composed_steps(llm: LLM, texts: list[DecodedText]) -> None:

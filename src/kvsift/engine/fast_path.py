@@ -38,6 +38,7 @@ PATHS = ("auto", "captured", "composed", "eager")
 DEVICE = Placement()
 GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole process
 SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
+CAPTURED_TOKENS = 32  # from so many on a step is captured for them: capturing takes as long as some steps
 
 
 class FastPath:
@@ -162,10 +163,11 @@ class FastPath:
             return kept
         return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
 
-    def without_graphs(self, model: Any, cache: SparseCache, length: int) -> Session:
-        """Steps over a cache that will grow to a length, for few tokens: no graph is captured."""
-        cache.reserve_rows([length + SPARE_TOKENS])
-        return Session(self._step_of(model, cache), cache, self._crossover, capture=False)
+    def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Session:
+        """Steps over a cache of a length for so many more tokens; of few, no step is captured."""
+        cache.reserve_rows([length + number + SPARE_TOKENS])
+        capture = self._path != "eager" and number >= CAPTURED_TOKENS
+        return Session(self._step_of(model, cache), cache, self._crossover, capture)
 
     def over_pool(self, model: Any, cache: SparseCache, max_pages: int, steady: bool) -> Session:
         """Captured steps over the pool of a cache, which may grow, for rows of so many pages; ``steady``: see

@@ -17,6 +17,7 @@ from kvsift.engine.feeds import Assignment
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.sampling import Sampling
+from kvsift.engine.slots import StepKind
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.inference import inference
 from kvsift.models.transformers import SparseCache, feeding
@@ -155,13 +156,15 @@ def decoded(runner: ModelRunner, cache: SparseCache, tokens: Sequence[int]) -> T
 def _stepped(runner: ModelRunner, cache: SparseCache, tokens: Sequence[int]) -> Tensor:
     """``decoded`` in the steps that answers take on a GPU. Composed ones of an 8B take 58 ms there, mostly launches."""
     length, rule = cache.get_seq_length(), rule_of(cache.run.plan)
-    with inference():
-        session = runner.fast_path.without_graphs(runner.model, cache, length + len(tokens))
+    with runner.fast_path.turn, inference():
+        session = runner.fast_path.for_tokens(runner.model, cache, length, len(tokens))
         slots = session.slots(1, [rule])
+        kind = StepKind("dense" if rule is None else slots.sparse_mode(rule), keeps_logits=True)
+        slots.prepare(kind)
         dense_below = 0 if rule is None else rule.budget.min_context
         first = Assignment(cache.table.planned(0), length, tokens[0], Sampling(), 1, rule, dense_below)
         slots.assign([first], len(tokens))
-        logits = slots.logits(tokens, "dense" if rule is None else slots.sparse_mode(rule))
+        logits = slots.logits(tokens, kind)
         session.forget()
         cache.advance(0, length + len(tokens), length + len(tokens), None)
     return logits

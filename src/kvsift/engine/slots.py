@@ -45,13 +45,15 @@ class StepKind(NamedTuple):
 
     mode: StepMode
     choice: Choice = "greedy"
+    keeps_logits: bool = False  # else the memory is free for other graphs
 
 
 class CapturedStep(NamedTuple):
-    """A step, and the queries of its last replay in each layer."""
+    """A step, and what its last replay has computed."""
 
-    graph: torch.cuda.CUDAGraph | None  # None: the step runs without a graph, for tests on a CPU
-    queries: list[Tensor]  # [slots, num_query_heads, head_dim]
+    graph: torch.cuda.CUDAGraph | None  # None: the step runs without a graph
+    queries: list[Tensor]  # [slots, num_query_heads, head_dim] in each layer
+    logits: Tensor | None = None  # float32 [slots, vocabulary], where they are kept
 
 
 class SlotBatch(DecodeBatch):
@@ -141,14 +143,14 @@ class Slots:
             return
         self.assign([], 0)
         queries: list[Tensor] = []
-        graph = None
+        graph = logits = None
         if self._pool is not None:
             with on_device(self.tokens.device):
                 warm_up(lambda: self._run(kind, []))
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=self._pool):
-                    self._run(kind, queries)
-        self._captured[kind] = CapturedStep(graph, queries)
+                    logits = self._run(kind, queries)
+        self._captured[kind] = CapturedStep(graph, queries, logits)
 
     @torch.inference_mode()
     def assign(self, rows: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
@@ -251,28 +253,26 @@ class Slots:
             if captured.graph is not None:
                 captured.graph.replay()
                 return captured
-            self._run(kind, queries)
-        return CapturedStep(None, queries)
+            logits = self._run(kind, queries)
+        return CapturedStep(None, queries, logits)
 
     @torch.inference_mode()
-    def logits(self, tokens: Sequence[int], mode: StepMode) -> Tensor:
-        """Feed known tokens to the row in the first slot, a step for each and without a graph; the logits after each,
+    def logits(self, tokens: Sequence[int], kind: StepKind) -> Tensor:
+        """Feed known tokens to the row in the first slot, by steps that keep their logits: those after each token,
         float32 [tokens, vocabulary]."""
         found = []
-        with on_device(self.tokens.device):
-            for token in tokens:
-                self.tokens.fill_(token)
-                found.append(self._logits(mode, [])[0])
+        for token in tokens:
+            self.tokens.fill_(token)
+            kept = self.run(kind, 0).logits
+            assert kept is not None
+            found.append(kept[0].clone())  # the next replay writes over it
         return torch.stack(found)
 
-    def _logits(self, mode: StepMode, queries: list[Tensor]) -> Tensor:
-        self.batch.advance()
-        written = self._written(mode)
-        return self._step(self.tokens, self._angles, self.batch, self.layers, written, mode, watched=queries)
-
     @torch.inference_mode()
-    def _run(self, kind: StepKind, queries: list[Tensor]) -> None:
-        logits = self._logits(kind.mode, queries)
+    def _run(self, kind: StepKind, queries: list[Tensor]) -> Tensor | None:
+        self.batch.advance()
+        written = self._written(kind.mode)
+        logits = self._step(self.tokens, self._angles, self.batch, self.layers, written, kind.mode, watched=queries)
         if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
             self._summarise()
         temperature, top_p = self._knobs
@@ -282,6 +282,7 @@ class Slots:
             tokens, best = draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None)
         self.tokens.copy_(tokens)
         self._best.copy_(best)
+        return logits if kind.keeps_logits else None
 
     def _written(self, mode: StepMode) -> Sequence[Mapping[str, Tensor]]:
         """The summaries that a step writes, of each layer."""
@@ -315,7 +316,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def warm_up(run: Callable[[], None]) -> None:
+def warm_up(run: Callable[[], object]) -> None:
     """Run a function twice beside the main stream, as capturing needs it: kernels are compiled, libraries set up.
 
     Raises:
