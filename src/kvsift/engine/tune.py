@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,9 +226,8 @@ class Tuner:
 
     def _between(self, chosen: Tried, target: Target, tried: list[Tried]) -> Tried:
         """The plan with a budget between those that were tried, if it meets the target and takes less time."""
-        before, _, budget = chosen.plan.rpartition("budget=")
-        number, _, after = budget.partition(":")
-        plan = f"{before}budget={int(BETWEEN * int(number))}{after and ':' + after}"
+        family, budget = family_of(chosen.plan)
+        plan = family.format(int(BETWEEN * budget))
         if is_refused(plan):
             return chosen
         candidate = self._beside(chosen, plan)
@@ -277,15 +277,33 @@ class Tuner:
 
     def _race(self, tried: Sequence[Tried], target: Target) -> tuple[Tried | None, list[Tried]]:
         """The fastest candidate that meets the target, and all with their scores so far."""
-        results: list[Tried] = []
+        hopeless: dict[str, int] = {}  # of each family, the largest budget that is sure to miss
         found = None
         for candidate in tried:
-            if found is None:
+            family, budget = family_of(candidate.plan)
+            if family not in hopeless:
+                plans = [each.plan for each in tried if family_of(each.plan)[0] == family]
+                hopeless[family] = self._largest_that_misses(sorted(plans, key=lambda plan: family_of(plan)[1]), target)
+            if budget > hopeless[family]:
                 candidate = self._scored(candidate, target)
                 if self._meets(candidate, target):
                     found = candidate
-            results.append(candidate)
-        return found, results
+                    break
+        return found, [each._replace(scores=self._notebook.scores.get(each.plan)) for each in tried]
+
+    def _largest_that_misses(self, plans: Sequence[str], target: Target) -> int:
+        """The largest of one family's budgets that is sure to miss the target by the first tokens, or 0.
+
+        About three plans are scored for it: where a budget misses, a smaller one misses as well.
+
+        Args:
+            plans: of one family, by their budgets.
+            target: what they have to keep.
+        """
+        found = bisect_left(
+            plans, True, key=lambda plan: not target.misses(self._score(plan, min(FIRST_TOKENS, self.num_tokens)))
+        )
+        return family_of(plans[found - 1])[1] if found else 0
 
     def _scored(self, candidate: Tried, target: Target) -> Tried:
         """Score a candidate on more and more tokens, until it is sure to miss the target or all are scored."""
@@ -369,6 +387,13 @@ class Tuner:
             self._runner.load()
             self._timed.restore(Repeated(source.prefill(Plan()), self.context))
         return self._timed
+
+
+def family_of(plan: str) -> tuple[str, int]:
+    """A candidate's plan with ``{}`` in place of its budget, and the budget in tokens."""
+    before, _, budget = plan.rpartition("budget=")
+    number, _, after = budget.partition(":")
+    return f"{before}budget={{}}{after and ':' + after}", int(number)
 
 
 def digest(texts: Sequence[DecodedText]) -> str:
