@@ -155,8 +155,9 @@ def rest_kernel(
         new = tl.maximum(top, tl.max(weights, 1))
         base = tl.where(new == float("-inf"), 0.0, new)  # all of them are listed
         shares, shrink = tl.exp2(weights - base[:, None]), tl.exp2(top - base)
-        start = row_starts(table_ptr + batch * max_pages, head, first + index, inside, head_bytes, page_bytes, PAGE)
-        values = load_mean(octets_ptr, halves_ptr, start, inside, MEAN, SCALES, D, DP)
+        counts = inside & (tl.max(shares, 0) > 0)  # a page may have no means yet that count for nothing
+        start = row_starts(table_ptr + batch * max_pages, head, first + index, counts, head_bytes, page_bytes, PAGE)
+        values = load_mean(octets_ptr, halves_ptr, start, counts, MEAN, SCALES, D, DP)
         acc = tl.dot(shares, values, acc * shrink[:, None], input_precision="tf32x3")
         total = total * shrink + tl.sum(shares, 1)
         top = new
