@@ -37,7 +37,7 @@ from typing import Any
 from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
-STEP = "kvsift.batching.loop", "Loop", "step"  # module, class and method of a step of the engine
+STEP = "kvsift.engine.loop", "Loop", "step"  # module, class and method of a step of the engine
 PLANS = "sketch:budget=256", "quest:budget=256", "dense"
 LAYER_FOLDERS = "layer", "stores", "methods", "kernels", "native", "plan"
 PROMPT_TOKENS, STEPS = 600, 16

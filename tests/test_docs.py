@@ -82,7 +82,11 @@ def test_commands_scripts_and_results_in_docs_exist():
 def test_source_files_in_docs_exist():
     folders = [ROOT, ROOT / "src" / "kvsift", ROOT / "lab" / "kvsift_lab"]
     code = "\n".join(code_of(page) for page in [*PAGES, *RESULT_PAGES])
-    for file in re.findall(r"^(?:cli|eval|engine|models|layer|plan|stores|methods|indexes|kernels)/\S+$", code, re.M):
+    for file in re.findall(
+        r"^(?:cli|eval|api|calibration|tokenization|engine|models|layer|plan|stores|methods|indexes|kernels)/\S+$",
+        code,
+        re.M,
+    ):
         assert any((folder / file).exists() for folder in folders), file
 
 

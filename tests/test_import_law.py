@@ -1,6 +1,6 @@
-"""Imports point down: cli > server | texts > engine > batching > models | vllm > layer > plan > methods | stores >
-indexes > kernels > native > types; and the laboratory is above everything: cli > docs > probe | studies > bench >
-eval > stored > numbers.
+"""Imports point down: cli > server | texts > calibration > api > engine > tokenization > models | vllm > layer > plan >
+methods | stores > indexes > kernels > native > types; and the laboratory is above everything: cli > docs > probe |
+studies > bench > eval > stored > numbers.
 
 Folders side by side never import each other and nothing below imports the laboratory. Outside it, only the transformers
 adapter imports transformers and only the plugin vllm. What a user waits for first, ``import kvsift`` and ``kvsift
@@ -41,23 +41,25 @@ LAYERS = {
     "layer": 6,
     "models": 7,
     "vllm": 7,
-    "batching": 8,
+    "tokenization": 8,
     "engine": 9,
-    "texts": 10,
-    "server": 10,
-    "cli": 11,
-    "__init__": 12,  # re-exports; of it others may read __version__ alone
-    "__main__": 12,
+    "api": 10,
+    "calibration": 11,
+    "texts": 12,
+    "server": 12,
+    "cli": 13,
+    "__init__": 14,  # re-exports; of it others may read __version__ alone
+    "__main__": 14,
     # the laboratory
-    "lab.numbers": 13,
-    "lab.stored": 14,
-    "lab.eval": 15,
-    "lab.bench": 16,
-    "lab.studies": 17,
-    "lab.probe": 17,
-    "lab.docs": 18,
-    "lab.cli": 19,
-    "lab.__init__": 20,
+    "lab.numbers": 15,
+    "lab.stored": 16,
+    "lab.eval": 17,
+    "lab.bench": 18,
+    "lab.studies": 19,
+    "lab.probe": 19,
+    "lab.docs": 20,
+    "lab.cli": 21,
+    "lab.__init__": 22,
 }
 
 
@@ -213,8 +215,8 @@ def test_a_cycle_through_a_function_is_found_in_the_laboratory(
         ("models/x.py", "from transformers.cache_utils import Cache", False),
         ("vllm/x.py", "from vllm.config import VllmConfig", True),
         ("vllm/x.py", "from kvsift.models.step import Step", False),  # side by side
-        ("batching/x.py", "from kvsift.models.step import Step", True),
-        ("batching/x.py", "from kvsift.engine.llm import LLM", False),
+        ("tokenization/x.py", "from kvsift.models.step import Step", True),
+        ("engine/x.py", "from kvsift.api.llm import LLM", False),
         ("cli/x.py", "def f():\n    import vllm", False),
     ],
 )

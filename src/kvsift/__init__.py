@@ -20,7 +20,7 @@ from kvsift import threads  # sets what torch reads when it is loaded
 __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
     from kvsift.engine.sampling import Sampling
     from kvsift.errors import InputError, KVSiftError, NothingSkipped
     from kvsift.models.transformers import make_cache, register, sparse
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Budget": "kvsift.plan.budget",
     "InputError": "kvsift.errors",
-    "LLM": "kvsift.engine.llm",
+    "LLM": "kvsift.api.llm",
     "Sampling": "kvsift.engine.sampling",
     "KVSiftError": "kvsift.errors",
     "NothingSkipped": "kvsift.errors",

@@ -11,10 +11,10 @@ import pytest
 from cli.watched import Outcome, Refused, Run
 
 from kvsift import LLM
+from kvsift.api.answer import Answer
+from kvsift.api.document import Document
 from kvsift.cli import comparison
 from kvsift.cli.escaping import plain
-from kvsift.engine.document import Document
-from kvsift.engine.result import Answer
 from kvsift.models.transformers_load import ModelDirectory
 
 LOAD = ModelDirectory.load  # which ``refused`` replaces

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import kvsift
 from kvsift import LLM
-from kvsift.engine.calibration import Moments, calibrate
+from kvsift.calibration.recipe import Moments, calibrate
 from kvsift.errors import InputError
 
 

@@ -12,12 +12,12 @@ import pytest
 from cli.terminal import Terminal
 from cli.watched import Outcome, Refused, Run
 
+from kvsift.api.passages import Passages
 from kvsift.cli.chat_commands import is_command
 from kvsift.cli.chat_context import ChatContext
 from kvsift.cli.chat_input import NO_TERMINAL
 from kvsift.cli.chat_passages import strongest
 from kvsift.cli.stripped_text import StrippedText
-from kvsift.engine.passages import Passages
 from kvsift.errors import InputError
 
 FACT = "The access code of the north warehouse is 48213."

@@ -12,7 +12,7 @@ from cli.watched import Outcome, Refused, Run
 from engine.tiny_tokenizers import byte_level, cycle, parrot
 
 from kvsift import LLM
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
 
 PLAN = "quest:budget=128:window=16:dense_layers=none"
 

@@ -18,8 +18,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A cache of its own, and fewer plans and tokens than users wait for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("kvsift.cli.tune.SCORED", 8)
-    monkeypatch.setattr("kvsift.engine.tune.METHODS", ("sketch", "quest"))
-    monkeypatch.setattr("kvsift.engine.tune.LAYERS", (":dense_layers=none",))
+    monkeypatch.setattr("kvsift.calibration.tune.METHODS", ("sketch", "quest"))
+    monkeypatch.setattr("kvsift.calibration.tune.LAYERS", (":dense_layers=none",))
 
 
 @pytest.fixture

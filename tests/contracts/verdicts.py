@@ -27,10 +27,13 @@ sys.path.append(str(Path(__file__).parents[1]))
 from models.tiny import tiny
 
 import kvsift
+from kvsift.api import saved_document
 from kvsift.cli.methods import method_row
-from kvsift.engine import exactness, fast_path, prefill_sharing, saved_document
+from kvsift.engine import prefill_sharing
+from kvsift.engine.graphs import fast_path
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.rows import RunnerRows
+from kvsift.engine.speculative import exactness
 from kvsift.errors import KVSiftError
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.layer import paged_decode

@@ -9,7 +9,7 @@ import pytest
 from engine.apart import SIZES
 from engine.tiny_directory import CHAT_TEMPLATE, write_model
 
-from kvsift.batching.exact.pace import Amount, Measured, Pace
+from kvsift.engine.speculative.pace import Amount, Measured, Pace
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ from typing import Any
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
-from kvsift.batching.row import Row
-from kvsift.engine.rows import TextOutput
+from kvsift.engine.row import Row
+from kvsift.engine.text_output import TextOutput
 from kvsift.engine.transcript import Request
 from kvsift.plan.syntax import parse_plan
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.captured_rows import CapturedRows
+from kvsift.engine.graphs.accounting import DecodeRow
+from kvsift.engine.graphs.captured_rows import CapturedRows
+from kvsift.engine.graphs.session import Session, row_lengths
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.session import Session, row_lengths
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvsift.engine.anchor_search import Gains, best_anchors, choices, choose
+from kvsift.calibration.anchor_search import Gains, best_anchors, choices, choose
 from kvsift.errors import InputError
 
 SHARES = st.one_of(st.floats(0, 1), st.just(-inf))

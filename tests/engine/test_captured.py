@@ -15,10 +15,10 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
-from kvsift.batching.row import Row
-from kvsift.engine import captured_rows, fast_path
-from kvsift.engine.fidelity import DecodedText, FidelityScorer
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
+from kvsift.calibration.fidelity import DecodedText, FidelityScorer
+from kvsift.engine.graphs import captured_rows, fast_path
+from kvsift.engine.row import Row
 from kvsift.engine.sampling import CHOICES
 from kvsift.plan.syntax import parse_plan
 
@@ -305,13 +305,13 @@ def test_rows_of_several_plans_answer_as_each_does_alone(directory: Path) -> Non
 
 def test_the_crossover_is_measured_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[int | None] = []
-    measure = kvsift.engine.fast_path.measure_crossover
+    measure = kvsift.engine.graphs.fast_path.measure_crossover
 
     def watched(*args: Any) -> int | None:
         measured.append(measure(*args))
         return measured[-1]
 
-    monkeypatch.setattr("kvsift.engine.fast_path.measure_crossover", watched)
+    monkeypatch.setattr("kvsift.engine.graphs.fast_path.measure_crossover", watched)
     model = llm(directory, dense_below="auto")
     for _ in range(2):
         answer = model.generate(text_of(3500), plan="quest:budget=128:window=16", max_new_tokens=8)

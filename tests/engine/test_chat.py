@@ -46,7 +46,7 @@ def test_a_chat_without_a_template_keeps_kvsifts_own_format(llama: Path) -> None
     assert form.text("A manual.\n", "Why?", [("Who?", "Ada"), ("When?", "now")]) == (
         "A manual.\n\nQuestion: Who?\nAnswer: Ada\n\nQuestion: When?\nAnswer: now\n\nQuestion: Why?\nAnswer:"
     )
-    assert form.text("A manual.", "Why?") == kvsift.engine.prompt.prompt("A manual.", "Why?")
+    assert form.text("A manual.", "Why?") == kvsift.tokenization.prompt.prompt("A manual.", "Why?")
 
 
 def test_a_chat_template_gets_every_turn_and_the_document_in_the_first(chatty: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from engine.tiny_directory import write_model, write_tokenizer
 
 from kvsift import LLM, InputError
-from kvsift.engine.prompt import PromptFormat
+from kvsift.tokenization.prompt import PromptFormat
 
 TURN = "{{{{ '[' + m.role + ']' }}}}{}{{{{ '\\n' }}}}"
 PARTS = "{% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}"  # as Llama Guard 3

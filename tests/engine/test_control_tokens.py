@@ -16,8 +16,8 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from kvsift import LLM
 from kvsift.cli.options import RAW
-from kvsift.engine.prompt import DocumentPrompts, PromptFormat
 from kvsift.errors import InputError
+from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"

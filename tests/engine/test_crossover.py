@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvsift.engine.crossover import NEVER, crossover_length
-from kvsift.engine.session import round_up, row_lengths
+from kvsift.engine.graphs.crossover import NEVER, crossover_length
+from kvsift.engine.graphs.session import round_up, row_lengths
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from engine.tiny_directory import text_of, write_anchors, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
-from kvsift.engine import captured_rows
-from kvsift.engine.result import Answer
-from kvsift.engine.session import Session
+from kvsift.api.answer import Answer
+from kvsift.engine.graphs import captured_rows
+from kvsift.engine.graphs.session import Session
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
 PLANS = (

@@ -10,7 +10,7 @@ import pytest
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine import captured_rows
+from kvsift.engine.graphs import captured_rows
 
 COUNTERS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_dense", "recall")
 

@@ -10,8 +10,8 @@ import pytest
 from engine.tiny_directory import CHAT_TEMPLATE, text_of
 
 from kvsift import LLM, InputError
-from kvsift.engine.llm import Document
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
+from kvsift.api.llm import Document
 from kvsift.methods import kmeans
 
 TEXT = text_of(700)

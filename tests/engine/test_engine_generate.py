@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.engine.llm import MOST_CHUNK
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
+from kvsift.api.llm import MOST_CHUNK
 
 PROMPT = text_of(400)
 

@@ -10,8 +10,8 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, Sampling
+from kvsift.api.answer import Answer
 from kvsift.engine.options import GenerateOptions
-from kvsift.engine.result import Answer
 
 PROMPTS = [text_of(300), text_of(90), text_of(200)]
 

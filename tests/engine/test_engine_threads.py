@@ -12,8 +12,8 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
-from kvsift.batching import loop
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
+from kvsift.engine import loop
 
 BUDGET = "budget=128:window=16:dense_layers=none"
 QUEST = f"quest:{BUDGET}"

@@ -11,7 +11,7 @@ from engine.tiny_directory import text_of, write_model
 
 import kvsift
 from kvsift import LLM, InputError, Sampling, native
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
 
 SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
 PLANS = [

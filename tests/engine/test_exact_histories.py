@@ -10,12 +10,12 @@ from engine.loop_rows import GRID, new_row, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.batching.exact.pace import Amount, Measured, Pace
-from kvsift.batching.row import Row
-from kvsift.engine import block_groups
-from kvsift.engine.block_groups import BlockGroup
-from kvsift.engine.exactness import exact_decoder
-from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.graphs import block_groups
+from kvsift.engine.graphs.block_groups import BlockGroup
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.row import Row
+from kvsift.engine.speculative.exactness import exact_decoder
+from kvsift.engine.speculative.pace import Amount, Measured, Pace
 from kvsift.engine.transcript import Request
 
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"

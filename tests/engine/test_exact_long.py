@@ -10,8 +10,8 @@ import torch
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling, native
+from kvsift.api.document import Document
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.document import Document
 from kvsift.plan.syntax import parse_plan
 
 PLANS = (

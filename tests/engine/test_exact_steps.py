@@ -13,16 +13,16 @@ from engine.loop_rows import GRID, assert_equal, new_row, take_steps, tokens
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.batching.exact.pace import Amount, Pace
-from kvsift.batching.row import Row
-from kvsift.engine import block_groups
-from kvsift.engine.block_groups import BlockGroup
-from kvsift.engine.block_launches import Drafts
-from kvsift.engine.exactness import exact_decoder
-from kvsift.engine.fast_path import FastPath
-from kvsift.engine.feeds import Shift
-from kvsift.engine.result import Answer
-from kvsift.engine.slots import Slots, StepKind
+from kvsift.api.answer import Answer
+from kvsift.engine.graphs import block_groups
+from kvsift.engine.graphs.block_groups import BlockGroup
+from kvsift.engine.graphs.block_launches import Drafts
+from kvsift.engine.graphs.fast_path import FastPath
+from kvsift.engine.graphs.feeds import Shift
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.row import Row
+from kvsift.engine.speculative.exactness import exact_decoder
+from kvsift.engine.speculative.pace import Amount, Pace
 from kvsift.engine.transcript import Request
 from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
@@ -382,7 +382,7 @@ def test_what_cannot_be_promised_is_refused(llm: LLM, options: dict, call: dict,
 
 
 def test_a_context_is_cut_at_the_same_places_whatever_is_verified(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsift.engine.block_groups.reach", lambda kv: 6)
+    monkeypatch.setattr("kvsift.engine.graphs.block_groups.reach", lambda kv: 6)
     prompt = text_of(300)
     exact = llm.generate(prompt, plan=PLANS[0], exact=True, max_new_tokens=NEW)
     assert same(exact, llm.generate(prompt, max_new_tokens=NEW))

@@ -1,4 +1,4 @@
-"""What a client waits for beside others, in counted chunks and steps: the bounds of ``batching.schedule``."""
+"""What a client waits for beside others, in counted chunks and steps: the bounds of ``engine.schedule``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from engine.loop_rows import GRID, PLANS, QUEST, alone, assert_equal, counters, 
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
-from kvsift.batching import schedule
-from kvsift.batching.row import Row
-from kvsift.engine import captured_rows
-from kvsift.engine.exactness import exact_decoder
+from kvsift.engine import schedule
+from kvsift.engine.graphs import captured_rows
+from kvsift.engine.row import Row
+from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.transcript import Request
 
 LONG = 3800  # tokens: 60 chunks

@@ -15,12 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvsift import LLM, Sampling
-from kvsift.batching.loop import Loop
-from kvsift.batching.row import CacheReport
-from kvsift.engine import generation
-from kvsift.engine.generation import Generation
-from kvsift.engine.rows import RunnerRows, TextOutput
+from kvsift.api import generation
+from kvsift.api.generation import Generation
+from kvsift.engine.loop import Loop
+from kvsift.engine.row import CacheReport
+from kvsift.engine.rows import RunnerRows
 from kvsift.engine.sampling import Chooser
+from kvsift.engine.text_output import TextOutput
 from kvsift.engine.transcript import TokenLogprobs, Transcript
 from kvsift.errors import LogitsError
 from kvsift.layer.selection_log import SelectionLog

@@ -9,10 +9,10 @@ import torch
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM
-from kvsift.engine.document import Document
-from kvsift.engine import fast_path
-from kvsift.engine.fast_path import FastPath
-from kvsift.engine.fidelity import DecodedText, FidelityScorer, bounds, fidelity, predictions, t_quantile
+from kvsift.api.document import Document
+from kvsift.calibration.fidelity import DecodedText, FidelityScorer, bounds, fidelity, predictions, t_quantile
+from kvsift.engine.graphs import fast_path
+from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 

@@ -10,10 +10,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvsift.cli.demo import make_document
-from kvsift.engine import growing_text
-from kvsift.engine.growing_text import GrowingText
-from kvsift.engine.prompt import DocumentPrompts, PromptFormat
 from kvsift.models.embedded import embedded_model
+from kvsift.tokenization import growing_text
+from kvsift.tokenization.growing_text import GrowingText
+from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
 DOCUMENT = make_document(8000)
 LLAMA_3 = (

@@ -11,7 +11,7 @@ from engine.tiny_directory import text_of
 from turns import in_turns
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
 from kvsift.plan.syntax import parse_plan
 
 REST = "window=16:dense_layers=0"

@@ -13,8 +13,8 @@ from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 
 from kvsift import LLM
-from kvsift.engine.fidelity import DecodedText
-from kvsift.engine.layer_calibration import LayerOptions, LayerPairs, calibrate_layers, compare
+from kvsift.calibration.fidelity import DecodedText
+from kvsift.calibration.layer_calibration import LayerOptions, LayerPairs, calibrate_layers, compare
 from kvsift.errors import InputError
 from kvsift.methods.anchors import read
 

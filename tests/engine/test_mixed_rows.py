@@ -11,8 +11,8 @@ from engine.mixed_rows import decode
 from engine.tiny_directory import text_of, write_model
 
 from kvsift import LLM, Sampling
-from kvsift.engine import captured_rows
-from kvsift.engine.slots import Slots
+from kvsift.engine.graphs import captured_rows
+from kvsift.engine.graphs.slots import Slots
 
 QUEST = "quest:budget=128:window=16:dense_layers=0"
 PLANS = (

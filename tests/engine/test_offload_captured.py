@@ -12,7 +12,7 @@ from engine.tiny_directory import text_of
 from kvsift_lab.bench.split_measure import measure_captured
 
 from kvsift import LLM, InputError
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
 from kvsift.models.transformers_random import random_model
 from kvsift.plan.placement import Placement
 from kvsift.plan.syntax import parse_plan

@@ -11,14 +11,14 @@ import torch
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError
-from kvsift.engine.passages import MOST_SPANS, Passages, passages_of
-from kvsift.engine.prompt import PromptFormat
+from kvsift.api.passages import MOST_SPANS, Passages, passages_of
 from kvsift.engine.rows import RunnerRows
-from kvsift.engine.text_offsets import TextOffsets, offsets_of
 from kvsift.layer.selection_log import LayerSelections, SelectionLog
 from kvsift.methods import catalogue, method_class
 from kvsift.plan.syntax import parse_plan
 from kvsift.texts.prose import document
+from kvsift.tokenization.prompt import PromptFormat
+from kvsift.tokenization.text_offsets import TextOffsets, offsets_of
 
 SMALL = "budget=80:sinks=4:window=16:dense_layers=none"
 KNOBS = {"retrieval_attention": ":index=flat", "infllm": ":block=16:chunk=32"}

@@ -12,7 +12,7 @@ from engine.test_rows import GRID, SMALL, assert_equal, finish, new_llm, new_row
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, InputError, native
-from kvsift.batching.row import Row
+from kvsift.engine.row import Row
 from kvsift.indexes.graph import GraphIndex
 from kvsift.server.kept_prompts import keep
 

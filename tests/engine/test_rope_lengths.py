@@ -11,8 +11,8 @@ from engine.tiny_directory import text_of, write_model
 from models.ropes import KNOBS, ORIGINAL, PHI3, in_one_rotation, rope
 
 from kvsift import LLM, InputError
-from kvsift.engine.document import Document
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
+from kvsift.api.document import Document
 from kvsift.models.transformers_rope import RopeLimits
 
 COVERING = "quest:budget=4096:page_size=8:dense_layers=none"

@@ -13,12 +13,12 @@ from engine.loop_rows import GREEDY, PLANS, QUEST, alone, assert_equal, history,
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
-from kvsift.batching import pauses, schedule
-from kvsift.batching.row import Row
-from kvsift.engine import captured_rows
-from kvsift.engine.row_groups import PoolSession
-from kvsift.engine.session import Session
-from kvsift.engine.slots import Slots
+from kvsift.engine import pauses, schedule
+from kvsift.engine.graphs import captured_rows
+from kvsift.engine.graphs.row_groups import PoolSession
+from kvsift.engine.graphs.session import Session
+from kvsift.engine.graphs.slots import Slots
+from kvsift.engine.row import Row
 
 HISTORIES = int(20 * float(os.environ.get("KVSIFT_EXAMPLES", "1")))
 

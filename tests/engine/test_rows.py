@@ -16,8 +16,8 @@ from engine.tiny_directory import text_of, write_model
 from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
-from kvsift.batching import pauses, schedule
-from kvsift.batching.row import FinishReason, Row
+from kvsift.engine import pauses, schedule
+from kvsift.engine.row import FinishReason, Row
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.transformers_layer import SparseLayer

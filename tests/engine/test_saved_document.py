@@ -21,8 +21,8 @@ from models.ropes import rope
 from safetensors import safe_open
 
 from kvsift import LLM, InputError
-from kvsift.engine import saved_header
-from kvsift.engine.document import Document
+from kvsift.api import saved_header
+from kvsift.api.document import Document
 from kvsift.methods import BUILT_IN, method_class
 from kvsift.plan.syntax import parse_plan
 
@@ -451,7 +451,7 @@ def test_an_interrupted_save_leaves_the_old_file(llama: Path, path: Path, monkey
     def interrupt(*arguments: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvsift.engine.saved_document.zlib.crc32", interrupt)
+    monkeypatch.setattr("kvsift.api.saved_document.zlib.crc32", interrupt)
     with pytest.raises(KeyboardInterrupt):
         document.save(path)
     assert [file.read_text() for file in path.parent.iterdir()] == ["old"]

@@ -15,13 +15,13 @@ from engine.tiny_tokenizers import KINDS, SPACE, byte_fallback, byte_level, cycl
 from transformers import PreTrainedTokenizerFast
 
 import kvsift
-from kvsift.engine.token_text import AnswerText, TokenDecoder
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
 from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
+from kvsift.tokenization.token_text import AnswerText, TokenDecoder
 
 # 20,000 of all kinds together were tried; by default as many as take seconds
 ANSWERS = int(os.environ.get("KVSIFT_TEXT_ANSWERS", "900"))

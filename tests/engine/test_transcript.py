@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from engine.tiny_tokenizers import SPACE, unigram
 
-from kvsift.engine.token_text import CONTEXT_TOKENS, FOLD_TOKENS, TokenDecoder
 from kvsift.engine.transcript import Request, Transcript, undecided
 from kvsift.models.transformers_load import ModelDirectory
+from kvsift.tokenization.token_text import CONTEXT_TOKENS, FOLD_TOKENS, TokenDecoder
 
 TEXT = "wörld ☃ 🌲 and so on; " * 30
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvsift import LLM
-from kvsift.engine.fidelity import DecodedText, Scores
-from kvsift.engine.tune import Notebook, Target, Tuner, smoothed
+from kvsift.calibration.fidelity import DecodedText, Scores
+from kvsift.calibration.tune import Notebook, Target, Tuner, smoothed
 from kvsift.errors import InputError
 from kvsift.methods.anchors import read
 from kvsift.plan.syntax import parse_plan
@@ -139,7 +139,7 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(
 ) -> None:
     texts = windows(llm, {"text": text_of(4000)}, 512, 8, NUM_TEXTS, 0)
     measured = Counter[str]()
-    scores, itl_s = Tuner._score, "kvsift.engine.document.Document.itl_s"
+    scores, itl_s = Tuner._score, "kvsift.api.document.Document.itl_s"
 
     def timed(document: object, plan: object, num_tokens: int) -> list[float]:
         measured[str(plan)] += 1
@@ -189,8 +189,8 @@ def test_layers_that_select_alike_are_found_and_others_are_not(tmp_path: Path, m
                 getattr(layer.self_attn, name).weight.copy_(getattr(first.self_attn, name).weight)
     reused = lambda plan: len(read("anchors", plan.partition("anchors=")[2]).reuse) if "anchors" in plan else 0  # noqa: E731
     monkeypatch.setattr(Tuner, "_times", lambda tuner, plans: {plan: 1 - 0.1 * reused(plan) for plan in plans})
-    monkeypatch.setattr("kvsift.engine.tune.METHODS", ("sketch",))
-    monkeypatch.setattr("kvsift.engine.tune.LAYERS", (":dense_layers=none",))
+    monkeypatch.setattr("kvsift.calibration.tune.METHODS", ("sketch",))
+    monkeypatch.setattr("kvsift.calibration.tune.LAYERS", (":dense_layers=none",))
     found = {}
     for llm in (alike, apart):
         texts = windows(llm, {"text": text_of(4000)}, 512, 32, NUM_TEXTS, 0)

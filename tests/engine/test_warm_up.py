@@ -13,8 +13,8 @@ from engine.tiny_directory import POSITIONS, text_of
 
 from kvsift import InputError, Sampling
 from kvsift.engine import rows as engine_rows
-from kvsift.engine.exactness import exact_decoder
-from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods.quoka import QuoKA
 

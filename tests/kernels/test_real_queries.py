@@ -14,7 +14,6 @@ from kvsift_lab.eval.tasks import make_sample
 from torch import Tensor
 
 from kvsift import LLM
-from kvsift.engine.prompt import question_text
 from kvsift.kernels.paged import PagedKV
 from kvsift.kernels.sifted_attention import sifted_attention
 from kvsift.layer.paged_decode import list_capacity, page_spans
@@ -22,6 +21,7 @@ from kvsift.methods.quest import Quest
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.paged import PagedStore
+from kvsift.tokenization.prompt import question_text
 from kvsift.types import LayerShape, Limit
 
 STEPS = 2

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import kvsift
 from kvsift import LLM, InputError, Sampling
-from kvsift.engine.document import Document
+from kvsift.api.document import Document
 
 pytestmark = pytest.mark.real
 QUESTION = "What does the text say about the order of evaluation?"

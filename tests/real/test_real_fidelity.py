@@ -8,8 +8,8 @@ import pytest
 from real.conftest import EXCERPTS, excerpt
 
 from kvsift import LLM
-from kvsift.engine.document import Document
-from kvsift.engine.fidelity import fidelity, predictions
+from kvsift.api.document import Document
+from kvsift.calibration.fidelity import fidelity, predictions
 from kvsift.plan.syntax import parse_plan
 
 pytestmark = pytest.mark.real

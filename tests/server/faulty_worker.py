@@ -13,12 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvsift.batching.exact.decoder import ExactDecoder
-from kvsift.batching.loop import Loop
-from kvsift.batching.row import CacheReport
-from kvsift.engine import generation
+from kvsift.api import generation
+from kvsift.engine.loop import Loop
+from kvsift.engine.row import CacheReport
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.sampling import Chooser
+from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.transcript import Request, TokenLogprobs, Transcript
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.server import frames, worker

@@ -11,13 +11,13 @@ from engine.tiny_directory import text_of
 from server.serving import until
 
 from kvsift import LLM
-from kvsift.batching.row import Row
-from kvsift.engine.prompt import PromptFormat
+from kvsift.engine.row import Row
 from kvsift.engine.rows import RunnerRows
 from kvsift.errors import InputError
 from kvsift.server import held_documents
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.prompt_limit import PromptLimit
+from kvsift.tokenization.prompt import PromptFormat
 
 
 class Held:

@@ -9,13 +9,14 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
-from kvsift.batching.row import Row
-from kvsift.engine.prompt import DocumentPrompts, PromptFormat
-from kvsift.engine.rows import RunnerRows, TextOutput
+from kvsift.engine.row import Row
+from kvsift.engine.rows import RunnerRows
+from kvsift.engine.text_output import TextOutput
 from kvsift.engine.transcript import Request
 from kvsift.plan.plan import Plan
 from kvsift.server.held_documents import DocumentReading
 from kvsift.server.kept_prompts import keep, source_of
+from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
 PLANS = ["quest:budget=96:window=32", "sketch:budget=80:window=16:dense_layers=none", "dense",
          "prefill=quoka:budget=80:window=16,decode=quest:budget=96:window=32"]  # fmt: skip

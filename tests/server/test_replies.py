@@ -13,7 +13,6 @@ from engine.tiny_directory import CHAT_TEMPLATE, write_tokenizer
 from engine.tiny_tokenizers import SPACE, byte_fallback, byte_level
 from server.fake_worker import USAGE
 
-from kvsift.engine.prompt import PromptFormat
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
@@ -22,6 +21,7 @@ from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
 from kvsift.server.streams import EventStream
+from kvsift.tokenization.prompt import PromptFormat
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 

@@ -10,7 +10,7 @@ from kvsift.server.settings import ServerSettings
 
 
 @pytest.fixture(scope="module")
-def chat() -> kvsift.engine.chat.Chat:
+def chat() -> kvsift.api.chat.Chat:
     return kvsift.LLM(plan=ServerSettings().plan, device="cpu").chat(sample.text())
 
 
@@ -25,7 +25,7 @@ def test_the_sample_has_facts_questions_and_a_moderate_length() -> None:
 
 
 @pytest.mark.parametrize("plan", [None, "dense"])
-def test_the_embedded_model_answers_the_questions(chat: kvsift.engine.chat.Chat, plan: str | None) -> None:
+def test_the_embedded_model_answers_the_questions(chat: kvsift.api.chat.Chat, plan: str | None) -> None:
     chat.turns.clear()
     for _, fact, question, answer in sample.FACTS:
         given = chat.ask(question, plan=plan, passages=True, max_new_tokens=32)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvsift.batching.row import Row
+from kvsift.engine.row import Row
 from kvsift.errors import InputError
 from kvsift.server.worker import OpenRow, Worker
 

@@ -48,7 +48,7 @@ def test_a_server_that_cannot_warm_up_says_so_and_serves(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory for graphs")
 
-    monkeypatch.setattr("kvsift.engine.llm.warm_up", fail)
+    monkeypatch.setattr("kvsift.api.llm.warm_up", fail)
     assert pages(model, "eager", reserve_tokens=None) == 0
     assert "first requests wait (RuntimeError: no memory for graphs)" in capsys.readouterr().err
 

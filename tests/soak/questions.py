@@ -10,7 +10,7 @@ from kvsift_lab.eval.tasks import make_sample
 
 import kvsift
 from kvsift import threads
-from kvsift.engine.prompt import STOP, PromptFormat
+from kvsift.tokenization.prompt import STOP, PromptFormat
 
 PLANS = "sketch:budget=256", "dense", "quest:budget=256", "streaming_llm:budget=320"
 LENGTHS = 120, 700, 1300, 1900  # tokens of documents

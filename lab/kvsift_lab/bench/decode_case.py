@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvsift.engine.accounting import DecodeRow
-from kvsift.engine.captured_rows import CapturedRows
-from kvsift.engine.fast_path import SPARE_TOKENS
-from kvsift.engine.session import row_lengths
-from kvsift.engine.slots import Slots
+from kvsift.engine.graphs.accounting import DecodeRow
+from kvsift.engine.graphs.captured_rows import CapturedRows
+from kvsift.engine.graphs.fast_path import SPARE_TOKENS
+from kvsift.engine.graphs.session import row_lengths
+from kvsift.engine.graphs.slots import Slots
 from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of

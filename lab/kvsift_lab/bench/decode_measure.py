@@ -14,10 +14,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from kvsift.engine.crossover import measure_crossover
-from kvsift.engine.feeds import Assignment
+from kvsift.engine.graphs.crossover import measure_crossover
+from kvsift.engine.graphs.feeds import Assignment
+from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.slots import Slots, StepKind
 from kvsift.errors import InputError
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvsift.engine.fast_path import SPARE_TOKENS
-from kvsift.engine.session import row_lengths
+from kvsift.engine.graphs.fast_path import SPARE_TOKENS
+from kvsift.engine.graphs.session import row_lengths
 from kvsift.errors import InputError
 from kvsift.kernels.attention import attention
 from kvsift.layer.accounting import RunStats

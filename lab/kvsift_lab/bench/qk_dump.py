@@ -26,15 +26,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvsift.engine.document import Document
-from kvsift.engine.llm import LLM
-from kvsift.engine.prompt import PromptFormat
+from kvsift.api.document import Document
+from kvsift.api.llm import LLM
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.errors import InputError
 from kvsift.methods.dense import Dense
 from kvsift.models.transformers import SparseCache
 from kvsift.models.transformers_layer import SparseLayer
 from kvsift.plan.plan import Plan, Rule
+from kvsift.tokenization.prompt import PromptFormat
 from kvsift.types import LayerShape, Rope
 
 KIND = "kvsift queries and keys"

@@ -11,7 +11,7 @@ from threading import Event
 from time import perf_counter, sleep
 from typing import Any
 
-from kvsift.engine.llm import LLM
+from kvsift.api.llm import LLM
 from kvsift.errors import InputError
 from kvsift.models.transformers_load import ModelDirectory
 from kvsift_lab.bench.bench import Bench

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kvsift import native
-from kvsift.engine.fast_path import SPARE_TOKENS
+from kvsift.engine.graphs.fast_path import SPARE_TOKENS
+from kvsift.engine.graphs.session import row_lengths
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
-from kvsift.engine.session import row_lengths
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
 from kvsift.indexes.graph import GraphIndex

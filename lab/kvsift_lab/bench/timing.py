@@ -13,7 +13,7 @@ from time import perf_counter
 
 import torch
 
-from kvsift.engine.slots import warm_up
+from kvsift.engine.graphs.slots import warm_up
 
 LAUNCHES = 24  # of a graph, at least: a replay then costs a few hundredths of a microsecond per launch
 COLD_BYTES = 1 << 30  # read between two launches on one set; the L2 cache of an H200 has 60 MB

@@ -14,7 +14,7 @@ from kvsift.errors import InputError, unknown
 from kvsift_lab.bench.recipe import token_counts
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
     from kvsift_lab.bench.qk_dump import DumpInput
 
 DEFAULT_LENGTH = 32 << 10
@@ -48,7 +48,7 @@ def dump(
     """Write queries, keys and values of a model over one document: the data of kvsift bench index --data P."""
     o.require_writable(output, "--out", [context])
     tokens, numbers, text = _length(length), _layer_numbers(layers), _text(context, question)
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
 
     llm = LLM(model, "dense", device=device, dtype=dtype, chunk_size=chunk_size, path="composed", probe_every=0)
     if text is None:
@@ -104,7 +104,7 @@ def _layer_numbers(text: str) -> tuple[int, ...] | None:
 
 
 def _generated(llm: LLM, task: str, length: int, seed: int, count: int) -> DumpInput:
-    from kvsift.engine.prompt import question_text
+    from kvsift.tokenization.prompt import question_text
     from kvsift_lab.bench.qk_dump import DumpInput
     from kvsift_lab.eval.tasks import TASKS, make_sample
 

@@ -18,7 +18,7 @@ from kvsift.cli.progress import ProgressBar
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
     from kvsift_lab.eval.explain.explanation import Explanation
 
 PLAN = "quest:budget=256:dense_layers=none"
@@ -74,7 +74,7 @@ def explain(
         from kvsift.plan.syntax import is_auto, parse_plan
 
         probe_every = 16 if is_auto(spec) or parse_plan(spec).is_guarded else 0  # before transformers is imported
-        from kvsift.engine.llm import LLM
+        from kvsift.api.llm import LLM
         from kvsift_lab.eval.explain import explain_tokens
 
         progress.clear()  # a download draws bars of its own

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from kvsift.engine.fidelity import fidelity, predictions
-from kvsift.engine.llm import LLM, Document
+from kvsift.api.llm import LLM, Document
+from kvsift.calibration.fidelity import fidelity, predictions
 from kvsift.engine.prefill_sharing import prefill_key
-from kvsift.engine.prompt import answer_text
 from kvsift.methods.base import Phase
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import use as use_threads
+from kvsift.tokenization.prompt import answer_text
 from kvsift_lab.eval.contexts import Contexts
 from kvsift_lab.eval.plan_rows import PlanRow
 from kvsift_lab.eval.recipe import Done, EvalRecipe, Job, Result

@@ -19,11 +19,11 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from kvsift.engine.chat_template import ChatTemplate
-from kvsift.engine.llm import DEFAULT_PLAN, LLM, Document
+from kvsift.api.llm import DEFAULT_PLAN, LLM, Document
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
 from kvsift.plan.syntax import is_auto, parse_plan
+from kvsift.tokenization.chat_template import ChatTemplate
 
 MAX_NEW_TOKENS = 256
 

@@ -87,7 +87,7 @@ def run(
         InputError: before anything is written, for an unusable model or device or a directory with other results; later
             for a context that cannot be made, a full disk or a dead worker. The samples so far are kept.
     """
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
 
     llm = LLM(recipe.model, "dense", device=recipe.device, dtype=recipe.dtype, placement=recipe.placement)
     contexts = Contexts(recipe, llm.tokenizer)

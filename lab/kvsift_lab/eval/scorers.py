@@ -12,8 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from kvsift.engine.prompt import exact_match
 from kvsift.errors import InputError, unknown
+from kvsift.tokenization.prompt import exact_match
 from kvsift_lab.eval.scorers_longbench import LONGBENCH, f1, plain_characters
 
 Scorer = Callable[[str, Sequence[str]], float]

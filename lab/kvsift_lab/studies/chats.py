@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvsift import LLM
-from kvsift.batching.row import FinishReason, Row
 from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
+from kvsift.engine.row import FinishReason, Row
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.models.embedded import embedded_model
 from kvsift.models.transformers_random import random_model

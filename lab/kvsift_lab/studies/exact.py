@@ -20,11 +20,11 @@ from typing import Any
 from unittest.mock import patch
 
 from kvsift import LLM, Sampling
-from kvsift.batching.exact.decoder import ExactDecoder
-from kvsift.batching.exact.pace import Amount, Measured, Pace
+from kvsift.api.answer import Answer
+from kvsift.api.document import Document
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.document import Document
-from kvsift.engine.result import Answer
+from kvsift.engine.speculative.decoder import ExactDecoder
+from kvsift.engine.speculative.pace import Amount, Measured, Pace
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study

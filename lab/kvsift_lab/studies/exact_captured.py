@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from kvsift import LLM
-from kvsift.batching.exact.pace import Paces
-from kvsift.batching.row import Row
-from kvsift.engine.exactness import exact_decoder
-from kvsift.engine.feeds import uploaded
-from kvsift.engine.session import BLOCK
-from kvsift.engine.slots import Slots, StepKind
+from kvsift.engine.graphs.feeds import uploaded
+from kvsift.engine.graphs.session import BLOCK
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.row import Row
+from kvsift.engine.speculative.exactness import exact_decoder
+from kvsift.engine.speculative.pace import Paces
 from kvsift.engine.transcript import Request
 from kvsift.models.transformers_cache import SparseCache
 from kvsift.models.transformers_contents import fill

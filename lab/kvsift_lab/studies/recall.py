@@ -21,8 +21,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.engine.llm import LLM, Document
-from kvsift.engine.prompt import prompt, question_text
+from kvsift.api.llm import LLM, Document
 from kvsift.engine.sampling import Sampling
 from kvsift.indexes.flat import exact_search
 from kvsift.layer.layer_messages import LayerMessages
@@ -35,6 +34,7 @@ from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
+from kvsift.tokenization.prompt import prompt, question_text
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study

@@ -29,9 +29,9 @@ from kvsift.cli.questions import lines_to, write_line
 from kvsift.cli.stripped_text import StrippedText
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM, Document
+    from kvsift.api.answer import Answer
+    from kvsift.api.llm import LLM, Document
     from kvsift.engine.options import Options
-    from kvsift.engine.result import Answer
     from kvsift.plan.plan import Plan
 
 Item = dict[str, Any]  # a question with the other fields of its line
@@ -96,7 +96,7 @@ def answer_all(
         from kvsift.plan.syntax import parse_unless_auto
 
         parsed, chosen = [*map(parse_unless_auto, specs)], sampling.sampling()  # before transformers is imported
-        from kvsift.engine.llm import LLM
+        from kvsift.api.llm import LLM
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(plan=parsed[0], **model)
@@ -226,7 +226,7 @@ def _finish(llm: LLM, document: Document, items: Sequence[Item], columns: Sequen
 def as_json(llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column]) -> dict[str, Any]:
     """Return all numbers of a run: those of the first plan, and those of the others as ``compare``, a list if there are
     several."""
-    from kvsift.engine.prompt import PromptFormat
+    from kvsift.tokenization.prompt import PromptFormat
 
     assert document.text is not None
     form = PromptFormat(llm.tokenizer, document.text.template, document.text.system)

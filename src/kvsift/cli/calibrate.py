@@ -48,8 +48,8 @@ def calibrate(
     o.require_writable(out, "--out")
     texts = {str(path): o.read_text(path, "text") for path in text} if text else None
     o.use_threads(threads)
-    from kvsift.engine.calibration import calibrate as run
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
+    from kvsift.calibration.recipe import calibrate as run
     from kvsift.texts.calibration import CHARACTERS, prose_of
 
     llm = LLM(model, "dense", device=device, dtype=dtype)

@@ -14,7 +14,7 @@ from kvsift.cli.numbers_table import print_columns
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+    from kvsift.api.llm import LLM
 
 MIN_RECOVERY = 0.85
 
@@ -55,8 +55,8 @@ def calibrate_layers(
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:  # fmt: skip
     """Compare the layers on texts, or on generated contexts, and write the anchors found."""
-    from kvsift.engine.layer_calibration import LayerOptions
-    from kvsift.engine.layer_calibration import calibrate_layers as run
+    from kvsift.calibration.layer_calibration import LayerOptions
+    from kvsift.calibration.layer_calibration import calibrate_layers as run
     from kvsift.plan.syntax import read_layers
     from kvsift.texts.calibration import ends, task_texts
 

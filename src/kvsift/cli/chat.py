@@ -65,7 +65,7 @@ def chat(
         from kvsift.plan.syntax import parse_unless_auto
 
         chosen, parsed = sampling.sampling(), parse_unless_auto(spec)  # before transformers is imported
-        from kvsift.engine.llm import LLM
+        from kvsift.api.llm import LLM
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))

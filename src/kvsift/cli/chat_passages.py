@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvsift.cli.chat_context import ChatContext, Place
 
 if TYPE_CHECKING:
-    from kvsift.engine.passages import Passages
+    from kvsift.api.passages import Passages
 
 BEFORE, AFTER = 40, 100  # characters of an excerpt around the strongest part of a line
 

@@ -12,8 +12,8 @@ from kvsift.cli.numbers_table import print_columns, print_numbers_table
 from kvsift.errors import NothingSkipped
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM, Document
-    from kvsift.engine.result import Answer
+    from kvsift.api.answer import Answer
+    from kvsift.api.llm import LLM, Document
     from kvsift.methods.base import Phase
     from kvsift.plan.plan import Plan
 

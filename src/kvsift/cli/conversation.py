@@ -17,9 +17,9 @@ from kvsift.cli.stripped_text import StrippedText
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
-    from kvsift.engine.llm import LLM
+    from kvsift.api.answer import Answer
+    from kvsift.api.llm import LLM
     from kvsift.engine.options import Options
-    from kvsift.engine.result import Answer
     from kvsift.plan.plan import Plan
 
 BAR_AFTER_S = 0.3  # of reading
@@ -66,7 +66,7 @@ class Conversation:
 
     def _checked_length(self, context: ChatContext) -> int:
         """Return the tokens of a context, which with a question and an answer fit the model."""
-        from kvsift.engine.prompt import PromptFormat
+        from kvsift.tokenization.prompt import PromptFormat
 
         ids = PromptFormat(self.llm.tokenizer, system=self._system).encode(context.text, "?")
         self.llm.check([ids], self._options.get("max_new_tokens", 1), self.plan)

@@ -54,7 +54,7 @@ def generate(
         from kvsift.plan.syntax import parse_unless_auto
 
         parsed, chosen = parse_unless_auto(spec), sampling.sampling()  # before transformers is imported
-        from kvsift.engine.llm import LLM
+        from kvsift.api.llm import LLM
 
         progress.clear()  # a download draws bars of its own
         llm = LLM(model, parsed, **engine.keywords(sampling.exact))

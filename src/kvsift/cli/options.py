@@ -138,7 +138,7 @@ def saved_document(names: Sequence[str]) -> Path | None:
     Raises:
         InputError: if there are other files with it.
     """
-    from kvsift.engine.saved_header import is_saved_document
+    from kvsift.api.saved_header import is_saved_document
 
     saved = [path for path in map(Path, names) if is_saved_document(path)]
     if saved and len(names) > 1:
@@ -227,7 +227,7 @@ def _is_same(path: Path, name: str | Path) -> bool:
 
 def require_replaceable(path: Path | None, option: str) -> None:
     """Refuse to replace a file that is no saved document by one (``InputError``)."""
-    from kvsift.engine.saved_header import is_saved_document
+    from kvsift.api.saved_header import is_saved_document
 
     if path is not None and path.exists() and not is_saved_document(path):
         raise InputError(

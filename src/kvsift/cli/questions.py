@@ -13,7 +13,7 @@ from kvsift.cli import options as o
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
-    from kvsift.engine.result import Answer
+    from kvsift.api.answer import Answer
 
 
 def read_questions(questions: Sequence[str], file: str | None) -> list[dict[str, Any]]:

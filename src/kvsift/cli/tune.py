@@ -76,10 +76,10 @@ def tune(
     o.require_writable(out, "--out", text or ())
     texts = {str(path): o.read_text(path, "text") for path in text} if text else None
     o.use_threads(threads)
+    from kvsift.api.llm import LLM
+    from kvsift.calibration.tune import Notebook, Target, Tuner, digest
     from kvsift.checkpoint import fingerprint
-    from kvsift.engine.llm import LLM
     from kvsift.engine.provenance import versions_and_machine
-    from kvsift.engine.tune import Notebook, Target, Tuner, digest
     from kvsift.plan.syntax import parse_plan
     from kvsift.plan.tuned_plan import TunedPlan, default_path, read, write
     from kvsift.texts.calibration import mixed, windows

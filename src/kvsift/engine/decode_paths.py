@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 
-from kvsift.batching.row import Row
+from kvsift.engine.graphs.row_groups import CacheSession, RowGroup
+from kvsift.engine.graphs.session import Session
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.row_groups import CacheSession, RowGroup
-from kvsift.engine.rows import TextOutput
-from kvsift.engine.session import Session
+from kvsift.engine.row import Row
+from kvsift.engine.text_output import TextOutput
 from kvsift.engine.transcript import Transcript
 from kvsift.layer.accounting import RunStats
 from kvsift.models.transformers import SparseCache

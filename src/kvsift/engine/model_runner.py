@@ -13,14 +13,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvsift.batching.exact.pace import Paces
-from kvsift.batching.loop import Loop
-from kvsift.engine.fast_path import FastPath
+from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.text_offsets import TextOffsets
-from kvsift.engine.token_text import TokenDecoder
+from kvsift.engine.speculative.pace import Paces
 from kvsift.engine.transcript import Request
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
@@ -39,6 +36,8 @@ from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import PlanSpec
 from kvsift.plan.tuned_plan import ModelPlans
 from kvsift.stores.kv_pool import KVPool
+from kvsift.tokenization.text_offsets import TextOffsets
+from kvsift.tokenization.token_text import TokenDecoder
 from kvsift.types import Objections
 
 CHARACTERS_PER_TOKEN = 8  # more than languages and code have, so that the first part of a long text decides
@@ -62,7 +61,6 @@ class ModelRunner(Uncopied):
         tokenizer: of the model.
         fast_path: captured decode steps and fused prefill.
         paces: of exact answers.
-        loop: serves requests.
     """
 
     not_pooled: ClassVar[Objections] = (
@@ -73,7 +71,6 @@ class ModelRunner(Uncopied):
          "its pages have {it.plan.page_size} tokens, and those that are shared {found}"),
     )  # fmt: skip
     INSTEAD = "Make another one there; each loads its own weights."
-    loop: Loop
 
     def __init__(
         self, directory: ModelDirectory, device: torch.device, dtype: torch.dtype, place: Placement, chunk_size: int,

@@ -1,30 +1,25 @@
-"""The loop over the rows of a model, and texts as its outputs."""
+"""What the loop does with a model: caches, prefill, decode steps and memory of its rows."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsift.batching.exact.decoder import Proposal
-from kvsift.batching.exact.step import Checked
-from kvsift.batching.loop import Loop
-from kvsift.batching.row import FinishReason, Row
-from kvsift.engine.block_groups import BlockGroup
+from kvsift.engine.graphs.block_groups import BlockGroup
+from kvsift.engine.graphs.row_groups import Group, PoolSession, RowGroup
+from kvsift.engine.graphs.session import Session
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
-from kvsift.engine.row_groups import Group, PoolSession, RowGroup
-from kvsift.engine.session import Session
-from kvsift.engine.transcript import Request, Transcript
-from kvsift.errors import InputError
+from kvsift.engine.row import Row
+from kvsift.engine.speculative.decoder import Proposal
+from kvsift.engine.speculative.step import Checked
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
@@ -36,14 +31,21 @@ from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import SPARE_PAGES, PageTable
 from kvsift.types import LayerShape
 
-GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
 FREE_SHARE = 0.8  # of the free memory that rows may take: a pool that grows is copied layer by layer
 ROOM_BEHIND_DOCUMENTS = 256  # tokens, so that most questions move no pool
 GroupKind = type[BlockGroup] | type[RowGroup]
 
 
 class RunnerRows:
-    """The ``RowModel`` of a model runner."""
+    """What the loop does with a model.
+
+    Args:
+        runner: of the model.
+
+    Attributes:
+        page_size: tokens of a page that rows share.
+        steady: no bit of an answer may depend on other rows.
+    """
 
     page_size = DEFAULT_PAGE_SIZE
 
@@ -61,28 +63,34 @@ class RunnerRows:
         return 0 if steady else self._runner.chunk_size
 
     def reason_apart(self, row: Row) -> str | None:
+        """Why a row has a pool of its own; None if its pages are in that of all rows."""
         return self._runner.reason_apart(row.plan)
 
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
+        """An empty cache of one row, over the pages of ``table`` if there is one."""
         cache = self._runner.new_cache(row.plan, len(row.ids) + _room_behind(row), length=row.length)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
         self.begin(row, cache)
         return cache
 
     def begin(self, row: Row, cache: SparseCache) -> None:
+        """Set up a cache for the answer of a row."""
         if row.exact is not None:
             cache.run.exact, cache.stats.probe_every = "dense", 0
 
     def forks(self, cache: SparseCache) -> bool:
+        """Whether ``fork`` can copy a cache."""
         return self._runner.reason_apart(cache.run.plan) is None and cache.can_undo
 
     def fork(self, cache: SparseCache, length: int, row: Row) -> SparseCache:
+        """A cache for a row that begins with the first ``length`` tokens of another one, whose full pages it shares."""
         forked = self._runner.new_cache(cache.run.plan, len(row.ids) + row.max_new_tokens, length=row.length)
         forked.run.kv, forked.run.table = cache.table.kv, PageTable(1, cache.table.kv)
         forked.begin_as(cache, length)
         return forked
 
     def rewind(self, cache: SparseCache) -> bool:
+        """Remove what follows the tokens of a pinned prefix, if that is possible; returns whether it was."""
         cache.run.exact = ""
         cache.stats.probe_every = self._runner.probe_every
         cache.restart_stats()
@@ -92,9 +100,11 @@ class RunnerRows:
         return True
 
     def fail(self) -> None:
+        """Forget all captured steps and pools, after a fault."""
         self._groups.clear()
 
     def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
+        """Feed the next token of each row of a group: logits [vocabulary] of each, or the token that was chosen."""
         if rows[0].steps is not None:
             group: Group[Any] = rows[0].steps
             return group.step(rows)
@@ -104,19 +114,27 @@ class RunnerRows:
         return list(fused.decode(torch.tensor([row.token for row in rows], device=self._runner.device), caches)[:, 0])
 
     def adopt(self, cache: SparseCache, length: int, stale: bool, grid: int, sealed: Sequence[Any]) -> None:
+        """Begin with ``length`` tokens, whose pages the cache's table has adopted; ``stale``: some of them lack
+        summaries; ``sealed``: by the cache that has read them."""
         cache.adopt(self._shapes, self._like, length, stale, grid, sealed)
 
     @torch.inference_mode()
     def restore(self, row: Row) -> None:
+        """Let the source of a row fill its cache."""
         assert row.source is not None
         assert row.cache is not None
         row.source(row.cache)
         self._remember(row.cache)
 
     def root(self, row: Row) -> bytes:
+        """Name of what the keys of a prompt depend on, besides its tokens."""
         return repr((row.salt, prefill_key(row.plan), self._runner.rotation(row.length))).encode()
 
     def read(self, row: Row, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
+        """Store and attend tokens of a row's prompt; logits [vocabulary] of the last one.
+
+        ``pause`` may be called at any time, and may decode other rows; it returns whether it has.
+        """
         cache = row.cache
         assert cache is not None
         phase: Phase = "prefill" if row.decode_from is None or row.num_cached < row.decode_from else "decode"
@@ -181,6 +199,8 @@ class RunnerRows:
         self._groups.append(group)
 
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+        """Rows that one pass decodes together, of all that decode; some may wait for the next step. New ones begin in
+        their order, and have ``composed`` then: one that cannot begin is the first without."""
         for row in rows:
             if row.composed is None:
                 self._begin_steps(row)
@@ -217,10 +237,12 @@ class RunnerRows:
 
     @property
     def longest(self) -> int | None:
+        """Pages of the longest row that the model has positions for; None: they are unlimited."""
         positions = self._runner.directory.max_positions
         return None if positions is None else positions // self.page_size + SPARE_PAGES
 
     def prepare(self, kv: KVPool, plan: Plan, num_rows: int) -> int:
+        """Capture the steps that up to so many rows under a plan will take over a pool; returns how many."""
         rule, most, count = rule_of(plan), kv.pages.num_pages, 0
         empty = [group for group in self._groups if group.serves(kv) and not group.rows]
         in_blocks = self._runner.fast_path.takes_blocks(Plan(), False, self._runner.model)
@@ -260,9 +282,11 @@ class RunnerRows:
         return runner.fast_path.over_pool(runner.model, cache, max_pages, steady)
 
     def recall(self, row: Row) -> None:
+        """Let a row that takes captured steps go on from its ``num_cached`` tokens, whatever was launched for it."""
         row.steps.recall()
 
     def leave(self, row: Row) -> None:
+        """Count what a row has done in captured steps: it ends."""
         if row.steps is None:
             return
         launched = row.steps.leave(row)
@@ -271,20 +295,25 @@ class RunnerRows:
             row.cache.advance(row.place, written, row.num_cached, stale)
 
     def release(self, kv: KVPool) -> None:
+        """Let go of the tensors of a pool, which is about to grow; rows go on as after ``recall``."""
         for group in self._groups:
             group.release(kv)
 
     def runs(self, kv: KVPool) -> Sequence[Run]:
+        """Pages of a pool that the model keeps for itself."""
         return [run for group in self._groups for run in group.runs(kv)]
 
     @property
     def holds_pool(self) -> bool:
+        """Whether steps are captured over the pool, so that it should stay while no row needs it."""
         return bool(self._groups)
 
     def forget(self) -> None:
+        """Drop captured steps that no row takes."""
         self._groups = [group for group in self._groups if group.rows]
 
     def spare(self, kv: KVPool) -> int:
+        """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
         room = self.room(kv) if self._runner.fast_path.enabled else 0
         return min(kv.pages.num_pages // 2, (room or 0) // 4)
 
@@ -297,11 +326,13 @@ class RunnerRows:
         return [*groups, *([row] for row in rows if row not in joined)]
 
     def pages_of(self, row: Row) -> int:
+        """The most pages' worth of memory that a row needs."""
         layers = [layer.layer for layer in self._runner.directory.full_layers]
         length = len(row.ids) + _room_behind(row)
         return -(-stored_tokens(row.plan, layers, length, self._runner.chunk_size) // self.page_size)
 
     def room(self, kv: KVPool) -> int | None:
+        """Pages for which there is memory beside a pool; None if unknown."""
         runner = self._runner
         device = torch.device("cpu") if runner.place.in_host_memory else runner.device
         free = available_bytes(device)
@@ -319,104 +350,6 @@ class RunnerRows:
         return self._fused_model
 
 
-def new_loop(runner: ModelRunner, keep_tokens: int) -> Loop:
-    """Return a loop of rows without any; a grid of ``chunk_size`` tokens, or ``GPU_GRID``, in whole pages."""
-    rows = RunnerRows(runner)
-    size = min(runner.chunk_size, GPU_GRID) if runner.device.type == "cuda" else runner.chunk_size
-    grid = max(size // rows.page_size, 1) * rows.page_size
-    return Loop(rows, grid, keep_tokens=keep_tokens, turn=runner.fast_path.turn)
-
-
 def _room_behind(row: Row) -> int:
     """Tokens for which there is to be room behind the prompt of a row."""
     return row.max_new_tokens if row.pins is None else max(row.max_new_tokens, ROOM_BEHIND_DOCUMENTS)
-
-
-class TextOutput:
-    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
-
-    Attributes:
-        transcript: of the answer.
-        num_read: tokens of the prompt that are cached.
-        tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
-    """
-
-    def __init__(
-        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
-    ) -> None:
-        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
-        self.num_read = 0
-        self.tell: Callable[[str], None] | None = None
-        self._choose = request.chooser(device)
-
-    def read(self, num_tokens: int) -> None:
-        if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
-            self.num_read = num_tokens
-            self.tell("")
-        self.num_read = num_tokens
-
-    def foresee(self, logits: Tensor, ahead: int) -> int:
-        return self._choose.foresee(logits, ahead)
-
-    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
-        token = self._choose(logits)
-        piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
-        if piece and self.tell is not None:
-            self.tell(piece)
-        return token, self.transcript.finish_reason if self.transcript.done else ""
-
-
-def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
-    """Submit rows, and wait until they have ended; yields (index of the row, piece of its text), and "" when more was
-    read.
-
-    Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed. A row that fails
-    ends with its ``error``, and the others go on.
-    """
-    if loop.is_own_thread:
-        raise RuntimeError(
-            "the engine was asked in its own thread, by something that it calls; it would wait for itself."
-        )
-    loop.start()
-    news: SimpleQueue[tuple[int, str | None]] = SimpleQueue()  # index of a row, and a piece; None: it has ended
-    for index, (row, output) in enumerate(zip(rows, outputs)):
-        output.tell = partial(_put, news, index)
-        row.on_end = partial(_put, news, index, None)
-    coming, num_running = deque(rows), 0
-    try:
-        while coming or num_running:
-            try:
-                while coming:
-                    loop.submit(coming[0])
-                    coming.popleft()
-                    num_running += 1
-            except InputError:  # too many wait, maybe of these
-                if not num_running:
-                    raise
-            index, piece = news.get()
-            if piece is None:
-                num_running -= 1
-                piece = _end(rows[index], outputs[index])
-                if not holds:
-                    loop.close(rows[index])
-                if not piece:
-                    continue
-            yield index, piece
-    finally:
-        for row in rows:
-            (loop.cancel if holds else loop.close)(row)
-
-
-def _put(news: SimpleQueue[tuple[int, str | None]], index: int, piece: str | None) -> None:
-    news.put((index, piece))
-
-
-def _end(row: Row, output: TextOutput) -> str:
-    """The last text of a row that has ended."""
-    if row.error is not None:
-        return ""
-    try:
-        return output.transcript.end(row.finish_reason)
-    except Exception as error:  # of this row alone
-        row.error = error
-        return ""

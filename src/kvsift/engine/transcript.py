@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.batching.row import FinishReason
-from kvsift.engine.growing_text import common_length
+from kvsift.engine.row import FinishReason
 from kvsift.engine.sampling import Chooser, ConstrainedChooser, Sampling
-from kvsift.engine.text_offsets import TextOffsets
-from kvsift.engine.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
 from kvsift.models.transformers_generation import GenerationSettings
+from kvsift.tokenization.growing_text import common_length
+from kvsift.tokenization.text_offsets import TextOffsets
+from kvsift.tokenization.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
 
 
 @dataclass(frozen=True)

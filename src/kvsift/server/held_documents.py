@@ -13,14 +13,14 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from kvsift.batching.row import FinishReason, Row
-from kvsift.engine.growing_text import GrowingText
-from kvsift.engine.llm import LLM
-from kvsift.engine.prompt import DocumentPrompts, PromptFormat
+from kvsift.api.llm import LLM
+from kvsift.engine.row import FinishReason, Row
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
 from kvsift.server.kept_prompts import drop, keep, remove, source_of
 from kvsift.server.prompt_limit import PromptLimit
+from kvsift.tokenization.growing_text import GrowingText
+from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
 FULL_S = 1.0  # between two tries to enter a full queue
 DELETED = "the document was deleted."

@@ -1,4 +1,4 @@
-"""What was read of a document, kept on the disk: a saved document (``engine.saved_document``) of a row of the loop."""
+"""What was read of a document, kept on the disk: a saved document (``api.saved_document``) of a row of the loop."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvsift.batching.row import Row
-from kvsift.engine.llm import LLM
+from kvsift.api.llm import LLM
+from kvsift.api.saved_document import SavedDocument, check_saving, save
 from kvsift.engine.prefill_sharing import learns_from_prompt
-from kvsift.engine.prompt import DocumentText
-from kvsift.engine.saved_document import SavedDocument, check_saving, save
+from kvsift.engine.row import Row
 from kvsift.errors import InputError
 from kvsift.models.transformers_cache import SparseCache
+from kvsift.tokenization.prompt import DocumentText
 
 
 def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] | None:

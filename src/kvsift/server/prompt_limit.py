@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsift.engine.llm import LLM
+from kvsift.api.llm import LLM
 from kvsift.errors import InputError
 
 

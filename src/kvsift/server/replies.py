@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsift.batching.row import FinishReason
-from kvsift.engine.result import Answer
+from kvsift.api.answer import Answer
+from kvsift.engine.row import FinishReason
 from kvsift.engine.transcript import Request, Transcript
 
 

@@ -22,15 +22,12 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kvsift import threads
-from kvsift.batching.row import Row
-from kvsift.engine.exactness import check_exact, exact_decoder
-from kvsift.engine.generation import answer_of_row, log_of
-from kvsift.engine.growing_text import GrowingText
-from kvsift.engine.llm import LLM
+from kvsift.api.generation import answer_of_row, log_of
+from kvsift.api.llm import LLM
 from kvsift.engine.options import GenerateOptions
-from kvsift.engine.prompt import PromptFormat, require_text
+from kvsift.engine.row import Row
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.text_offsets import TextOffsets
+from kvsift.engine.speculative.exactness import check_exact, exact_decoder
 from kvsift.errors import InputError, KVSiftError
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.plan import Plan
@@ -39,6 +36,9 @@ from kvsift.server.heap import trim
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.prompt_limit import PromptLimit, TooLong
 from kvsift.server.replies import Reply, usage_of
+from kvsift.tokenization.growing_text import GrowingText
+from kvsift.tokenization.prompt import PromptFormat, require_text
+from kvsift.tokenization.text_offsets import TextOffsets
 
 ALIVE_S = 1.0  # between two signs of life
 CHAT_TOKENS = 512  # of an answer in a chat, unless the request says so

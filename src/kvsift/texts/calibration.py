@@ -10,14 +10,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvsift.engine.calibration import pieces_of_texts
-from kvsift.engine.fidelity import DecodedText
+from kvsift.calibration.fidelity import DecodedText
+from kvsift.calibration.recipe import pieces_of_texts
 from kvsift.engine.model_runner import ModelRunner
-from kvsift.engine.prompt import answer_text
 from kvsift.errors import InputError
 from kvsift.texts import TASKS, make_sample
 from kvsift.texts.prose import prose
 from kvsift.texts.sample import Sample
+from kvsift.tokenization.prompt import answer_text
 
 QUESTIONS, ROOM = 8, 384  # of a context, and the most tokens that they and their answers take
 DECODED = 128  # tokens at the end of a text

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvsift.engine.prompt import STOP, question_text
+from kvsift.tokenization.prompt import STOP, question_text
 
 Encode = Callable[[str], Sequence[int]]
 """Token ids of a piece of text, special tokens not added."""

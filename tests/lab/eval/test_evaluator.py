@@ -16,7 +16,7 @@ from kvsift_lab.eval.results import difference, document_of, is_extended
 from kvsift_lab.eval.tasks import Question, Sample
 from lab.eval.samples import recipe_of, recipe_text
 
-from kvsift.engine.llm import LLM
+from kvsift.api.llm import LLM
 from kvsift.errors import InputError
 
 PLANS = '"dense", "quest:budget={budget}:window=16", "streaming_llm:budget={budget}"'

@@ -17,8 +17,8 @@ from kvsift_lab.eval.explain.page import page
 from lab.eval.samples import Tags
 from transformers import AutoModelForCausalLM
 
+from kvsift.api.llm import LLM
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.engine.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError

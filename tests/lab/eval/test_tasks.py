@@ -24,10 +24,10 @@ from kvsift_lab.eval.tasks import (
 from lab.eval.task_tools import BOS, LONG, encode, encode_words, sample
 
 from kvsift import texts
-from kvsift.engine.prompt import answer_text, exact_match, parse_answer, prompt, question_text
 from kvsift.errors import InputError
 from kvsift.texts.facts import facts
 from kvsift.texts.prose import document, paragraphs
+from kvsift.tokenization.prompt import answer_text, exact_match, parse_answer, prompt, question_text
 
 OWN = FAMILIES["own"]
 NEW = [name for name in TASKS if name not in OWN]

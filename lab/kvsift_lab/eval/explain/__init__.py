@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvsift.batching.row import Row
-from kvsift.engine.llm import LLM
+from kvsift.api.llm import LLM
 from kvsift.engine.options import GenerateOptions, ProgressCallback
-from kvsift.engine.prompt import STOP
-from kvsift.engine.rows import TextOutput, follow
-from kvsift.engine.token_text import TokenDecoder
+from kvsift.engine.row import Row
+from kvsift.engine.text_output import TextOutput, follow
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
 from kvsift.models.transformers import PlanSpec
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import BUDGET_KEYS, parse_plan
+from kvsift.tokenization.prompt import STOP
+from kvsift.tokenization.token_text import TokenDecoder
 from kvsift_lab.eval.explain.explanation import (
     Explanation,
     layer_reading,

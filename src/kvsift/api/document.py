@@ -1,0 +1,339 @@
+"""A document that is prefilled once and asked many times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from time import perf_counter
+from typing import Any, Protocol, Unpack
+
+from kvsift.api.answer import Answer
+from kvsift.api.generation import answer_of_row, check_captured, log_of
+from kvsift.api.saved_document import check_saving, check_target, save
+from kvsift.engine.engine import Engine
+from kvsift.engine.model_runner import require_tokens
+from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
+from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
+from kvsift.engine.prefill_sharing import can_share_prefill
+from kvsift.engine.row import Row
+from kvsift.engine.speculative.exactness import check_exact, exact_decoder
+from kvsift.engine.text_output import TextOutput, follow
+from kvsift.engine.transcript import Request
+from kvsift.engine.uncopied import Uncopied
+from kvsift.errors import InputError, unknown
+from kvsift.methods import checks
+from kvsift.methods.base import Phase
+from kvsift.models.inference import inference
+from kvsift.models.transformers import PlanSpec, SparseCache
+from kvsift.plan.plan import PHASES, Plan
+from kvsift.tokenization.prompt import DocumentPrompts, DocumentText, require_text
+from kvsift.tokenization.text_offsets import TextOffsets
+
+LONG = 512  # tokens of a question; one that is longer, and longer than the context, was probably meant as the context
+
+
+class CacheContents(Protocol):
+    """What fills the cache of a document instead of a prefill, for instance a ``SavedDocument``."""
+
+    @property
+    def rotation(self) -> int | None:
+        """See ``SparseCache.rotation``."""
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that the prefill took."""
+
+    @property
+    def read_stats(self) -> dict[str, Any]:
+        """Counters of the prefill."""
+
+    def fill(self, cache: SparseCache, runner: Engine) -> None:
+        """Fill an empty cache with the tokens of the document."""
+
+
+class Document(Uncopied):
+    """A prefilled context. Every question starts from the same cache and leaves it unchanged.
+
+    Threads may share it, and their questions are answered side by side; under plans that drop tokens, and with keys in
+    host memory, one after the other.
+
+    Args:
+        runner: the ``LLM``.
+        ids: the tokens that all questions share.
+        encode: returns the whole prompt of a question, which begins with ``ids``.
+        plan: of questions without a plan of their own.
+        progress: called while the document is prefilled, with the first question.
+        stop: text, or several texts, that end an answer to ``ask``.
+        text: from which ``ids`` and ``encode`` were made, for ``save``.
+
+    Attributes:
+        read_s: seconds spent on prefilling the document, maybe before it was saved.
+        read_stats: counters of that prefill.
+        open_s: seconds spent on opening the document; 0 if it was prefilled here.
+        text: as given.
+    """
+
+    INSTEAD = "Write it to a file with save, and open that with llm.open."
+
+    def __init__(
+        self,
+        runner: Engine,
+        ids: list[int],
+        encode: Callable[[str], list[int]],
+        plan: Plan,
+        progress: ProgressCallback | None = None,
+        stop: Stop = None,
+        text: DocumentText | None = None,
+    ) -> None:
+        checks.function("progress", progress)
+        self._runner, self._ids, self._encode, self._plan, self._progress = runner, ids, encode, plan, progress
+        self._stop, self.text = stop, text
+        self._prefix: PinnedPrefix | None = None
+        self._lock = Lock()  # while the document is prefilled
+        self.read_s = self.open_s = self._build_s = 0.0  # _build_s: what the last call of ``prefill`` built for decode
+        self.read_stats: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        read = "not prefilled yet"
+        if self._prefix is not None:
+            read = f"opened in {self.open_s:.1f} s" if self.open_s else f"prefilled in {self.read_s:.1f} s"
+        return f"<Document of {self.num_tokens:,} tokens for {self._runner.directory.name}, {self._plan}, {read}>"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that all questions share."""
+        return len(self._ids)
+
+    def check(self, question: str, max_new_tokens: int, plan: PlanSpec = None) -> list[int]:
+        """Refuse a question that cannot be asked, before the weights are loaded.
+
+        Returns:
+            Its whole prompt.
+
+        Raises:
+            InputError: if it is empty, longer than ``LONG`` and the document, or makes the prompt too long.
+        """
+        require_text(question, "question")
+        if not question.strip():
+            raise InputError("the question is empty.")
+        self._runner.check_text(question)
+        length = len(self._runner.tokenizer(question, add_special_tokens=False, verbose=False)["input_ids"])
+        if length > max(self.num_tokens, LONG):
+            raise InputError(
+                f"the question has {length:,} tokens and the context only {self.num_tokens:,}. Were they swapped? The "
+                "long text is the context."
+            )
+        ids = self._encode(question)
+        if ids[: self.num_tokens] != self._ids:
+            raise InputError(
+                f"the tokenizer joins the question {question.strip()[:40]!r} with the end of the document. Begin it "
+                "with a word."
+            )
+        self._runner.check_prompts([ids], max_new_tokens, self._resolved(plan))
+        return ids
+
+    def _resolved(self, plan: PlanSpec, exact: bool = False) -> Plan:
+        return self._runner.plan_of(plan, self._plan, exact)
+
+    def prefill(self, plan: Plan, more: int | None = None) -> SparseCache:
+        """The cache of the document under a plan, with room for ``more`` tokens after it, for a caller that has the
+        document to itself until the next question. None: no token will follow, so any rotation is right.
+
+        The document is prefilled again only if the plan prefills differently, if the last answer has evicted a part of
+        it (evict=true), or if RoPE rotates a sequence of this length differently.
+        """
+        plan = self._executed(plan)
+        prefix = self._prefilled(plan, more)
+        return self._runner.loop.call(partial(self._runner.loop.rewound, prefix, plan))
+
+    def _prefilled(self, plan: Plan, more: int | None) -> PinnedPrefix:
+        """The document's tokens, cached as a plan prefills them."""
+        with self._lock:
+            prefix = self._prefix
+            if prefix is None or not self._runner.loop.call(partial(self._fits, prefix, plan, more)):
+                prefix = self._read(plan, more)
+            return prefix
+
+    def _fits(self, prefix: PinnedPrefix, plan: Plan, more: int | None) -> bool:
+        """Whether a question under a plan can begin with a prefix, with room for ``more`` tokens."""
+        cache, runner = prefix.cache, self._runner
+        if cache is None or prefix.is_spoiled or not can_share_prefill(cache.run.plan, plan):
+            return False
+        return more is None or cache.rotation == runner.rotation(self.num_tokens + more)
+
+    def _read(self, plan: Plan, more: int | None) -> PinnedPrefix:
+        """Prefill the document; its old cache is dropped."""
+        runner, prefix = self._runner, PinnedPrefix(self.num_tokens)
+        self._prefix = None  # the memory of the old cache is free before the new one grows
+        runner.load()
+        runner.release()
+        output = TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device)
+        row = Row(self._ids, plan, max(more or 0, 1), output, pins=prefix)
+        started, total = perf_counter(), self.num_tokens
+        for _ in follow(runner.loop, [row], [output], holds=False):
+            if self._progress is not None:
+                self._progress(min(output.num_read, total), total)
+        if row.error is not None:
+            raise row.error
+        assert row.report is not None
+        self.read_s, self.open_s = perf_counter() - started - prefix.build_s, 0.0
+        self.read_stats = row.report.stats.report()
+        self._prefix = prefix  # only now: an interrupted prefill leaves no cache
+        return prefix
+
+    def _executed(self, plan: Plan) -> Plan:
+        """The plan as it runs on this machine."""
+        return plan if self._runner.composed_reason(plan) is None else self._runner.composed_plan(plan)
+
+    def save(self, path: str | Path) -> None:
+        """Write the document to a file, from which ``LLM.open`` continues without a prefill. It is prefilled now if no
+        question was asked yet, or the last one's plan prefills differently from the document's.
+
+        Raises:
+            InputError: if the file cannot be written, or tokens were dropped (evict=true); an older file stays then.
+        """
+        path, runner = checks.path_of("path", path).resolve(), self._runner
+        check_target(path)
+        if self.text is None:
+            raise InputError("this document was made of tokens, without its text. Documents of llm.read can be saved.")
+        check_saving(runner, self._plan, self.num_tokens, path)
+        if self._prefix is None:
+            runner.check_prompts([self._ids], 1, self._plan)
+        elif self._prefix.is_spoiled:
+            raise InputError(
+                "the last answer has dropped tokens of the document for good (evict=true). Save it before the first "
+                "question, or after one under a plan without evict=true."
+            )
+        prefix = self._prefilled(self._executed(self._plan), None)
+        try:
+            with runner.loop.leased(prefix, self._executed(self._plan)) as cache, runner.fast_path.turn, inference():
+                save(path, runner, cache, self.text, self._ids, self.read_s, self.read_stats)
+        except PrefixSpoiled:  # by an answer to another thread, or by a fault of the engine
+            raise InputError(
+                "the document was changed by an answer that ended meanwhile (evict=true), or the engine has failed. "
+                "Ask it a question under a plan without evict=true, and save it again."
+            ) from None
+
+    def restore(self, saved: CacheContents) -> None:
+        """Fill the cache instead of a prefill."""
+        runner = self._runner
+        runner.check_prompts([self._ids], 1, self._plan)
+        runner.load()
+        started, plan, prefix = perf_counter(), self._executed(self._plan), PinnedPrefix(self.num_tokens)
+        row = Row(self._ids, plan, 1, TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device), pins=prefix)
+        runner.loop.restore(row, saved.rotation, partial(saved.fill, runner=runner))
+        self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
+        self._prefix = prefix
+
+    def ask(
+        self,
+        question: str,
+        *,
+        on_text: Callable[[str], None] | None = None,
+        question_phase: Phase = "prefill",
+        **options: Unpack[Options],
+    ) -> Answer:
+        """Answer a question about the document.
+
+        Args:
+            question: in plain words.
+            on_text: called with every new piece of text.
+            question_phase: "decode" answers the question's own tokens under the decode rule too, one by one: the
+                harder protocol of Quest's evaluation.
+            plan: instead of the document's.
+            max_new_tokens: maximum number of tokens to generate, 64 by default.
+            sampling: how to choose tokens; greedy by default.
+            stop: text, or several texts, that end the answer, instead of the document's.
+            stop_token_ids, skip_special_tokens: see ``LLM.generate``.
+            timeout_s: end the answer after so many seconds, as it is then, with its first token at the earliest. They
+                count from the cached document, as ``ttft_s`` does: what is read for the first question is read whole.
+            exact: the answer of dense attention, token by token; see ``LLM.generate``.
+            passages: keep which characters of the document were selected (composed steps).
+
+        Returns:
+            The answer. Its ``ttft_s`` counts from the cached document and includes ``build_s``, in which
+            the plan built its index over it, the first time; see ``read_s`` for the document itself.
+        """
+        if question_phase not in PHASES:
+            raise unknown("question_phase", question_phase, PHASES)
+        chosen: Options = {"stop": self._stop, **options}
+        ids = self.check(question, GenerateOptions.of(chosen).max_new_tokens, chosen.get("plan"))
+        offsets = None
+        if chosen.get("passages") and isinstance(self._encode, DocumentPrompts):
+            offsets = self._encode.offsets(question)
+        answer = self._go_on(ids, offsets, on_text, question_phase, chosen)
+        answer.text = answer.text.strip()
+        return answer
+
+    def go_on(
+        self,
+        ids: list[int],
+        *,
+        on_text: Callable[[str], None] | None = None,
+        question_phase: Phase = "prefill",
+        **options: Unpack[Options],
+    ) -> Answer:
+        """As ``ask``, for a whole prompt as tokens, which begins with the document's; the text is not stripped."""
+        require_tokens(ids)
+        if len(ids) <= self.num_tokens or list(ids[: self.num_tokens]) != self._ids:
+            raise InputError(
+                f"the prompt of {len(ids):,} tokens does not begin with the {self.num_tokens:,} of the document, or "
+                "ends with them. Give those of the document and of a question."
+            )
+        self._runner.check_prompts(
+            [ids], GenerateOptions.of(options).max_new_tokens, self._resolved(options.get("plan"))
+        )
+        return self._go_on(ids, None, on_text, question_phase, options)
+
+    def itl_s(self, plan: Plan, num_tokens: int) -> list[float]:
+        """Seconds between so many tokens that follow the document under a plan, whatever they are."""
+        options: Options = {"plan": plan, "max_new_tokens": num_tokens}
+        return self._go_on([*self._ids, self._ids[-1]], None, None, "decode", options, ignores_ends=True).itl_s
+
+    def _go_on(
+        self, ids: list[int], offsets: TextOffsets | None, on_text: Callable[[str], None] | None,
+        question_phase: Phase, options: Options, ignores_ends: bool = False,
+    ) -> Answer:  # fmt: skip
+        checks.function("on_text", on_text)
+        [chosen] = GenerateOptions.of(options).split(1)
+        runner = self._runner
+        plan = self._resolved(chosen.plan, chosen.exact)
+        check_exact(runner, plan, chosen.exact)
+        if chosen.passages and offsets is None:
+            raise InputError("a prompt of tokens has no text that passages could be parts of. Leave out passages.")
+        while True:
+            with suppress(PrefixSpoiled):  # by the answer before, for which this question has waited
+                return self._answer(ids, plan, chosen, offsets, on_text, question_phase, ignores_ends)
+
+    def _answer(
+        self, ids: list[int], plan: Plan, options: GenerateOptions, offsets: TextOffsets | None,
+        on_text: Callable[[str], None] | None, question_phase: Phase, ignores_ends: bool,
+    ) -> Answer:  # fmt: skip
+        runner, before = self._runner, self._prefix
+        reason = runner.composed_reason(plan)
+        prefix = self._prefilled(self._executed(plan), len(ids) - self.num_tokens + options.max_new_tokens - 1)
+        build_s, started = 0.0 if prefix is before else prefix.build_s, perf_counter()
+        request = runner.request(ids, options, on_text is not None, offsets, started - build_s, ignores_ends)
+        if reason is None:
+            check_captured([request])
+        output = TextOutput(request, runner.tokenizer, runner.device)
+        row = Row(
+            ids,
+            self._executed(plan),
+            request.max_new_tokens,
+            output,
+            exact=exact_decoder(runner, request, plan),
+            observer=log_of(request),
+            prefix=prefix,
+            decode_from=self.num_tokens if question_phase == "decode" else None,
+        )
+        for _, piece in follow(runner.loop, [row], [output], holds=False):
+            if piece and on_text is not None:
+                on_text(piece)
+        if row.error is not None:
+            raise row.error
+        row.build_s += build_s
+        return runner.loop.call(partial(answer_of_row, runner, row, output.transcript, started - build_s, reason or ""))

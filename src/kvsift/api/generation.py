@@ -1,0 +1,308 @@
+"""Generation after prompts, and the answer that it ends with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from kvsift import native
+from kvsift.api.answer import Answer
+from kvsift.api.passages import passages_of
+from kvsift.engine.decode_paths import decode_in_slots, row_in_slot
+from kvsift.engine.graphs.fast_path import SPARE_TOKENS
+from kvsift.engine.graphs.session import Session, row_lengths
+from kvsift.engine.loop import Loop
+from kvsift.engine.memory import peak_bytes
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.options import ProgressCallback
+from kvsift.engine.row import CacheReport, Row
+from kvsift.engine.speculative.decoder import ExactDecoder
+from kvsift.engine.speculative.exactness import exact_decoder
+from kvsift.engine.text_output import TextOutput, follow
+from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.uncopied import Uncopied
+from kvsift.errors import InputError
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.selection_log import SelectionLog
+from kvsift.models.transformers import SparseCache
+from kvsift.native.shapes import supports
+from kvsift.plan.plan import Plan
+
+
+class Generation:
+    """Answers to requests. Iterating generates, and yields (index of the request, new piece of its text).
+
+    Args:
+        runner: of the model, whose weights are loaded.
+        loop: of rows; captured steps of several prompts are taken beside it.
+        plan: how to sift.
+        requests: decoded together.
+        started: time of submission.
+        progress: called while prompts are prefilled.
+        holds: what the loop has read of prompts is kept as long as this object, for prompts that begin alike.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, loop: Loop, plan: Plan, requests: Sequence[Request], started: float,
+        progress: ProgressCallback | None = None, holds: bool = False,
+    ) -> None:  # fmt: skip
+        self._holds = holds
+        self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
+        self._total, self._progress = sum(len(request.ids) - 1 for request in requests), progress
+        self._done, self._reported = dict[int, int](), 0  # tokens of each captured prompt
+        self._answers: dict[int, Answer] = {}
+        self._errors: dict[int, BaseException] = {}  # of requests that failed
+        self._rows: list[Row] = []  # of the loop
+
+    def close(self) -> None:
+        """End all answers; any thread may."""
+        for row in self._rows:
+            self._loop.close(row)
+
+    @property
+    def answers(self) -> list[Answer]:
+        """Answers of finished requests, in their order."""
+        return [answer for _, answer in sorted(self._answers.items())]
+
+    def _settle(self, index: int, row: Row, answer_of_it: Callable[[], Answer]) -> None:
+        """Keep the answer to a request, or the error with which it has ended."""
+        try:
+            if row.error is not None:
+                raise row.error
+            self._answers[index] = answer_of_it()
+        except Exception as error:
+            self._errors[index] = error
+
+    def _raise_error(self) -> None:
+        """Raise the error of the first request that failed, if any has; with the answers of the others, if it is one of
+        several."""
+        errors, self._errors = [(index, self._errors[index]) for index in sorted(self._errors)], {}
+        if not errors:
+            return
+        _, error = errors[0]
+        if (count := len(self._requests)) > 1:
+            failed = ", ".join(str(index + 1) for index, _ in errors)
+            error.add_note(f"kvsift: of {count} prompts, these failed: {failed}. The attribute answers has the others.")
+            error.answers = [self._answers.get(index) for index in range(count)]  # type: ignore[attr-defined]
+        raise error
+
+    def __iter__(self) -> Generator[tuple[int, str], None, None]:
+        runner = self._runner
+        reason = runner.composed_reason(self._plan)
+        # Which rows of the loop share a step depends on the time that each takes. Prompts of one call start together
+        # instead, so that a GPU answers them as it did before, to the bit.
+        several = len(self._requests) > 1 and not runner.deterministic
+        together = several or runner.reason_apart(self._plan) is not None
+        if reason is None and (together or runner.fast_path.is_required):
+            check_captured(self._requests)
+        if reason is None and together:
+            self._loop.release()
+            return self._in_slots()
+        runner.fast_path.release()
+        return self._in_rows(reason or "")
+
+    def _in_slots(self) -> Generator[tuple[int, str], None, None]:
+        for indices in self._groups():
+            rows = list[Row]()
+            for index, piece in self._loop.iterate(self._captured(indices, rows)):
+                if piece:
+                    yield indices[index], piece
+                else:
+                    self._report(indices, rows)
+        self._raise_error()
+
+    def _groups(self) -> Iterable[list[int]]:
+        """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all. With
+        ``deterministic`` each has its own."""
+        if self._runner.deterministic:
+            return [[index] for index in range(len(self._requests))]
+        groups: dict[int | None, list[int]] = {}
+        for index, request in enumerate(self._requests):
+            groups.setdefault(self._runner.rotation(request.length), []).append(index)
+        return groups.values()
+
+    def _in_rows(self, reason: str) -> Generator[tuple[int, str], None, None]:
+        runner, plan = self._runner, self._runner.composed_plan(self._plan)
+        outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
+        self._rows = rows = [
+            Row(
+                request.ids,
+                plan,
+                request.max_new_tokens,
+                output,
+                deadline=request.deadline,
+                observer=log_of(request),
+                exact=exact_decoder(runner, request, plan),
+            )
+            for request, output in zip(self._requests, outputs)
+        ]
+        for row in rows:  # their prompts are held for as long as somebody has this object, or until an earlier end
+            weakref.finalize(self, self._loop.close, row).atexit = False
+        for index, piece in follow(self._loop, rows, outputs, self._holds):
+            if piece:
+                yield index, piece
+            elif self._progress is not None:
+                done = (min(output.num_read, len(row.ids) - 1) for output, row in zip(outputs, rows))
+                self._progress(sum(done), self._total)
+        for index, (row, output) in enumerate(zip(rows, outputs)):
+            answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
+            self._loop.call(partial(self._settle, index, row, answer))  # counters may be on the device
+        self._raise_error()
+
+    def _captured(self, indices: Sequence[int], rows: list[Row]) -> Generator[tuple[int, str], None, None]:
+        runner, requests = self._runner, [self._requests[index] for index in indices]
+        cache, kept = self._pooled_cache(requests)
+        transcripts = [Transcript(request, runner.tokenizer) for request in requests]
+        rows += [
+            row_in_slot(runner, cache, transcript, place, RunStats(runner.probe_every))
+            for place, transcript in enumerate(transcripts)
+        ]
+        yield from decode_in_slots(runner, rows, partial(runner.fast_path.session, runner.model, cache, kept))
+        for index, row, transcript in zip(indices, rows, transcripts):
+            self._settle(index, row, partial(self._answer_beside, cache, row, transcript))
+
+    def _answer_beside(self, cache: SparseCache, row: Row, transcript: Transcript) -> Answer:
+        return answer_of(self._runner, CacheReport.of(cache, row.stats), transcript, self._started, captured=row)
+
+    def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
+        """An empty cache whose rows are fed one by one, and captured steps over it; both of the last call if they fit,
+        else a new cache and None."""
+        runner, page_size = self._runner, self._plan.page_size or DEFAULT_PAGE_SIZE
+        length = max(request.length for request in requests)
+        totals = [len(request.ids) + request.max_new_tokens + SPARE_TOKENS for request in requests]
+        rows = row_lengths(totals, page_size)
+        kept = runner.fast_path.take(self._plan, runner.rotation(length), rows)
+        return (runner.new_cache(self._plan, 0, rows, length), None) if kept is None else (kept.cache, kept)
+
+    def _report(self, indices: Sequence[int], rows: Sequence[Row]) -> None:
+        """Report the progress over all prompts, of which those of a group are being prefilled."""
+        for index, row in zip(indices, rows):
+            self._done[index] = min(row.num_cached, len(row.ids) - 1)
+        done = sum(self._done.values())
+        if self._progress is not None and done > self._reported:
+            self._reported = done
+            self._progress(done, self._total)
+
+
+class TextStream(Uncopied):
+    """Pieces of a text as they are generated.
+
+    Attributes:
+        answer: the whole text with its numbers, after the last piece; None until then.
+    """
+
+    INSTEAD = "Its pieces come once."
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._pieces = iter(generation)
+        self._is_closed = False
+        self.answer: Answer | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def close(self) -> None:
+        """End the answer here, as when the stream is let go of. A thread that waits for a piece gets no further one."""
+        self._is_closed = True
+        self._generation.close()
+        with suppress(ValueError):  # such a thread is in the iterator, and ends it
+            self._pieces.close()
+
+    def __next__(self) -> str:
+        if self._is_closed:
+            self._pieces.close()
+        try:
+            return next(self._pieces)[1]
+        except StopIteration:  # also after an error, without an answer
+            self.answer = next(iter(self._generation.answers), None)
+            raise
+
+
+def check_captured(requests: Sequence[Request]) -> None:
+    """Refuse requests that captured steps cannot answer (``InputError``)."""
+    if any(request.offsets is not None for request in requests):
+        raise InputError(
+            "captured steps keep no record of what they selected. Give path='composed', or leave out passages."
+        )
+    if any(request.logprobs is not None for request in requests):
+        raise InputError(
+            "captured steps choose tokens on the GPU and keep no probabilities. Give path='composed', or leave out "
+            "logprobs."
+        )
+
+
+def log_of(request: Request) -> SelectionLog | None:
+    """Return an observer of the answer to a request, if its passages are wanted."""
+    return None if request.offsets is None else SelectionLog(len(request.ids))
+
+
+def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
+    """Return the answer of a row that has ended; if it ended before it decoded, ``path`` tells why its steps would have
+    been composed."""
+    report, reason = row.report or CacheReport(row.plan, RunStats(), 0, {}), row.composed
+    reason = path if reason is None else reason
+    return answer_of(
+        runner, report, transcript, started, num_cached=row.num_reused, captured=None if reason else row, path=reason,
+        no_reuse="" if row.prefix is not None else row.no_reuse, exact=row.exact, build_s=row.build_s,
+    )  # fmt: skip
+
+
+def answer_of(
+    runner: ModelRunner, of_cache: CacheReport, transcript: Transcript, started: float, *, num_cached: int = 0,
+    captured: Row | None = None, path: str = "", build_s: float = 0.0, no_reuse: str = "",
+    exact: ExactDecoder | None = None,
+) -> Answer:  # fmt: skip
+    """Return a finished transcript with its numbers; ``num_cached`` tokens of its prompt were cached before."""
+    prompt_tokens = len(transcript.request.ids)
+    report = of_cache.stats.report()
+    # the step of a position chooses the token after it, and the next one is the first under the larger budget
+    guard = [{"token": max(event["position"] + 2 - prompt_tokens, 0), **event} for event in report["guard"]]
+    for event in guard:
+        del event["row"]  # of a batch that the answer shares with others
+    log, offsets, passages = of_cache.stats.observer, transcript.request.offsets, None
+    if offsets is not None:
+        log = log if isinstance(log, SelectionLog) else SelectionLog(prompt_tokens)  # of a row that never ran
+        passages = passages_of(log, offsets, of_cache.plan)
+    return Answer(
+        text=transcript.text,
+        token_ids=transcript.new_ids,
+        prompt_tokens=prompt_tokens,
+        new_prompt_tokens=prompt_tokens - num_cached,
+        ttft_s=(transcript.times or [perf_counter()])[0] - started,
+        itl_s=transcript.itl_s,
+        plan=str(of_cache.plan),
+        kv_bytes=of_cache.kv_bytes,
+        peak_memory_bytes=peak_bytes(runner.device),
+        stats=report,
+        path=runner.fast_path.name if captured is not None else f"composed: {path}",
+        host="" if captured is not None else _host(runner),
+        index=of_cache.index,
+        dense_below=0 if captured is None else captured.dense_below,
+        setup_s=0.0 if captured is None else captured.setup_s,
+        build_s=build_s,
+        finish_reason=transcript.finish_reason,
+        guard=guard,
+        logprobs=transcript.logprobs,
+        no_reuse=no_reuse,
+        exact=None if exact is None else exact.report.as_dict(),
+        passages=passages,
+    )
+
+
+def _host(runner: ModelRunner) -> str:
+    if runner.device.type == "cuda" and runner.placement == "device":
+        return ""
+    if not native.available():
+        return f"plain torch: {native.why_missing()}"
+    for head_dim in sorted({layer.head_dim for layer in runner.directory.full_layers}):
+        sample = torch.empty(1, head_dim, dtype=runner.dtype)
+        if not supports(sample, sample[None]):
+            return f"plain torch: the compiled core does not take {runner.dtype} with head_dim {head_dim}"
+    return f"compiled core, {native.level()}, {torch.get_num_threads()} threads"

@@ -1,0 +1,47 @@
+"""A model, and the thread that serves requests to it."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from kvsift.engine.loop import Loop
+from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.rows import RunnerRows
+
+GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
+
+
+class Engine(ModelRunner):
+    """A model with its pools, prefix cache and scheduler.
+
+    Args:
+        arguments: of ``ModelRunner``.
+        keep_tokens: of prompts, that are kept for later ones.
+
+    Attributes:
+        loop: serves requests, in a thread of its own from the first one on. Chunks of prompts have ``chunk_size``
+            tokens, or ``GPU_GRID``, in whole pages.
+    """
+
+    def __init__(self, *arguments: Any, keep_tokens: int = 0) -> None:
+        super().__init__(*arguments)
+        rows = RunnerRows(self)
+        size = min(self.chunk_size, GPU_GRID) if self.device.type == "cuda" else self.chunk_size
+        grid = max(size // rows.page_size, 1) * rows.page_size
+        self.loop = Loop(rows, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all answers and the thread that computes them, and free the memory of the cache. Nothing can be asked
+        afterwards."""
+        self.loop.stop()
+
+    def release(self) -> None:
+        """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
+        super().release()
+        self.loop.release()

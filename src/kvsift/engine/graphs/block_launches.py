@@ -1,0 +1,112 @@
+"""What groups of blocks have launched, and where rows were before it."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.graphs.feeds import drafts_at
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.row import Row
+
+
+class Clock:
+    """Seconds between two marks: of the device, where the host launches ahead of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._marks: list[Any] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """Mark where the launches so far end."""
+        self._marks.append(perf_counter() if self._stream is None else torch.cuda.Event(enable_timing=True))
+        if self._stream is not None:
+            self._marks[-1].record(self._stream)
+
+    def wait(self) -> None:
+        """Let the host wait for the last mark."""
+        if self._stream is not None:
+            self._marks[-1].synchronize()
+
+    @property
+    def seconds(self) -> float:
+        """Between the marks, once the last has come."""
+        first, last = self._marks
+        return float(last - first if self._stream is None else first.elapsed_time(last) / 1000)
+
+
+class RowPlace(NamedTuple):
+    """How far a row is."""
+
+    row: Row
+    num_cached: int
+    token: int  # the next to feed
+
+    @classmethod
+    def of(cls, row: Row) -> RowPlace:
+        return cls(row, row.num_cached, row.token)
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of the answer so far, the next to feed included."""
+        return self.num_cached - len(self.row.ids) + 1
+
+
+class Drafts(NamedTuple):
+    """Drafts that are launched.
+
+    Attributes:
+        slots: that they run on.
+        places: of the rows, before them.
+        counts: of each row.
+        tokens: int64 [steps * slots], on the device.
+        counted: int64 [2 * layers] of each row, what they have counted (``Slots.results``).
+        clock: of them.
+    """
+
+    slots: Slots
+    places: list[RowPlace]
+    counts: list[int]
+    tokens: Tensor
+    counted: list[Tensor]
+    clock: Clock
+
+    def of(self, slot: int) -> list[int]:
+        """Numbers that stand for the drafts of a slot (``drafts_at``)."""
+        return [drafts_at(slot + number * self.slots.num_slots) for number in range(self.counts[slot])]
+
+
+class PlainStep(NamedTuple):
+    """A step of one token for each row, launched and not read, and the steps to come that the slots are ready for.
+
+    Attributes:
+        slots: that it runs on.
+        places: of the rows, before it.
+        chosen: int64 [2, slots], the first of ``Slots.results``, on the host once the clock has come to its end.
+        clock: of the step.
+        number: of the step since its rows were assigned.
+    """
+
+    slots: Slots
+    places: list[RowPlace]
+    chosen: Tensor
+    clock: Clock
+    number: int
+
+
+def launch_plain(slots: Slots, kind: StepKind, places: list[RowPlace], number: int) -> PlainStep:
+    """Launch a step; ``places`` may be told later."""
+    clock = Clock(slots.tokens.device)
+    slots.run(kind, number)
+    chosen = to_host(slots.results[:2])
+    clock.mark()
+    return PlainStep(slots, places, chosen, clock, number)
+
+
+def to_host(numbers: Tensor) -> Tensor:
+    """Return a tensor that will hold these numbers once a mark after this launch has come."""
+    return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda).copy_(numbers, non_blocking=True)

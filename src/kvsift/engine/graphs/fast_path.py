@@ -1,0 +1,229 @@
+"""The fast path of one model: whether decode steps are captured, the fused prefill, and sessions kept between calls.
+
+Ownership: a ``Session`` owns the graphs over one cache, and belongs to the owner of that cache: a ``Document``, or this
+``FastPath`` between two calls of ``LLM.generate``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from threading import RLock
+from typing import Any, ClassVar
+
+import torch
+
+from kvsift.engine.graphs.crossover import measure_crossover
+from kvsift.engine.graphs.session import Session, row_lengths
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.errors import InputError, unknown
+from kvsift.kernels.triton_shim import HAVE_TRITON
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
+from kvsift.layer.paged_decode import reason_against, rule_of
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.fused_model import FusedModel
+from kvsift.models.inference import inference
+from kvsift.models.step import NO_STEP, Step
+from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.transformers_generation import FILE, GenerationSettings
+from kvsift.models.transformers_step import TransformersStep, kind_of_step
+from kvsift.plan.capabilities import PlanCase, reason, verdict
+from kvsift.plan.placement import Placement
+from kvsift.plan.plan import Plan, Rule
+from kvsift.types import Objections
+
+log = logging.getLogger("kvsift")
+PATHS = ("auto", "captured", "composed", "eager")
+DEVICE = Placement()
+GPU_TURN = RLock()  # of all models: a capture forbids copies to the whole process
+SPARE_TOKENS = 4  # room for steps that are launched before the host reads that a row has ended
+CAPTURED_TOKENS = 32  # from so many on a step is captured for them: capturing takes as long as some steps
+
+
+class FastPath:
+    """Captured decode steps and fused prefill of one model.
+
+    Args:
+        device: of the model.
+        path, dense_below, deterministic: see ``LLM``.
+        place: where KV lives.
+
+    Attributes:
+        turn: lock of the thread that uses the GPU: no thread may synchronise while another captures a graph. On a CPU
+            it does nothing.
+    """
+
+    objections: ClassVar[Objections] = (  # to captured decode steps, of a case with the fast path as its runner
+        (lambda case: case.runner._path == "composed", "requested"),
+        (lambda case: case.place.in_host_memory and not case.place.store.captures,
+         "its keys and values are in host memory"),
+        (lambda case: not case.place.store.captures, "placement={it.place.name} has no pools for captured steps"),
+        (lambda case: not case.on_gpu and case.runner._path != "eager", "no NVIDIA GPU"),
+        (lambda case: case.on_gpu and not HAVE_TRITON, "Triton is not installed"),
+        (lambda case: case.settings.applied,
+         f"{FILE} asks for {{found}}, which is applied to the logits of each step on the host"),
+        (lambda case: reason_against(case.plan), "{found}"),
+        (lambda case: reason(case, case.place.store.not_captured), "{found}"),
+        (lambda case: case.runner._reason_of_model(case.plan, case.model), "{found}"),
+    )  # fmt: skip
+
+    def __init__(
+        self, path: str, device: torch.device, dense_below: int | str, place: Placement = DEVICE,
+        deterministic: bool = False,
+    ) -> None:  # fmt: skip
+        if path not in PATHS:
+            raise unknown("path", str(path), PATHS)
+        self.deterministic = deterministic
+        self._path, self._device, self._dense_below, self._place = path, device, dense_below, place
+        self.turn: AbstractContextManager[object] = GPU_TURN if device.type == "cuda" else nullcontext()
+        self._making = RLock()  # of what threads share: the step, the trial and the kept session
+        self._step: DecoderStep | None = None
+        self._prefill: FusedModel | None = None
+        self._model_reason: str | None = None  # why no step of the model is captured; "" if none
+        self._kept: Session | None = None  # of the last call of ``LLM.generate``
+        self._crossovers: dict[object, int] = {}
+        self._logged: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """Name of the path in answers."""
+        return "eager" if self._path == "eager" else "captured"
+
+    @property
+    def is_required(self) -> bool:
+        """Whether rows that cannot take captured steps are refused."""
+        return self._path in ("captured", "eager")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether steps are captured where plan and model allow it."""
+        if not self._place.store.captures:
+            return self._path == "captured"  # which is refused
+        return self._path in ("captured", "eager") or (self._path == "auto" and self._device.type == "cuda")
+
+    def takes_blocks(self, plan: Plan, exact: bool, model: Any) -> bool:
+        """Whether rows of a plan take steps of blocks (``block_groups``), where they take captured ones."""
+        asked = self.enabled and self.deterministic and (exact or rule_of(plan) is None)
+        return asked and reason(model, DecoderStep.objections) is None
+
+    def composed_reason(self, plan: Plan, model: Any, settings: GenerationSettings) -> str | None:
+        """Why decode steps of a model with these settings are composed; None: they are captured.
+
+        Raises:
+            InputError: if captured steps are required.
+        """
+        case = PlanCase(plan, self._place, self._device.type == "cuda", model=model, settings=settings, runner=self)
+        _, against = verdict(case, {"captured": self.objections, "composed": ()})
+        for why in against:
+            if self._path == "captured":
+                raise InputError(f"decoding cannot be captured: {why}. Leave out path='captured', or change the plan.")
+            if self.enabled and why not in self._logged:
+                self._logged.add(why)
+                log.warning("decode steps are composed, not captured: %s", why)
+            return why
+        return None
+
+    def fused(self, model: Any) -> FusedModel | None:
+        """The fused forward pass of prompt chunks, and on a CPU of generated tokens; None: transformers' own."""
+        if not (self.enabled or self._path == "auto") or (self._device.type == "cuda" and not HAVE_TRITON):
+            return None
+        with self._making:
+            if self._prefill is None and reason(model, DecoderStep.objections, NO_STEP) is None:
+                self._prefill = FusedModel(self._fused_step(model))
+            return self._prefill
+
+    def take(self, plan: Plan, rotation: int | None, rows: Sequence[int]) -> Session | None:
+        """The session of the last call over its emptied cache, if it fits rows of these lengths; else None, and its
+        memory is free. It belongs to the caller until the caller closes ``session``."""
+        with self._making:  # no two threads take the same
+            kept = self._kept
+            self.release()
+        fits = kept is not None and kept.cache.run.plan == plan and kept.cache.rotation == rotation
+        if kept is None or not fits or not kept.has_room(rows):
+            return None
+        kept.cache.clear(rows)
+        return kept
+
+    def release(self) -> None:
+        """Free the pools and graphs of the last call."""
+        self._kept = None
+
+    @contextmanager
+    def session(self, model: Any, cache: SparseCache, kept: Session | None) -> Iterator[Session]:
+        """Captured steps over the cache of one call, which are kept for the next one."""
+        session = self._session(model, cache, kept)
+        try:
+            yield session
+        finally:
+            self._kept = session
+
+    def _session(self, model: Any, cache: SparseCache, kept: Session | None) -> Session:
+        if kept is not None and kept.cache is cache and kept.fits:
+            return kept
+        return Session(self._step_of(model, cache), cache, self._crossover, capture=self._path != "eager")
+
+    def for_tokens(self, model: Any, cache: SparseCache, length: int, number: int) -> Session:
+        """Steps over a cache of a length for so many more tokens; of few, no step is captured."""
+        cache.reserve_rows([length + number + SPARE_TOKENS])
+        capture = self._path != "eager" and number >= CAPTURED_TOKENS
+        return Session(self._step_of(model, cache), cache, self._crossover, capture)
+
+    def over_pool(self, model: Any, cache: SparseCache, max_pages: int, steady: bool) -> Session:
+        """Captured steps over the pool of a cache, which may grow, for rows of so many pages; ``steady``: see
+        ``Session``."""
+        capture = self._path != "eager"
+        return Session(self._step_of(model, cache), cache, self._crossover, capture, max_pages=max_pages, steady=steady)
+
+    def _step_of(self, model: Any, cache: SparseCache) -> Step:
+        is_fused = reason(model, DecoderStep.objections) is None
+        return self._fused_step(model) if is_fused else TransformersStep(model, cache.rotation)
+
+    def keeps_bits(self, model: Any) -> bool:
+        """Whether steps of blocks may be of any number of rows (``models.step``)."""
+        return self._fused_step(model).keeps_bits
+
+    def _fused_step(self, model: Any) -> DecoderStep:
+        with self._making:
+            if self._step is None:
+                self._step = DecoderStep(model)
+            return self._step
+
+    def _reason_of_model(self, plan: Plan, model: Any) -> str | None:
+        with self.turn, self._making:
+            if self._model_reason is None:
+                kind, against = kind_of_step(model)
+                why = reason(model, NO_STEP) or (None if kind else against[-1])
+                if why is None and self._path != "eager":
+                    why = self._trial(plan, model)
+                self._model_reason = why or ""
+            return self._model_reason or None
+
+    def _trial(self, plan: Plan, model: Any) -> str | None:
+        """Capture a step on a cache of its own, to learn whether the model's code and quantisation allow it."""
+        page_size = plan.page_size or DEFAULT_PAGE_SIZE
+        cache = make_cache(model, plan, rows=row_lengths([4 * page_size], page_size))
+        with inference(), feeding(cache, "prefill"):
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=self._device), past_key_values=cache)
+        slots = Session(self._step_of(model, cache), cache, lambda cache, slots, rule: 0).slots(1)
+        try:
+            slots.prepare(StepKind("dense" if rule_of(plan) is None else "sparse"))
+        except Exception as error:  # anything that the model's code, a compiler or a quantisation raises is reported
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            return f"a step of {type(model).__name__} cannot be captured ({line})"
+        return None
+
+    def _crossover(self, cache: SparseCache, slots: Slots, rule: Rule) -> int:
+        if isinstance(self._dense_below, int):
+            return self._dense_below
+        if self._path == "eager" or self.deterministic:  # what is measured differs from time to time
+            return 0
+        key = (slots.num_slots, str(rule))
+        reserved = slots.batch.table.shape[1] * cache.page_size
+        if key not in self._crossovers:
+            measured = measure_crossover(slots, rule, reserved)
+            if measured is None:  # this cache is too small to measure
+                return reserved + 1
+            log.info("sparse decode is faster from %d tokens on, for %d rows", measured, slots.num_slots)
+            self._crossovers[key] = measured
+        return min(self._crossovers[key], reserved + 1)

@@ -1,0 +1,81 @@
+"""Probes of captured steps: their lists beside exact attention, as ``layer.probe`` measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.graphs.accounting import DecodeRow
+from kvsift.engine.graphs.slots import CapturedStep, Slots
+from kvsift.layer.paged_decode import DecodeLayer
+from kvsift.layer.probe import probe as compare
+from kvsift.types import Selection
+
+
+class Probe(NamedTuple):
+    """Recall and recovery of one layer's list for one row. It counts if the step's token is read."""
+
+    row: DecodeRow
+    layer: int
+    recall: float
+    recovery: float
+
+    def add(self) -> None:
+        tally = self.row.stats.tally(self.layer, "decode")
+        tally.probes += 1
+        tally.recall, tally.recovery = tally.recall + self.recall, tally.recovery + self.recovery
+
+
+@torch.inference_mode()
+def probe_rows(slots: Slots, step: CapturedStep, rows: Sequence[DecodeRow]) -> tuple[list[Probe], float]:
+    """Compare the step that was just launched with exact attention, for the rows whose turn it is.
+
+    Returns:
+        The probes, and the seconds they took.
+    """
+    spent, probes = 0.0, []
+    for slot, row in enumerate(rows):
+        layers = [] if row.done else _sparse_layers(slots, row)
+        if not layers:
+            continue
+        position, every = row.written - 1, row.stats.probe_every
+        due = row.guard.due(position, every) if row.is_guarded else row.sparse_steps % every == 0
+        row.sparse_steps += 1
+        if not due:
+            continue
+        if slots.tokens.is_cuda:
+            torch.cuda.synchronize(slots.tokens.device)  # the step itself is no part of the probe
+        started = perf_counter()
+        for index in layers:
+            layer = slots.layers[index]
+            probe = Probe(row, layer.shape.layer, *_probe(layer, slot, row.written, step.queries[index][slot]))
+            probes.append(probe)
+            if row.is_guarded:
+                row.guard.note(position, probe.layer, probe.recovery)
+        spent += perf_counter() - started
+    return probes, spent
+
+
+def _sparse_layers(slots: Slots, row: DecodeRow) -> list[int]:
+    """Return the layers whose lists left something out in the last step of a row, by index."""
+    rule, length = row.rule, row.written
+    if rule is None or row.stats.probe_every == 0 or row.dense[-1]:
+        return []
+    numbers = [layer.shape.layer for layer in slots.layers]
+    sparse = [index for index, number in enumerate(numbers) if number not in rule.budget.dense_layers]
+    return [] if sparse and rule.is_dense(numbers[sparse[0]], length - 1, length) else sparse
+
+
+def _probe(layer: DecodeLayer, slot: int, length: int, queries: Tensor) -> tuple[float, float]:
+    """Return recall and recovery; queries [num_query_heads, head_dim]."""
+    assert layer.lists is not None
+    units, counts = (each[slot] for each in layer.lists)
+    physical = layer.kv.table[slot, : -(-length // layer.kv.page_size)].long()
+    keys = layer.kv.keys[:, physical].flatten(1, 2)[:, :length]
+    listed = torch.arange(units.shape[1], device=units.device) < counts.unsqueeze(1)
+    selection = Selection(units.long().masked_fill(~listed, -1), layer.batch.unit_size)
+    return compare(layer.shape, queries.unsqueeze(1), keys, (0, length), selection)

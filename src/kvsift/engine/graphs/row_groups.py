@@ -1,0 +1,283 @@
+"""Captured steps over the pool of a loop, for rows that join and leave while others decode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from kvsift.engine.graphs.accounting import DecodeRow
+from kvsift.engine.graphs.captured_rows import CapturedRows
+from kvsift.engine.graphs.session import STEADY_SLOTS, Session
+from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.row import Row
+from kvsift.engine.transcript import Request
+from kvsift.layer.paged_decode import rule_of
+from kvsift.plan.plan import Rule
+from kvsift.stores.kv_pool import KVPool
+from kvsift.stores.page_pool import Run
+from kvsift.stores.page_table import PageTable
+
+GroupRow = TypeVar("GroupRow")  # what a group keeps of a row
+
+
+class PoolSession:
+    """Slots over the pool of a loop, captured again when its tensors have moved or a row is longer than any before.
+
+    Args:
+        kv: the pool.
+        open_session: returns captured steps for a rule, over the pool of a table and for rows of so many pages.
+        keeps_bits: steps of blocks may be of any number of rows (``models.step``).
+    """
+
+    def __init__(
+        self, kv: KVPool, open_session: Callable[[Rule | None, PageTable, int], Session], keeps_bits: bool = False
+    ) -> None:
+        self.kv, self._open, self.keeps_bits = kv, open_session, keeps_bits
+        self.table = PageTable(1, kv)  # of the scratch page
+        self._session: Session | None = None
+        self._moves = 0
+        self._pages = 1  # of the longest row
+
+    def need(self, num_pages: int) -> None:
+        """Make room for a row of so many pages, and soon for twice as many: it is said in powers of two."""
+        if num_pages > self._pages:
+            self._pages = 1 << (num_pages - 1).bit_length()
+
+    def expect(self, num_pages: int) -> None:
+        """Make room for rows of so many pages, the longest that may come."""
+        self._pages = max(self._pages, num_pages)
+
+    def slots(self, num_slots: int, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots for at least so many sequences with these rules, all of one method."""
+        self._ready(next((rule for rule in rules if rule is not None), None))
+        return self._open_session.slots(num_slots, rules)
+
+    def blocks(self, number: int, rows: int, size: int, rules: Sequence[Rule | None]) -> Slots:
+        """Return slots of blocks (``Session.blocks``), whose steps write the summaries of these rules."""
+        self._ready(next((rule for rule in rules if rule is not None), None))
+        return self._open_session.blocks(number, rows, size)
+
+    def _ready(self, rule: Rule | None) -> None:
+        if not self.holds or not self._session_takes(rule):
+            self.release()
+            self._session = self._open(rule, self.table, self._pages)
+            self._moves = self.kv.moves
+
+    def release(self) -> None:
+        """Let go of the tensors."""
+        if self._session is not None:
+            self._session.forget()
+        self._session = None
+
+    @property
+    def _open_session(self) -> Session:
+        assert self._session is not None, "slots come first"
+        return self._session
+
+    def captured(self, num_slots: int, rules: Sequence[Rule | None], kind: StepKind) -> bool:
+        """Return whether a step for them is captured."""
+        return self.holds and self._open_session.captured(num_slots, rules, kind)
+
+    def dense_below(self, slots: Slots, rule: Rule) -> int:
+        """Return the context length below which dense steps are to be preferred."""
+        return self._open_session.dense_below(slots, rule)
+
+    @property
+    def steady(self) -> bool:
+        """Whether what a row answers does not depend on others."""
+        return self._open_session.steady
+
+    @property
+    def holds(self) -> bool:
+        """Whether the pool is where it was."""
+        return self._session is not None and self._moves == self.kv.moves
+
+    def _session_takes(self, rule: Rule | None) -> bool:
+        session = self._open_session
+        own = rule_of(session.cache.run.plan)
+        if session.steady and own != rule:
+            return False
+        return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
+
+
+class CacheSession(PoolSession):
+    """Slots over a cache that has all its pages, beside a loop."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.cache.table.kv, lambda *_: session, session.keeps_bits)
+        self._session = session
+
+    def need(self, num_pages: int) -> None:
+        """There is room."""
+
+    def _ready(self, rule: Rule | None) -> None:
+        """It is."""
+
+
+class Group(ABC, Generic[GroupRow]):
+    """Rows of a loop that take captured steps together.
+
+    Args:
+        source: of their slots.
+        rotation: of their keys (``models.transformers_pinning``).
+    """
+
+    def __init__(self, source: PoolSession, rotation: int | None) -> None:
+        self._source, self.rotation = source, rotation
+        self._rows: dict[Row, GroupRow] = {}
+
+    @property
+    @abstractmethod
+    def setup_s(self) -> float:
+        """Seconds spent on capturing."""
+
+    def serves(self, kv: KVPool) -> bool:
+        """Return whether the group decodes over a pool, or still has a row."""
+        return self._source.kv is kv or bool(self._rows)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have not left."""
+        return list(self._rows)
+
+    def runs(self, kv: KVPool) -> list[Run]:
+        """Pages of a pool that are of no row."""
+        return self._source.table.all_runs if self._source.kv is kv else []
+
+    def takes(self, row: Row, rotation: int | None) -> bool:
+        """Return whether a row may join: steps rank by one method, rows without a rule beside."""
+        assert row.cache is not None
+        rule, rules = rule_of(row.plan), (rule_of(each.plan) for each in self._rows)
+        methods = {each.method for each in rules if each is not None}
+        fits = self._source.kv is row.cache.table.kv and rotation == self.rotation and len(self._rows) < STEADY_SLOTS
+        return fits and (rule is None or not methods or methods == {rule.method})
+
+    @abstractmethod
+    def join(self, row: Row, request: Request) -> None:
+        """Take a row whose prompt is read."""
+
+    def forget(self, row: Row) -> None:
+        """Be without a row that has not joined."""
+        self._rows.pop(row, None)
+
+    def may_prepare(self, rule: Rule | None) -> bool:
+        """Whether steps for rows under a rule may be captured ahead, without losing others."""
+        return not self._rows
+
+    @abstractmethod
+    def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
+        """Capture the steps of up to so many rows under a rule, each of up to so many pages; returns how many."""
+
+    @abstractmethod
+    def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """Those of the group's rows, all of them, that the next step has a token for, by the step that they take
+        together. The others join after it."""
+
+    @abstractmethod
+    def step(self, rows: Sequence[Row]) -> list[int]:
+        """Return the next token of each row of a part."""
+
+    @abstractmethod
+    def recall(self) -> None:
+        """Forget what was launched ahead, and go on from where the rows are."""
+
+    def release(self, kv: KVPool) -> None:
+        """Let go of the tensors of a pool."""
+        if self._source.kv is kv:
+            self.recall()
+            self._source.release()
+
+    def leave(self, row: Row) -> DecodeRow | None:
+        """Let a row go, and count its steps; returns those of which some were launched ahead.
+
+        After an interrupt it may be called again. The row has left then, and nothing is counted twice; what was not
+        counted yet is lost.
+        """
+        kept = self._rows.get(row)
+        try:
+            return None if kept is None else self._end(row, kept)
+        finally:  # also if it cannot be counted: the others go on without it
+            self._rows.pop(row, None)  # first: a row without steps is not asked to leave again
+            row.steps = None  # whoever keeps the row keeps no graphs
+
+    @abstractmethod
+    def _end(self, row: Row, kept: GroupRow) -> DecodeRow | None:
+        """Count the steps of a row that leaves, which is not called again; returns as ``leave``."""
+
+
+class JoinedRow(NamedTuple):
+    """A row, its captured steps, and what its group had spent on captures when it joined."""
+
+    steps: DecodeRow
+    setup_s: float
+
+
+class RowGroup(Group[JoinedRow]):
+    """Rows whose steps are launched ahead; what they are rounded to depends on how many they are."""
+
+    def __init__(self, source: PoolSession, rotation: int | None) -> None:
+        super().__init__(source, rotation)
+        self._steps = CapturedRows(source)
+        self._prepared: Rule | None = None  # for rows of its method steps were captured ahead, and are kept
+
+    def takes(self, row: Row, rotation: int | None) -> bool:
+        rule = rule_of(row.plan)
+        alike = rule is None or self._prepared is None or rule.method == self._prepared.method
+        if alike and self._source.kv.steady:  # slots are made for the budgets that rows have, and may come to have
+            alike = not self._rows or (
+                not row.plan.is_guarded and all(row.plan.decode == each.plan.decode for each in self._rows)
+            )
+        return alike and super().takes(row, rotation)
+
+    @property
+    def setup_s(self) -> float:
+        return self._steps.setup_s
+
+    def join(self, row: Row, request: Request) -> None:
+        assert row.cache is not None
+        cache, stats, start, most = row.cache, row.counters, row.num_cached, row.max_new_tokens - 1
+        rule, guard = rule_of(row.plan), cache.run.guards.of(row.place)
+        steps = DecodeRow(cache, row.place, stats, start, most, row.token, rule, request.sampling, guard)
+        before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
+        steps.sparse_steps = max(before, default=0)
+        self._rows[row] = JoinedRow(steps, self._steps.setup_s)
+        self._source.need(cache.table.longest)
+
+    def parts(self, rows: Sequence[Row]) -> list[list[Row]]:
+        present = self._steps.ready([self._rows[row].steps for row in rows])
+        if not present:
+            self._steps.recall()
+            return [list(rows)]
+        if len(present) < len(rows):
+            self._steps.stop_ahead()
+        return [[row for row in rows if self._rows[row].steps in present]]
+
+    def step(self, rows: Sequence[Row]) -> list[int]:
+        if any(row.token != self._rows[row].steps.token for row in rows):  # their clients took others
+            self.recall()
+        return self._steps.step([self._rows[row].steps for row in rows])
+
+    def may_prepare(self, rule: Rule | None) -> bool:
+        before = self._prepared
+        return super().may_prepare(rule) and (before is None or (rule is not None and rule.method == before.method))
+
+    def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
+        self._source.expect(num_pages)
+        self._prepared = rule
+        return self._steps.prepare(rule, num_rows)
+
+    def recall(self) -> None:
+        for row, (steps, _) in self._rows.items():
+            steps.go_back(row.num_cached - steps.start, row.token)
+        self._steps.recall()
+
+    def release(self, kv: KVPool) -> None:
+        if self._source.kv is kv:
+            super().release(kv)
+            self._steps.release()
+
+    def _end(self, row: Row, kept: JoinedRow) -> DecodeRow:
+        row.setup_s, row.dense_below = self._steps.setup_s - kept.setup_s, self._steps.dense_below
+        self._steps.leave(kept.steps)
+        return kept.steps

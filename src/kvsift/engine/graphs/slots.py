@@ -1,0 +1,355 @@
+"""Slots of sequences that decode together: static buffers, the step over them, and its CUDA graphs.
+
+A slot is assigned to a row of a cache or idle. An idle slot decodes a token of no meaning at position 0 of a scratch
+page in every step, so that a batch of three can run as one of four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.graphs.feeds import (
+    IDLE,
+    NO_PAGES,
+    Assignment,
+    Block,
+    Feed,
+    Pages,
+    Shift,
+    drafts_at,
+    feeds_of_blocks,
+    feeds_of_rows,
+    uploaded,
+)
+from kvsift.engine.sampling import NO_TOKEN, Choice, draw, likeliest
+from kvsift.kernels.block_pages import BlockPages
+from kvsift.kernels.page_summary import row_twin
+from kvsift.kernels.sketch import SKETCHES
+from kvsift.kernels.summarise_slots import summarise_slots
+from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, unit_size_of
+from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.methods.anchors import AnchoredMethod
+from kvsift.models.step import Step
+from kvsift.models.transformers import SparseCache
+from kvsift.plan.plan import Rule
+
+
+class StepKind(NamedTuple):
+    """The properties that a graph is captured for."""
+
+    mode: StepMode
+    choice: Choice = "greedy"
+    keeps_logits: bool = False  # else the memory is free for other graphs
+
+
+class CapturedStep(NamedTuple):
+    """A step, and what its last replay has computed."""
+
+    graph: torch.cuda.CUDAGraph | None  # None: the step runs without a graph
+    queries: list[Tensor]  # [slots, num_query_heads, head_dim] in each layer
+    logits: Tensor | None = None  # float32 [slots, vocabulary], where they are kept
+
+
+class SlotBatch(DecodeBatch):
+    """A batch in which idle slots keep their length."""
+
+    def __init__(self, table: Tensor, page_size: int, rules: Sequence[Rule | None], block: int) -> None:
+        unit_size = unit_size_of(rules, page_size)
+        super().__init__(table, [1] * len(table), page_size, [None] * len(table), unit_size=unit_size, block=block)
+        self.capacity = self.need([None if rule is None else rule.budget for rule in rules])
+        self.state = torch.ones(2, len(table), dtype=torch.int32, device=table.device)
+        self.lengths, self.idle = self.state
+
+    def advance(self) -> None:
+        self.lengths.sub_(self.idle)
+        super().advance()
+
+
+class Slots:
+    """Buffers and graphs of ``num_slots`` sequences.
+
+    Args:
+        step: of the model.
+        angles: rotary angles of all positions.
+        cache: of all rows; its pools must not move while this object is in use.
+        rules: decode rules that rows may have, all of one method; None is dense.
+        num_slots: sequences side by side.
+        max_pages: of a sequence.
+        pool: of memory that graphs share; None runs steps without graphs.
+        block: unless 0, so many slots are consecutive tokens of one sequence (``layer.paged_decode.DecodeBatch``). All
+            are dense then, and write the summaries of the pages that they fill.
+
+    Attributes:
+        tokens: int64 [slots], the next to feed.
+        results: int64 [2 + 2 * layers, slots], the tokens; the largest logits, as bits of float64; ``counted``.
+        counted: int64 [2 * layers, slots], the visible tokens of each layer's lists since ``assign``; the shares of
+            attention that were estimated in each layer since then (``DecodeLayer``).
+    """
+
+    def __init__(
+        self, step: Step, angles: Tensor, cache: SparseCache, rules: Sequence[Rule | None], num_slots: int,
+        max_pages: int, pool: Any, block: int = 0,
+    ) -> None:  # fmt: skip
+        device = angles.device
+        attentions, page_size = cache.attentions, cache.page_size
+        self._step, self._angles, self._attentions, self._pool = step, angles, attentions, pool
+        self._scratch = cache.table.reserve_scratch()
+        self._table = torch.full((num_slots, max_pages), self._scratch, dtype=torch.int32, device=device)
+        self._placed: list[Pages] = [NO_PAGES] * num_slots  # in the table
+        self.batch = SlotBatch(self._table, page_size, rules, block)
+        self.results = torch.zeros(2 + 2 * len(attentions), num_slots, dtype=torch.int64, device=device)
+        self.tokens, self._best, self.counted = self.results[0], self.results[1].view(torch.float64), self.results[2:]
+        self._dense_below = torch.full((len(attentions), num_slots), ALWAYS, dtype=torch.int32, device=device)
+        per_layer = zip(attentions, self._dense_below, *self.counted.unflatten(0, (2, -1)))
+        layers: dict[int, DecodeLayer] = {}
+        for attention, *views in per_layer:
+            layers[attention.shape.layer] = _layer(attention, self.batch, rules, layers, *views)
+        self.layers = list(layers.values())
+        self._summaries = [attention.store.pools().summaries for attention in attentions]
+        self._knobs = torch.zeros(2, num_slots, dtype=torch.float64, device=device)  # temperature, top_p
+        self._drawn = torch.zeros(num_slots, dtype=torch.int64, device=device)  # random numbers of the step
+        self._noise = torch.zeros(0, num_slots, dtype=torch.int64, device=device)  # of steps to come, where some draw
+        self._captured: dict[StepKind, CapturedStep] = {}
+        self._ruled: tuple[object, object] | None = None  # budgets, and lengths below which rows are dense, as they are
+        self._known_knobs: list[tuple[float, float]] = []  # on the device
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def over_bus(self) -> bool:
+        """Whether steps read keys and values in host memory from a device."""
+        return any(attention.store.is_remote for attention in self._attentions)
+
+    def captured(self, kind: StepKind) -> bool:
+        """Return whether a step of this kind is captured."""
+        return kind in self._captured
+
+    def sparse_mode(self, rule: Rule | None) -> StepMode:
+        """Return the mode of a step whose rows have this rule and are not dense."""
+        dense = () if rule is None else rule.budget.dense_layers
+        return "mixed" if any(layer.method and layer.shape.layer in dense for layer in self.layers) else "sparse"
+
+    def prepare(self, kind: StepKind) -> None:
+        """Capture a step of this kind unless it is captured. The step is run, so no slot stays assigned."""
+        if kind in self._captured:
+            return
+        self.assign([], 0)
+        queries: list[Tensor] = []
+        graph = logits = None
+        if self._pool is not None:
+            with on_device(self.tokens.device):
+                warm_up(lambda: self._run(kind, []))
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool):
+                    logits = self._run(kind, queries)
+        self._captured[kind] = CapturedStep(graph, queries, logits)
+
+    @torch.inference_mode()
+    def assign(self, rows: Sequence[Assignment], steps: int, shift: Shift | None = None) -> None:
+        """Assign slot i to ``rows[i]`` for at most so many steps; the other slots are idle."""
+        free = self.num_slots - len(rows)
+        self._assign_rules(rows, free)
+        for slot in range(self.num_slots):
+            self._place(slot, rows[slot].pages if slot < len(rows) else NO_PAGES)
+        self._feed(feeds_of_rows(rows, self.num_slots, steps + (0 if shift is None else shift.most)))
+        if shift is not None:
+            self.batch.lengths.add_(shift.ahead)
+            self.tokens.copy_(shift.tokens)
+            if len(self._noise):
+                number = torch.arange(steps, device=shift.ahead.device).unsqueeze(1)
+                self._noise = self._noise.gather(0, number + shift.ahead)
+
+    @torch.inference_mode()
+    def assign_blocks(self, blocks: Mapping[int, Block], steps: int = 1, drafted: Tensor | None = None) -> None:
+        """Assign neighbouring slots to the tokens of each block, by its place; the others are idle.
+
+        What is missing to a whole block repeats its last token at the same place, which changes nothing.
+
+        Args:
+            blocks: by place.
+            steps: more than one if each block has one token: each later step feeds the token that the one before has
+                chosen.
+            drafted: int64 [number], tokens on the device; ``drafts_at`` of a place there may stand for a token.
+        """
+        size = self.batch.block
+        for slot in range(self.num_slots):
+            block = blocks.get(slot // size)
+            self._place(slot, NO_PAGES if block is None else block.pages)
+        self._feed(feeds_of_blocks(blocks, self.num_slots, size, steps), drafted)
+
+    def _place(self, slot: int, pages: Pages) -> None:
+        """Write the pages of a slot into the table, unless they are there."""
+        if pages is not self._placed[slot]:
+            held = pages[: self._table.shape[1]]
+            self._table[slot].fill_(self._scratch)
+            self._table[slot, : len(held)] = held if isinstance(held, Tensor) else torch.tensor(held, dtype=torch.int32)
+            self._placed[slot] = pages
+
+    def _feed(self, fed_and_noise: tuple[Sequence[Feed], Tensor | None], drafted: Tensor | None = None) -> None:
+        """Set what each slot feeds, without waiting for the device and in few launches, since it waits meanwhile.
+
+        Args:
+            fed_and_noise: of each slot; and random numbers, int64 [steps, slots], None where no token is drawn.
+            drafted: int64, tokens on the device.
+        """
+        feeds, noise = fed_and_noise
+        others = 0 if drafted is None else len(drafted)
+        numbers = torch.tensor([
+            [feed.length for feed in feeds],
+            [feed is IDLE for feed in feeds],
+            [max(feed.token, 0) for feed in feeds],
+            [drafts_at(feed.token) if feed.token < 0 else others + slot for slot, feed in enumerate(feeds)],
+        ])  # fmt: skip
+        fed = uploaded(numbers if noise is None else torch.cat([numbers, noise]), self.tokens.device)
+        self.batch.state.copy_(fed[:2])
+        self.results.zero_()
+        if drafted is None:
+            self.tokens.copy_(fed[2])
+        else:
+            torch.index_select(torch.cat([drafted, fed[2]]), 0, fed[3], out=self.tokens)
+        self._noise = fed[4:]
+        knobs = [(feed.sampling.temperature, feed.sampling.top_p) for feed in feeds]
+        if knobs != self._known_knobs:
+            self._knobs.copy_(uploaded(torch.tensor(knobs, dtype=torch.float64), self.tokens.device).T)
+            self._known_knobs = knobs
+
+    def _assign_rules(self, rows: Sequence[Assignment], free: int) -> None:
+        budgets = [None if row.rule is None else row.rule.budget for row in rows]
+        below = [
+            [min(ALWAYS, row.dense_below_in(layer.shape.layer)) for row in rows] + [ALWAYS] * free
+            for layer in self.layers
+        ]
+        if (budgets, below) == self._ruled:
+            return
+        need = self.batch.need(budgets)
+        assert need <= self.batch.capacity, "lists are too short for these budgets: pass their rules to Slots"
+        self.batch.set_budgets(budgets + [None] * free)
+        self._dense_below.copy_(torch.tensor(below, dtype=torch.int32))
+        self._ruled = budgets, below
+
+    @torch.inference_mode()
+    def release(self, slot: int) -> None:
+        """Make a slot idle; steps already launched still run it."""
+        self._place(slot, NO_PAGES)
+        self.batch.lengths[slot].fill_(1)
+        self.batch.idle[slot].fill_(1)
+
+    @torch.inference_mode()
+    def run(self, kind: StepKind, number: int) -> CapturedStep:
+        """Launch a step, the ``number``-th since rows were assigned; ``tokens`` are then the next ones."""
+        captured = self._captured[kind]
+        if kind.choice != "greedy" and len(self._noise):  # else nobody draws
+            self._drawn.copy_(self._noise[number])
+        queries: list[Tensor] = []
+        with on_device(self.tokens.device):
+            if captured.graph is not None:
+                captured.graph.replay()
+                return captured
+            logits = self._run(kind, queries)
+        return CapturedStep(None, queries, logits)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], kind: StepKind) -> Tensor:
+        """Feed known tokens to the row in the first slot, by steps that keep their logits: those after each token,
+        float32 [tokens, vocabulary]."""
+        found = []
+        for token in tokens:
+            self.tokens.fill_(token)
+            kept = self.run(kind, 0).logits
+            assert kept is not None
+            found.append(kept[0].clone())  # the next replay writes over it
+        return torch.stack(found)
+
+    @torch.inference_mode()
+    def _run(self, kind: StepKind, queries: list[Tensor]) -> Tensor | None:
+        self.batch.advance()
+        written = self._written(kind.mode)
+        logits = self._step(self.tokens, self._angles, self.batch, self.layers, written, kind.mode, watched=queries)
+        if self.batch.block > 1 and any(map(row_twin, self._summaries[0])):
+            self._summarise()
+        temperature, top_p = self._knobs
+        if kind.choice == "greedy":
+            best, tokens = likeliest(logits)
+        else:
+            tokens, best = draw(logits, temperature, self._drawn, top_p if kind.choice == "nucleus" else None)
+        self.tokens.copy_(tokens)
+        self._best.copy_(best)
+        return logits if kind.keeps_logits else None
+
+    def _written(self, mode: StepMode) -> Sequence[Mapping[str, Tensor]]:
+        """The summaries that a step writes, of each layer."""
+        if mode != "dense":
+            return self._summaries
+        # without blocks they are read once contexts are long, and written then (``DecodeRow``)
+        kinds = {kind for kind in self._summaries[0] if kind in SKETCHES} if self.batch.block else set()
+        if self.batch.block == 1:
+            kinds |= {kind for kind in self._summaries[0] if row_twin(kind) is not None}
+        return [{kind: rows for kind, rows in pools.items() if kind in kinds} for pools in self._summaries]
+
+    def _summarise(self) -> None:
+        """Write the summaries of the pages that the tokens of this step have filled, sketches apart."""
+        page_size, position = self.batch.page_size, self.batch.lengths.long() - 1
+        page = self._table.gather(1, (position // page_size).unsqueeze(1)).squeeze(1)
+        slots, pages = page * page_size + position % page_size, BlockPages(page_size, page_size, 1)
+        for layer, summaries in zip(self.layers, self._summaries):
+            for kind, rows in summaries.items():
+                if row_twin(kind) is not None:  # drafts go without others
+                    summarise_slots(kind, slots, layer.kv.keys, layer.kv.values, rows, pages)
+
+
+def tokens_of(results: Tensor) -> list[int]:
+    """Return the tokens of a step by slot, of ``Slots.results`` on the host; ``NO_TOKEN`` where none can be chosen."""
+    best = results[1].view(torch.float64)
+    return [token if isfinite(logit) else NO_TOKEN for token, logit in zip(results[0].tolist(), best.tolist())]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device current: kernels and graphs are launched on the current device, which need not be the model's."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def warm_up(run: Callable[[], object]) -> None:
+    """Run a function twice beside the main stream, as capturing needs it: kernels are compiled, libraries set up.
+
+    Raises:
+        RuntimeError: if the second run makes the host wait, which cannot be captured.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _layer(
+    attention: SparseAttention, batch: DecodeBatch, rules: Sequence[Rule | None], lower: Mapping[int, DecodeLayer],
+    below: Tensor, visible: Tensor, estimated: Tensor,
+) -> DecodeLayer:  # fmt: skip
+    """A layer above ``lower``, which are given by their true indices."""
+    shape, (keys, values, summaries) = attention.shape, attention.store.pools()
+    methods = [rule.method for rule in rules if rule is not None and shape.layer not in rule.budget.dense_layers]
+    assert all(method == methods[0] for method in methods), "rows of one batch rank pages by one method"
+    if not methods:
+        return DecodeLayer(shape, batch, keys, values)
+    method = methods[0]
+    reuse = method.new_state(shape) if isinstance(method, AnchoredMethod) else None
+    anchor, heads = (None, ()) if reuse is None else (lower[reuse.anchor], reuse.heads)
+    summary = summaries[method.summaries[0]] if anchor is None else None
+    return DecodeLayer(
+        shape, batch, keys, values, summary, method, dense_below=below, visible=visible, estimated=estimated,
+        anchor=anchor, heads=heads,
+    )  # fmt: skip

@@ -1,0 +1,704 @@
+"""The loop of the engine: rows are admitted, prefilled chunk by chunk, decode together, and leave.
+
+It runs in a thread of its own (``engine.thread``), from the first request on; other threads are its clients. What a row
+answers does not depend on the others: it is prefilled on a fixed grid of chunks, attended by itself, and shares with
+others only pages that are full and were written by the same pass over the same tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.ledger import Books, audit
+from kvsift.engine.pauses import Pauses
+from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
+from kvsift.engine.prefix_tree import Node, PrefixTree
+from kvsift.engine.row import OPEN_STATES, CacheReport, FinishReason, Row
+from kvsift.engine.rows import RunnerRows
+from kvsift.engine.schedule import Decision, Schedule
+from kvsift.engine.speculative.step import Logits, step_exactly
+from kvsift.engine.thread import EngineThread
+from kvsift.errors import InputError
+from kvsift.layer.accounting import Snapshot
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.plan.plan import Plan
+from kvsift.stores.kv_pool import KVPool, LayerPool
+from kvsift.stores.page_pool import Run
+from kvsift.stores.page_table import PageTable
+
+MOST_OPEN = 4096  # requests that wait or run
+OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
+
+
+class Loop(EngineThread):
+    """Rows over one pool of pages.
+
+    Args:
+        model: runs the passes.
+        grid: prompt tokens of a pass; a multiple of the page size.
+        max_rows: rows that decode in one step.
+        keep_tokens: of prompts that no row needs any more, those that are kept for later ones.
+        turn: held during a step.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, model: RunnerRows, grid: int, max_rows: int = 8, keep_tokens: int = 0,
+        turn: AbstractContextManager[object] | None = None, clock: Callable[[], float] = perf_counter,
+    ) -> None:  # fmt: skip
+        super().__init__(turn)
+        assert grid % model.page_size == 0, f"a grid of {grid} tokens splits pages of {model.page_size}"
+        self._model, self.grid, self.max_rows, self.clock = model, grid, max_rows, clock
+        self._keep_pages = keep_tokens // model.page_size
+        self._entering: deque[Row] = deque()  # submitted, in their order
+        self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
+        self._keys = itertools.count(1)
+        self._pinned: weakref.WeakSet[PinnedPrefix] = weakref.WeakSet()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._schedule = Schedule(self.max_rows, self.grid)
+        self._rows: dict[int, Row] = {}  # that have not ended
+        self._new_pool()
+
+    def _new_pool(self) -> None:
+        self.kv = KVPool(steady=self._model.steady)
+        self.tree = PrefixTree(self.kv.pages, self.grid)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have not ended."""
+        return list(self._rows.values())
+
+    def books(self) -> Books:
+        """Count rows and pages. It waits for no step, so during one the numbers may be a moment apart."""
+        states, pages, tree = Counter(row.state for row in self.rows), self.kv.pages, self.tree
+        free, kept = pages.num_free, tree.num_pages
+        loose = sum(run.num_pages for run in self._model.runs(self.kv))
+        owned = {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept - loose, 0)}
+        return Books({state: states[state] for state in OPEN_STATES}, owned)
+
+    def submit(self, row: Row) -> None:
+        """Queue a row for admission.
+
+        Raises:
+            InputError: if too many requests wait.
+        """
+        if len(self._rows) + len(self._entering) >= MOST_OPEN:
+            raise InputError(FULL)
+        row.key = next(self._keys)
+        if self._num_threads and (number := torch.get_num_threads()) != self._num_threads:
+            self._num_threads = number
+            self.post(partial(torch.set_num_threads, number))
+        self._num_threads = torch.get_num_threads()
+        self._entering.append(row)
+        self.post(self._enter_next)
+
+    def cancel(self, row: Row) -> None:
+        """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
+        self.post(partial(self._close, row, False))
+
+    def close(self, row: Row) -> None:
+        """As ``cancel``, and let go of its prompt, which stays no longer than others. Safe in a finalizer."""
+        self.post(partial(self._close, row, True))
+
+    def step(self) -> None:
+        if self._waits_for_a_step():
+            return
+        with self._stepping():
+            self._end_late_rows()
+            decision = self._schedule.decide(self._room_to_admit())
+            if decision.decode:
+                self._decode()
+            if decision.read is not None:
+                self._advance(self._rows[decision.read])
+            elif decision == Decision() and self._schedule.waiting:
+                self._refuse_largest()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows)
+
+    def _cancel_all(self) -> None:
+        for row in self.rows:
+            self._end(row, "cancelled")
+
+    def _fail(self, error: BaseException) -> None:
+        """End all rows after a fault that none of them explains, and begin with an empty pool."""
+        failure = RuntimeError(f"the engine failed ({type(error).__name__}: {error})")
+        failure.__cause__ = error
+        rows = self.rows
+        for prefix in list(self._pinned):
+            prefix.fail()
+        self._model.fail()
+        self._begin()
+        for row in rows:
+            row.cache, row.nodes, row.finish_reason, row.error = None, [], "error", failure
+            row.state = "ended"
+            row.on_end()
+
+    def _enter_next(self) -> None:
+        self._try_to_enter(self._entering.popleft())
+
+    def _try_to_enter(self, row: Row) -> None:
+        try:
+            self._enter(row)
+        except Exception as error:  # of this row alone
+            self._rows[row.key] = row
+            self._end(row, "error", error)
+
+    def _enter(self, row: Row) -> None:
+        if self._is_closed:
+            self._finish(row, "cancelled", None)
+            return
+        self._rows[row.key] = row
+        if row.prefix is not None and not row.prefix.take(row, partial(self._try_to_enter, row)):
+            return  # it waits for the prefix
+        apart = self._model.reason_apart(row)
+        row.in_pool = apart is None
+        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.plan.not_shared or ""
+        row.root = b"" if row.no_reuse else self._model.root(row)
+        self._hold(row, self._found(row))
+        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+            raise InputError(FULL)
+
+    def _close(self, row: Row, lets_go: bool) -> None:
+        self._end(row, "cancelled")
+        self._hold(row, [] if lets_go else row.nodes)
+        self._trim()
+
+    def release(self) -> None:
+        """Give the memory of the pool back, if no row needs it and no prompt is kept."""
+        self.call(self._release)
+
+    def _release(self) -> None:
+        self._model.forget()
+        self._trim()
+
+    def rewound(self, prefix: PinnedPrefix, plan: Plan) -> SparseCache:
+        """The cache of a pinned prefix under a plan, for a client that has the prefix to itself.
+
+        Raises:
+            PrefixSpoiled: if the prefix must be prefilled again.
+        """
+        assert not isinstance(prefix.user, Row), "a row continues in this cache"
+        assert prefix.cache is not None, "the prefix was prefilled"
+        if prefix.is_spoiled or not self._model.rewind(prefix.cache):
+            raise PrefixSpoiled
+        prefix.is_lent = True
+        self._replan(prefix, prefix.cache, plan)
+        return prefix.cache
+
+    def restore(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+        """Pin the prompt of a row, whose cache is filled by ``fill`` instead of a prefill."""
+        self.call(partial(self._restore_pinned, row, rotation, fill))
+
+    def _restore_pinned(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
+        assert row.pins is not None
+        table = PageTable(1, self.kv) if self._model.reason_apart(row) is None else None
+        try:
+            if table is not None:
+                self._reserve(table, self._model.pages_of(row))
+            row.cache = self._model.open(row, table)
+            row.cache.pin(rotation)
+            row.source = fill
+            self._model.restore(row)
+            row.cache.prepare()
+            self.pin(row.pins, row.cache)
+        except BaseException:
+            if table is not None:
+                table.close(0)
+            self._trim()
+            raise
+
+    @contextmanager
+    def leased(self, prefix: PinnedPrefix, plan: Plan) -> Iterator[SparseCache]:
+        """The cache of a pinned prefix under a plan, which no row continues in meanwhile."""
+        granted: SimpleQueue[None] = SimpleQueue()
+        lease = object()
+        self.start()
+        try:
+            self.post(partial(prefix.lease, lease, partial(granted.put, None)))
+            granted.get()
+            yield self.call(partial(self.rewound, prefix, plan))
+        finally:
+            self.post(partial(prefix.give_back, lease))
+
+    def prepare(self, plan: Plan, kinds: Iterable[str], num_pages: int | None = None) -> int:
+        """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
+        steps. Some row must have decoded in captured steps.
+
+        ``num_pages`` are by default what the rows of one step need at most, with the prompts that are kept.
+        There may be room for fewer.
+        """
+        return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
+
+    def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
+        longest = self._model.longest
+        self.tree.kinds |= kinds
+        for pool in self.kv.layers.values():
+            pool.maintain(self.tree, self.tree.kinds)
+        room = self._room()
+        if num_pages is None:
+            num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
+        table = PageTable(1, self.kv)
+        try:
+            with suppress(*OUT_OF_MEMORY):  # the books tell what there is
+                self._reserve(table, min(num_pages, room), grows=False)
+            for pool in self.kv.layers.values():  # steps are timed
+                pool.write_noise(table.all_runs)
+        finally:
+            table.close(0)
+        return self._model.prepare(self.kv, plan, self.max_rows)
+
+    def check(self) -> None:
+        """Refuse books that do not balance (``AssertionError``), for tests."""
+
+        def found() -> list[str]:
+            _ = self.kv.pages.num_free  # pages of owners that are gone are returned now
+            return audit(self.kv.pages, self._owned())
+
+        wrong = self.call(found)
+        assert not wrong, wrong[:5]
+
+    def _owned(self) -> list[Run]:
+        """Pages, once for each owner."""
+        caches = [row.cache for row in self._rows.values()] + [prefix.cache for prefix in self._pinned]
+        tables = {id(cache): cache.run.table for cache in caches if cache is not None}.values()
+        owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
+        return [*owned, *self.tree.runs, *self._model.runs(self.kv)]
+
+    def _end_late_rows(self) -> None:
+        now = self.clock()
+        for row in self.rows:
+            if row.deadline is not None and now >= row.deadline:
+                self._end(row, "deadline")
+
+    def _advance(self, row: Row) -> None:
+        """Prefill the next chunk of a row, which is admitted with the first one."""
+        if row.cache is None:
+            self._admit(row)
+        if not row.is_ended:
+            self._read(row, Pauses(self.clock, self._pause))
+
+    def _refuse_largest(self) -> None:
+        """Nothing runs, and there is no room for the next row in the line: there never will be, unless rows in the line
+        hold prompts for later."""
+        waiting = [self._rows[key] for key in self._schedule.waiting]
+        if any(row.nodes for row in waiting):
+            for row in waiting:
+                self._hold(row, [])
+                self._schedule.revise(row.key, *self._cost_of(row))
+            return
+        row = max(waiting, key=self._model.pages_of)
+        error = InputError(
+            f"the prompt has {len(row.ids):,} tokens and up to {row.max_new_tokens:,} will be generated; there is "
+            f"memory for {self._room() * self._model.page_size:,} in all. Shorten the prompt, or generate fewer."
+        )
+        self._end(row, "error", error)
+
+    def _cost_of(self, row: Row) -> tuple[int, int]:
+        """Tokens of a prompt that are to be read, and pages to be reserved, beside the chunks that the row holds."""
+        shared = sum(node.num_pages for node in row.nodes)
+        if row.prefix is not None and row.prefix.cache is not None:
+            return len(row.ids) - row.prefix.length, self._model.pages_of(row) - row.prefix.num_shared(row)
+        return len(row.ids) - self.grid * len(row.nodes), self._model.pages_of(row) - shared
+
+    def _room(self) -> int:
+        """Pages that could be reserved now."""
+        beside = self._model.room(self.kv)
+        if beside is None:
+            beside = max(map(self._model.pages_of, self._rows.values()), default=0)
+        return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + beside
+
+    def _room_to_admit(self) -> int:
+        """``_room``; where it cannot be told, the rows that wait for it end with the reason, and the others go on."""
+        waiting = self._schedule.waiting
+        try:
+            return self._room() if waiting else 0
+        except Exception as error:
+            for key in waiting:
+                failure = RuntimeError(f"the memory that there is cannot be told ({type(error).__name__}: {error})")
+                failure.__cause__ = error
+                self._end(self._rows[key], "error", failure)
+            return 0
+
+    def _num_allocated(self) -> int:
+        """Pages that are allocated, and not in the pool yet."""
+        allocated = min((pool.keys.shape[1] for pool in self.kv.layers.values()), default=0)
+        return max(allocated - self.kv.pages.num_pages, 0)
+
+    def _found(self, row: Row) -> list[Node]:
+        """Chunks that a row begins with; its last token is read in any case."""
+        return [] if row.no_reuse else self.tree.find(row.root, row.ids[: len(row.ids) - 1])
+
+    def _hold(self, row: Row, nodes: Sequence[Node]) -> None:
+        """Keep these chunks for a row, instead of those that it has held."""
+        before, after = row.nodes, set(nodes)
+        self.tree.hold(nodes, row, self.clock())
+        self.tree.let_go([node for node in before if node not in after], row)
+        row.nodes = list(nodes)
+
+    def _admit(self, row: Row) -> None:
+        row.state = "reading"
+        if row.prefix is not None and row.prefix.cache is not None:
+            self._continue(row, row.prefix)
+            return
+        self._hold(row, self._found(row))
+        nodes, length = row.nodes, self.grid * len(row.nodes)
+        table = PageTable(1, self.kv) if row.in_pool else None
+        try:
+            if table is not None:
+                self._fill(table, nodes, self._model.pages_of(row))
+            row.cache = self._model.open(row, table)
+            row.cache.stats.observer = row.observer
+            if nodes:
+                kinds = frozenset(row.plan.summaries)
+                stale = any(kinds - node.kinds for node in nodes)
+                self._model.adopt(row.cache, length, stale, self.grid, nodes[-1].sealed)
+                for node in nodes:
+                    node.kinds |= kinds
+                self.tree.kinds |= kinds
+                self._maintain(row.cache)
+            elif row.source is not None:
+                length = self._restore(row)
+            row.num_cached = row.num_reused = length
+            row.output.read(length)
+        except Exception as error:  # of this row alone
+            if table is not None:
+                table.close(0)
+            row.cache = None
+            self._end(row, "error", error)
+
+    def _continue(self, row: Row, prefix: PinnedPrefix) -> None:
+        """Let a row begin with a pinned prefix: in its cache, or in a copy that shares its full pages."""
+        assert prefix.cache is not None
+        try:
+            if prefix.is_spoiled:
+                raise PrefixSpoiled
+            cache = prefix.cache
+            if prefix.user is not row:
+                cache = self._model.fork(cache, prefix.length, row)
+            elif prefix.is_lent:
+                self._model.rewind(cache)
+                prefix.is_lent = False
+            try:
+                if cache.run.table is not None and cache.run.table.kv is self.kv:
+                    self._reserve(cache.run.table, self._model.pages_of(row))
+                row.build_s = self._replan(prefix, cache, row.plan)
+                self._model.begin(row, cache)
+            except BaseException:
+                if cache is not prefix.cache and cache.run.table is not None:
+                    cache.run.table.close(0)
+                raise
+            row.cache, row.num_cached, row.num_reused = cache, prefix.length, prefix.length
+            cache.stats.observer = row.observer
+            row.output.read(prefix.length)
+        except Exception as error:  # of this row alone
+            self._end(row, "error", error)
+
+    def _replan(self, prefix: PinnedPrefix, cache: SparseCache, plan: Plan) -> float:
+        """Let the cache of a pinned prefix go on under a plan; seconds in which that built what decode needs."""
+        started, is_new = self.clock(), cache.run.plan != plan
+        cache.replan(plan)
+        if is_new:
+            cache.prepare()  # now, and not in the first decode step
+        return self.clock() - started if is_new else 0.0
+
+    def _restore(self, row: Row) -> int:
+        """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
+        assert row.cache is not None
+        self._model.restore(row)
+        length = (len(row.ids) - 1) // self.grid * self.grid
+        row.cache.undo(length)
+        for row.num_cached in range(self.grid, length + 1, self.grid):
+            self._seal(row)
+        return length
+
+    def _fill(self, table: PageTable, nodes: Sequence[Node], num_pages: int) -> None:
+        """Begin a table with chunks, and reserve so many pages: if there is less memory than it seemed, those of old
+        prompts."""
+        runs = [run for node in nodes for run in node.runs]
+        table.adopt(0, runs)
+        try:
+            self._reserve(table, num_pages)
+        except OUT_OF_MEMORY:
+            if not self.tree.drop(num_pages, self.clock()):
+                raise
+            self._reserve(table, num_pages, grows=False)
+
+    def _reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
+        """Reserve the pages of a row, and the memory for them, for which old prompts may have to go. Others will follow
+        if the pool ``grows``."""
+        room = self._model.room(self.kv)
+        missing = num_pages - table.num_pages(0)
+        present = self.kv.pages.num_free + self._num_allocated()
+        self.tree.drop(missing - present - (missing if room is None else room), self.clock())
+        pools = list(self.kv.layers.values())
+        try:
+            table.reserve(0, num_pages)
+            if not all(pool.has_room for pool in pools):
+                self._model.release(self.kv)  # or there would be two pools for a while
+            try:
+                self._fit(pools, self._model.spare(self.kv) if grows else 0)
+            except OUT_OF_MEMORY:
+                self._fit(pools, 0)
+        except BaseException:  # or the rows that run would be the next to fail
+            table.release_spare(0)
+            self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
+            raise
+
+    def _fit(self, pools: Sequence[LayerPool], spare: int) -> None:
+        for pool in pools:
+            with pool.lock:
+                pool.fit(exactly=True, spare=spare)
+
+    def _read(self, row: Row, pauses: Pauses) -> None:
+        """Prefill the next chunk of a prompt, and with the last one choose the first token."""
+        started, cache, before = self.clock(), row.cache, row.num_cached
+        assert cache is not None
+        stop, end = self._next_stop(row), len(row.ids)
+        counters, logits = cache.stats.snapshot(), None
+        try:
+            if stop > before:
+                if stop >= end - 1 and row.prefix is None:
+                    cache.prepare_after_next()
+                logits = self._model.read(row, row.ids[before:stop], pauses)
+                counters = cache.stats.snapshot()
+                self._count(row, before, stop)
+            if stop == end - 1:  # the last token alone, whatever was reused before it
+                cache.prepare()
+                logits = self._model.read(row, row.ids[stop:])
+                row.num_cached = end
+            self._has_read(row, cache, logits)
+        except OUT_OF_MEMORY as error:
+            if not self._undo(row, counters) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
+                self._end(row, "error", error)  # else it is read again, in the next step
+        except Exception as error:
+            self._end(row, "error", error)
+        finally:
+            read_s = self.clock() - started - pauses.seconds
+            self._schedule.has_read(row.key, row.num_cached - before, read_s, done=row.num_cached >= end)
+            if pauses.seconds:
+                self._schedule.has_decoded(pauses.seconds)  # of what decoding is owed now
+        if row.num_cached >= end:
+            self._look_again()
+
+    def _next_stop(self, row: Row) -> int:
+        """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
+        before, end = row.num_cached, len(row.ids)
+        others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.reading) > 1
+        alone = not others and row.plan.prefill is None
+        chunks = max(self._model.most_read // self.grid, 1) if alone else 1
+        if row.prefix is None:
+            return min(before - before % self.grid + chunks * self.grid, end - (row.pins is None))
+        stop = min(before - (before - row.prefix.length) % self.grid + chunks * self.grid, end)
+        return stop - (stop == end - 1)  # the last token is not left over
+
+    def _count(self, row: Row, before: int, stop: int) -> None:
+        """Note that a prompt is cached from one position to another, and share its chunks."""
+        for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
+            if row.num_cached % self.grid == 0 and not row.no_reuse:
+                self._seal(row)
+
+    def _has_read(self, row: Row, cache: SparseCache, logits: Tensor | None) -> None:
+        """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
+        if row.num_cached < len(row.ids):
+            self._tell(row, None)
+            return
+        if row.pins is not None:
+            self._pin(row, row.pins, cache)
+            return
+        cache.prepare()
+        row.num_cached -= 1  # ``_tell`` counts the token that was fed
+        self._tell(row, logits)
+
+    def _pin(self, row: Row, prefix: PinnedPrefix, cache: SparseCache) -> None:
+        """End a row that has read a prefix, which keeps its cache."""
+        started = self.clock()
+        cache.prepare()
+        prefix.build_s = self.clock() - started
+        row.output.read(row.num_cached)
+        row.report = CacheReport.of(cache)
+        self.pin(prefix, cache)
+        row.cache = None
+        self._end(row, "stop")
+
+    def pin(self, prefix: PinnedPrefix, cache: SparseCache) -> None:
+        """Keep a cache, whose tokens are those of a prefix, for rows that begin with it."""
+        cache.restart_stats()
+        cache.mark()
+        prefix.cache, prefix.forks = cache, self._model.forks(cache)
+        self._pinned.add(prefix)
+        weakref.finalize(prefix, self.post, partial(self._unpin, cache)).atexit = False
+
+    def _unpin(self, cache: SparseCache) -> None:
+        """Return the pages of a prefix that its owner has let go of."""
+        if cache.run.table is not None:
+            cache.run.table.clear()
+        self._trim()
+
+    def _pause(self) -> bool:
+        """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
+        if not self._schedule.decoding:
+            return False
+        self._decode()
+        self.after_step()
+        return True
+
+    def _look_again(self) -> None:
+        """Let the line hold what it has in common with a prompt that was read."""
+        for row in [self._rows[key] for key in self._schedule.waiting]:
+            found = self._found(row)
+            if len(found) > len(row.nodes):
+                self._hold(row, found)
+                self._schedule.revise(row.key, *self._cost_of(row))
+
+    def _seal(self, row: Row) -> None:
+        """Share the chunk that was just read, and those before it of which an interrupt came first."""
+        cache, pages = row.cache, self.grid // self._model.page_size
+        assert cache is not None
+        if not cache.can_undo:
+            row.no_reuse = "the model has layers that drop tokens"
+            return
+        kinds = frozenset(row.plan.summaries)
+        for stop in range(self.grid * (len(row.nodes) + 1), row.num_cached + 1, self.grid):
+            first, ids = stop // self._model.page_size - pages, row.ids[stop - self.grid : stop]
+            before = row.nodes[-1] if row.nodes else None
+            runs, sealed = cache.table.runs_between(0, first, first + pages), cache.sealed(stop)
+            row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock(), sealed))
+            self.tree.hold(row.nodes[-1:], row, self.clock())  # what it holds is always among its nodes
+        self._maintain(cache)
+
+    def _maintain(self, cache: SparseCache) -> None:
+        """Keep the summaries of shared pages when the rows that wrote them are gone."""
+        for attention in cache.attentions:
+            self.kv.layers[attention.shape.layer].maintain(self.tree, self.tree.kinds)
+
+    def _decode(self) -> None:
+        started = self.clock()
+        rows = [self._rows[key] for key in self._schedule.step_rows()]
+        for group in self._groups(rows):
+            self._decode_together(group)
+        self._schedule.has_decoded(self.clock() - started)
+
+    def _groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
+        try:
+            return self._model.groups(rows)
+        except Exception as error:
+            failed = next((row for row in rows if row.composed is None), None)  # they begin in order
+            if failed is None:
+                raise
+            self._end(failed, "error", error)
+            return self._groups([row for row in rows if not row.is_ended])
+
+    def _decode_together(self, group: Sequence[Row]) -> None:
+        counted = [None if row.steps is not None or row.cache is None else row.cache.stats.snapshot() for row in group]
+        before = [row.num_cached for row in group]
+        try:
+            if group[0].exact is not None:
+                step_exactly(self._model, group, self._chosen)
+            else:
+                for row, logits in zip(group, self._model.decode_rows(group)):
+                    self._tell(row, logits)
+        except Exception as error:
+            if len(group) == 1:
+                self._end(group[0], "error", error)
+                return
+            for row, num_cached, counters in zip(group, before, counted):
+                is_told = row.is_ended or (row.exact is None and row.num_cached > num_cached)
+                if not is_told and not self._undo(row, counters):
+                    self._end(row, "error", error)
+            for row in group:  # the one that fails again ends
+                if not row.is_ended:
+                    self._decode_together([row])
+
+    def _chosen(self, row: Row, logits: Logits) -> int | None:
+        """The token that the client chooses; None if the row has ended."""
+        self._tell(row, logits)
+        return None if row.is_ended else row.token
+
+    def _tell(self, row: Row, logits: Logits | None) -> None:
+        """Tell the client what is cached, and let it choose a token from the logits of the one that was fed, if any."""
+        assert row.cache is not None
+        try:
+            row.num_cached += logits is not None
+            row.output.read(row.num_cached)
+            if logits is not None:
+                row.state = "decoding"
+                row.token, reason = row.output.take(logits, row.cache.stats.probe_s)
+                if reason:
+                    self._end(row, reason)
+        except Exception as error:
+            self._end(row, "error", error)
+
+    def _undo(self, row: Row, counters: Snapshot | None) -> bool:
+        """Forget what a failed pass has stored and counted; False if the row cannot."""
+        if counters is None:
+            self._model.recall(row)
+            return True
+        if row.cache is None or not row.plan.can_undo or not row.cache.can_undo:
+            return False
+        row.cache.stats.set_back(counters)
+        row.cache.undo(row.num_cached)
+        return True
+
+    def _end(self, row: Row, reason: FinishReason, error: BaseException | None = None) -> None:
+        if self._rows.pop(row.key, None) is not None:  # else it has ended, or was never queued
+            self._finish(row, reason, error)
+
+    def _finish(self, row: Row, reason: FinishReason, error: BaseException | None) -> None:
+        with suppress(KeyError):
+            self._schedule.remove(row.key)
+        if row.cache is not None:
+            try:
+                self._model.leave(row)
+                row.report = CacheReport.of(row.cache)
+            except Exception as failure:  # of a method that describes itself
+                reason, error = "error", error or failure
+            self._give_back(row, row.cache)
+        if row.prefix is not None:
+            row.prefix.give_back(row)
+        self._trim()
+        row.finish_reason, row.error = reason, error
+        row.state = "ended"  # last, since whoever waits for it goes on now
+        row.on_end()
+
+    def _give_back(self, row: Row, cache: SparseCache) -> None:
+        """Return the pages of a row, but those of a pinned prefix."""
+        row.cache = None
+        if row.prefix is None or row.prefix.user is not row or row.prefix.cache is not cache:
+            if cache.run.table is not None:
+                cache.run.table.close(0)
+            return
+        try:
+            row.prefix.is_spoiled = not self._model.rewind(cache)
+        except Exception:
+            row.prefix.is_spoiled = True
+
+    def _trim(self) -> None:
+        """Drop prompts beyond those that are kept; an idle loop without any gives its memory back."""
+        excess = self.tree.droppable() - self._keep_pages
+        if excess > 0:
+            self.tree.drop(excess, self.clock())
+        if not self._rows and not len(self.tree) and not self._model.holds_pool and not self._holds_prefix:
+            self._new_pool()
+
+    @property
+    def _holds_prefix(self) -> bool:
+        tables = [prefix.cache.run.table for prefix in self._pinned if prefix.cache is not None]
+        return any(table is not None and table.kv is self.kv for table in tables)
+
+
+FULL = "too many requests are waiting. Try again when some of them have ended."
+DOCUMENT = "it continues a document"

@@ -1,0 +1,140 @@
+"""A row of the loop: one request from its arrival to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from torch import Tensor
+
+from kvsift.engine.pinned_prefix import PinnedPrefix
+from kvsift.engine.prefix_tree import Node
+from kvsift.engine.speculative.decoder import ExactDecoder
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.observer import Observer
+from kvsift.models.transformers_cache import SparseCache
+from kvsift.plan.plan import Plan
+
+State = Literal["waiting", "reading", "decoding", "ended"]
+OPEN_STATES: tuple[State, ...] = "waiting", "reading", "decoding"
+FinishReason = Literal["", "stop", "length", "cancelled", "deadline", "error"]
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """What an answer says of the cache that it came from.
+
+    Attributes:
+        plan: as it was resolved.
+        stats: counters of the row.
+        kv_bytes: of keys, values and summaries.
+        index: of the plan's method, by layer.
+    """
+
+    plan: Plan
+    stats: RunStats
+    kv_bytes: int
+    index: dict[int, list[dict[str, Any]]]
+
+    @classmethod
+    def of(cls, cache: SparseCache, stats: RunStats | None = None) -> CacheReport:
+        """The report of a cache, or of one of its rows, which has counters of its own."""
+        return cls(cache.run.plan, cache.stats if stats is None else stats, cache.num_bytes, cache.describe())
+
+
+class RowOutput(Protocol):
+    """What a client makes of the logits. The thread of the loop calls it; what it raises ends the row."""
+
+    def read(self, num_tokens: int) -> None:
+        """So many tokens of the prompt are cached."""
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        """The token that ``take`` would choose from logits [vocabulary], ``ahead`` tokens from now."""
+
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        """Choose the next token from logits [vocabulary], after ``probe_s`` seconds of probes in all; "" goes on. Steps
+        that choose tokens themselves give the token."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A request, and what the loop knows of it.
+
+    Attributes:
+        ids: tokens of the prompt.
+        plan: how to sift.
+        max_new_tokens: most tokens of the answer, for which room is reserved.
+        output: of the client.
+        client: whom it belongs to: clients get equal shares.
+        deadline: time of the loop's clock at which it ends, finished or not.
+        salt: rows of other salts share nothing with it.
+        exact: the plan drafts, and dense attention verifies; None: it answers.
+        observer: of its passes.
+        source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
+        prefix: with which its prompt begins, and in whose cache or a copy of it the row continues.
+        pins: the prefix that its prompt is; the row ends when that is cached, and chooses no token.
+        decode_from: position from which the tokens of the prompt are attended as if they had been generated.
+        on_end: called in the thread of the loop when the row has ended.
+        state, finish_reason, error: how far it is, and how it ended.
+        place, stats: its row in a cache that has several, and its counters if they are not those of the cache.
+        num_cached: tokens that are cached; those of a step that failed are not.
+        num_reused: of the prompt, those that were read before.
+        no_reuse: why none could be; empty if that was possible.
+        in_pool: its pages are in the pool that rows share.
+        report: of the cache, once the row has ended.
+        steps: what the model keeps of a row that takes captured steps.
+        composed: why it takes none; empty if it does, None before it decodes.
+        setup_s, dense_below: seconds in which steps were captured for it, and the length below which those were dense.
+        build_s: seconds in which the cache of its prefix built what decode needs under its plan.
+    """
+
+    ids: Sequence[int]
+    plan: Plan
+    max_new_tokens: int
+    output: RowOutput
+    client: str = ""
+    deadline: float | None = None
+    salt: str = ""
+    exact: ExactDecoder | None = None
+    observer: Observer | None = None
+    source: Callable[[SparseCache], None] | None = None
+    prefix: PinnedPrefix | None = None
+    pins: PinnedPrefix | None = None
+    decode_from: int | None = None
+    on_end: Callable[[], object] = lambda: None
+    key: int = 0
+    state: State = "waiting"
+    finish_reason: FinishReason = ""
+    error: BaseException | None = None
+    cache: SparseCache | None = None
+    place: int = 0
+    stats: RunStats | None = None
+    root: bytes = b""
+    nodes: list[Node] = field(default_factory=list)
+    token: int = 0  # the next to feed
+    num_cached: int = 0
+    num_reused: int = 0
+    no_reuse: str = ""
+    in_pool: bool = True
+    report: CacheReport | None = None
+    steps: Any = None
+    composed: str | None = None
+    setup_s: float = 0.0
+    build_s: float = 0.0
+    dense_below: int = 0
+
+    @property
+    def length(self) -> int:
+        """Most tokens that will be cached; the last generated one is not fed."""
+        return len(self.ids) + self.max_new_tokens - 1
+
+    @property
+    def counters(self) -> RunStats:
+        """Its counters, while it has a cache."""
+        assert self.cache is not None
+        return self.cache.stats if self.stats is None else self.stats
+
+    @property
+    def is_ended(self) -> bool:
+        return self.state == "ended"

@@ -1,0 +1,108 @@
+"""Texts as outputs of rows, and the wait for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsift.engine.loop import Loop
+from kvsift.engine.row import FinishReason, Row
+from kvsift.engine.transcript import Request, Transcript
+from kvsift.errors import InputError
+
+
+class TextOutput:
+    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
+
+    Attributes:
+        transcript: of the answer.
+        num_read: tokens of the prompt that are cached.
+        tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
+    ) -> None:
+        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
+        self.num_read = 0
+        self.tell: Callable[[str], None] | None = None
+        self._choose = request.chooser(device)
+
+    def read(self, num_tokens: int) -> None:
+        if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
+            self.num_read = num_tokens
+            self.tell("")
+        self.num_read = num_tokens
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        return self._choose.foresee(logits, ahead)
+
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        token = self._choose(logits)
+        piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
+        if piece and self.tell is not None:
+            self.tell(piece)
+        return token, self.transcript.finish_reason if self.transcript.done else ""
+
+
+def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
+    """Submit rows, and wait until they have ended; yields (index of the row, piece of its text), and "" when more was
+    read.
+
+    Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed. A row that fails
+    ends with its ``error``, and the others go on.
+    """
+    if loop.is_own_thread:
+        raise RuntimeError(
+            "the engine was asked in its own thread, by something that it calls; it would wait for itself."
+        )
+    loop.start()
+    news: SimpleQueue[tuple[int, str | None]] = SimpleQueue()  # index of a row, and a piece; None: it has ended
+    for index, (row, output) in enumerate(zip(rows, outputs)):
+        output.tell = partial(_put, news, index)
+        row.on_end = partial(_put, news, index, None)
+    coming, num_running = deque(rows), 0
+    try:
+        while coming or num_running:
+            try:
+                while coming:
+                    loop.submit(coming[0])
+                    coming.popleft()
+                    num_running += 1
+            except InputError:  # too many wait, maybe of these
+                if not num_running:
+                    raise
+            index, piece = news.get()
+            if piece is None:
+                num_running -= 1
+                piece = _end(rows[index], outputs[index])
+                if not holds:
+                    loop.close(rows[index])
+                if not piece:
+                    continue
+            yield index, piece
+    finally:
+        for row in rows:
+            (loop.cancel if holds else loop.close)(row)
+
+
+def _put(news: SimpleQueue[tuple[int, str | None]], index: int, piece: str | None) -> None:
+    news.put((index, piece))
+
+
+def _end(row: Row, output: TextOutput) -> str:
+    """The last text of a row that has ended."""
+    if row.error is not None:
+        return ""
+    try:
+        return output.transcript.end(row.finish_reason)
+    except Exception as error:  # of this row alone
+        row.error = error
+        return ""
