@@ -11,8 +11,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
 from kvsift.engine.row import Row
-from kvsift.engine.text_output import TextOutput
-from kvsift.engine.transcript import Request
+from kvsift.engine.transcript import Request, TextOutput
 from kvsift.plan.syntax import parse_plan
 
 GRID = 64

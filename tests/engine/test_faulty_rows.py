@@ -21,8 +21,7 @@ from kvsift.engine.loop import Loop
 from kvsift.engine.row import CacheReport
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.sampling import Chooser
-from kvsift.engine.text_output import TextOutput
-from kvsift.engine.transcript import TokenLogprobs, Transcript
+from kvsift.engine.transcript import TextOutput, TokenLogprobs, Transcript
 from kvsift.errors import LogitsError
 from kvsift.layer.selection_log import SelectionLog
 

@@ -11,8 +11,7 @@ from engine.tiny_directory import text_of
 from kvsift import LLM
 from kvsift.engine.row import Row
 from kvsift.engine.rows import RunnerRows
-from kvsift.engine.text_output import TextOutput
-from kvsift.engine.transcript import Request
+from kvsift.engine.transcript import Request, TextOutput
 from kvsift.plan.plan import Plan
 from kvsift.server.held_documents import DocumentReading
 from kvsift.server.kept_prompts import keep, source_of

@@ -14,14 +14,14 @@ from kvsift.api.answer import Answer
 from kvsift.api.generation import answer_of_row, check_captured, log_of
 from kvsift.api.saved_document import check_saving, check_target, save
 from kvsift.engine.engine import Engine
+from kvsift.engine.follow import follow
 from kvsift.engine.model_runner import require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
 from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.engine.prefill_sharing import can_share_prefill
 from kvsift.engine.row import Row
 from kvsift.engine.speculative.exactness import check_exact, exact_decoder
-from kvsift.engine.text_output import TextOutput, follow
-from kvsift.engine.transcript import Request
+from kvsift.engine.transcript import Request, TextOutput
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError, unknown
 from kvsift.methods import checks

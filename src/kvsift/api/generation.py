@@ -14,6 +14,7 @@ from kvsift import native
 from kvsift.api.answer import Answer
 from kvsift.api.passages import passages_of
 from kvsift.engine.decode_paths import decode_in_slots, row_in_slot
+from kvsift.engine.follow import follow
 from kvsift.engine.graphs.fast_path import SPARE_TOKENS
 from kvsift.engine.graphs.session import Session, row_lengths
 from kvsift.engine.loop import Loop
@@ -23,8 +24,7 @@ from kvsift.engine.options import ProgressCallback
 from kvsift.engine.row import CacheReport, Row
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.exactness import exact_decoder
-from kvsift.engine.text_output import TextOutput, follow
-from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.transcript import Request, TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats

@@ -8,11 +8,11 @@ from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
+from kvsift.engine.follow import follow
 from kvsift.engine.loop import OUT_OF_MEMORY, Loop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.row import Row
-from kvsift.engine.text_output import TextOutput, follow
-from kvsift.engine.transcript import Request
+from kvsift.engine.transcript import Request, TextOutput
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.plan.plan import Plan

@@ -10,8 +10,7 @@ from kvsift.engine.graphs.row_groups import CacheSession, RowGroup
 from kvsift.engine.graphs.session import Session
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.row import Row
-from kvsift.engine.text_output import TextOutput
-from kvsift.engine.transcript import Transcript
+from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.layer.accounting import RunStats
 from kvsift.models.transformers import SparseCache
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -202,3 +203,37 @@ def undecided(text: str, stops: Sequence[str] = ()) -> int:
     """Return how many characters at the end of a text may begin a stop."""
     starts = [n for stop in stops for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])]
     return max(starts, default=0)
+
+
+class TextOutput:
+    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
+
+    Attributes:
+        transcript: of the answer.
+        num_read: tokens of the prompt that are cached.
+        tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
+    """
+
+    def __init__(
+        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
+    ) -> None:
+        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
+        self.num_read = 0
+        self.tell: Callable[[str], None] | None = None
+        self._choose = request.chooser(device)
+
+    def read(self, num_tokens: int) -> None:
+        if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
+            self.num_read = num_tokens
+            self.tell("")
+        self.num_read = num_tokens
+
+    def foresee(self, logits: Tensor, ahead: int) -> int:
+        return self._choose.foresee(logits, ahead)
+
+    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+        token = self._choose(logits)
+        piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
+        if piece and self.tell is not None:
+            self.tell(piece)
+        return token, self.transcript.finish_reason if self.transcript.done else ""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsift.api.llm import LLM
+from kvsift.engine.follow import follow
 from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.row import Row
-from kvsift.engine.text_output import TextOutput, follow
-from kvsift.engine.transcript import Transcript
+from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.errors import InputError
 from kvsift.models.transformers import PlanSpec
 from kvsift.plan.budget import Budget

@@ -1,55 +1,16 @@
-"""Texts as outputs of rows, and the wait for them."""
+"""Waiting for the answers of rows, as the clients of the loop do."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from queue import SimpleQueue
-from time import perf_counter
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from kvsift.engine.loop import Loop
-from kvsift.engine.row import FinishReason, Row
-from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.row import Row
+from kvsift.engine.transcript import TextOutput
 from kvsift.errors import InputError
-
-
-class TextOutput:
-    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
-
-    Attributes:
-        transcript: of the answer.
-        num_read: tokens of the prompt that are cached.
-        tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
-    """
-
-    def __init__(
-        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
-    ) -> None:
-        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
-        self.num_read = 0
-        self.tell: Callable[[str], None] | None = None
-        self._choose = request.chooser(device)
-
-    def read(self, num_tokens: int) -> None:
-        if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
-            self.num_read = num_tokens
-            self.tell("")
-        self.num_read = num_tokens
-
-    def foresee(self, logits: Tensor, ahead: int) -> int:
-        return self._choose.foresee(logits, ahead)
-
-    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
-        token = self._choose(logits)
-        piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
-        if piece and self.tell is not None:
-            self.tell(piece)
-        return token, self.transcript.finish_reason if self.transcript.done else ""
 
 
 def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
