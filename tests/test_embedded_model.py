@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kvsift.engine.prompt import exact_match, prompt
 from kvsift_lab.eval.tasks import make_sample
 from kvsift_lab.probe import phase
 from kvsift_lab.probe.pack import card
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from kvsift.errors import InputError
 from kvsift.models.embedded import WEIGHTS, embedded_model, pack, unpack
 from kvsift.texts.prose import document
+from kvsift.tokenization.prompt import exact_match, prompt
 
 DIRECTORY = embedded_model()
 FACTS = (
