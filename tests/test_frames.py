@@ -15,6 +15,8 @@ import pytest
 
 import kvsift
 from kvsift import native
+from kvsift.engine.graphs.slots import Slots
+from kvsift.engine.loop import Loop
 
 COUNTS = Path(__file__).parent.parent / "lab" / "house_counts.py"
 BOUNDS = {  # plan -> frames from the engine's step to the compiled core, files, calls
@@ -22,6 +24,7 @@ BOUNDS = {  # plan -> frames from the engine's step to the compiled core, files,
     "quest:budget=256": (14, 34, 515),
     "dense": (13, 28, 385),
 }
+FRAMES_TO_REPLAY = 8  # of a captured step, from the engine's step to the replay of its graph
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +49,25 @@ def test_a_decode_step_takes_no_more_frames_files_and_calls(house_counts: Any, l
     numbers = len(trace.chain), len(trace.files), trace.calls.total()
     assert all(number <= bound for number, bound in zip(numbers, BOUNDS[plan])), (numbers, trace.chain, trace.files)
     assert len(trace.chain) > 5, "the step reached the compiled core"
+
+
+def test_a_captured_step_takes_no_more_frames_to_its_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host side, without a graph: ``Slots.run`` is what replays one on a GPU."""
+    chains: list[list[str]] = []
+    run = Slots.run
+
+    def watched(slots: Slots, *given: Any) -> Any:
+        frame, chain = sys._getframe(1), ["run"]
+        while frame is not None and chain[-1] != "step_of_the_loop":
+            is_step = frame.f_code is Loop.step.__code__
+            chain.append("step_of_the_loop" if is_step else frame.f_code.co_name)
+            frame = frame.f_back
+        chains.append(chain)
+        return run(slots, *given)
+
+    monkeypatch.setattr(Slots, "run", watched)
+    with kvsift.LLM(plan="quest:budget=256", device="cpu", path="eager", dense_below=0) as llm:
+        llm.generate("The mill had eleven sacks of rye. " * 20, max_new_tokens=4)
+    assert chains
+    assert max(map(len, chains)) <= FRAMES_TO_REPLAY, chains[0]
+    assert chains[0][-1] == "step_of_the_loop"

@@ -82,6 +82,13 @@ def test_the_fastest_plan_that_meets_the_target_is_found(seed: int, target: floa
     assert all(tuner.scored[plan] < SCORED for plan in far)  # a few tokens tell
 
 
+def test_budgets_below_one_that_is_sure_to_miss_are_not_scored() -> None:
+    tuner = KnownTuner(budget_of, lambda plan: 40 / budget_of(plan), nothing_kept())
+    found = tuner.search(Target("kl", 0.03), None)
+    assert budget_of(found["plan"]) == 1536
+    assert {budget_of(plan) for plan in tuner.scored} == {512, 1024, 1536, 2048}
+
+
 def test_of_the_plans_that_are_fast_enough_the_closest_to_dense_is_found() -> None:
     times, kl = lambda plan: budget_of(plan) / 1e5, lambda plan: 100 / budget_of(plan)
     found = KnownTuner(times, kl, nothing_kept()).search(Target("kl", 0.001), 0.006)
