@@ -240,7 +240,7 @@ def test_llms_that_are_made_and_dropped_leave_no_thread_no_file_and_no_memory(ll
     for _ in range(5):
         ask()
     first = measured()
-    for _ in range(15):
+    for _ in range(45):
         ask()
     last = measured()
     assert last[0] <= first[0] <= before
