@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
@@ -13,7 +13,10 @@ import torch
 from kvsift import native
 from kvsift.api.answer import Answer
 from kvsift.api.passages import passages_of
+from kvsift.engine.decode_paths import decode_in_slots, row_in_slot
 from kvsift.engine.follow import follow
+from kvsift.engine.graphs.fast_path import SPARE_TOKENS
+from kvsift.engine.graphs.session import Session, row_lengths
 from kvsift.engine.loop import Loop
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
@@ -25,7 +28,9 @@ from kvsift.engine.transcript import Request, TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
+from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.selection_log import SelectionLog
+from kvsift.models.transformers import SparseCache
 from kvsift.native.shapes import supports
 from kvsift.plan.plan import Plan
 
@@ -35,7 +40,7 @@ class Generation:
 
     Args:
         runner: of the model, whose weights are loaded.
-        loop: of rows.
+        loop: of rows; captured steps of several prompts are taken beside it.
         plan: how to sift.
         requests: decoded together.
         started: time of submission.
@@ -50,6 +55,7 @@ class Generation:
         self._holds = holds
         self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
         self._total, self._progress = sum(len(request.ids) - 1 for request in requests), progress
+        self._done, self._reported = dict[int, int](), 0  # tokens of each captured prompt
         self._answers: dict[int, Answer] = {}
         self._errors: dict[int, BaseException] = {}  # of requests that failed
         self._rows: list[Row] = []  # of the loop
@@ -87,14 +93,42 @@ class Generation:
         raise error
 
     def __iter__(self) -> Generator[tuple[int, str], None, None]:
-        runner, reason = self._runner, self._runner.composed_reason(self._plan)
-        if reason is None and runner.fast_path.is_required:
-            check_captured(self._requests)
-        return self._rows_in_turn(runner.composed_plan(self._plan), reason or "")
-
-    def _rows_in_turn(self, plan: Plan, reason: str) -> Generator[tuple[int, str], None, None]:
         runner = self._runner
-        call = object() if len(self._requests) > 1 else None  # not this one, which rows would keep
+        reason = runner.composed_reason(self._plan)
+        # Which rows of the loop share a step depends on the time that each takes. Prompts of one call start together
+        # instead, so that a GPU answers them as it did before, to the bit.
+        several = len(self._requests) > 1 and not runner.deterministic
+        together = several or runner.reason_apart(self._plan) is not None
+        if reason is None and (together or runner.fast_path.is_required):
+            check_captured(self._requests)
+        if reason is None and together:
+            self._loop.release()
+            return self._in_slots()
+        runner.fast_path.release()
+        return self._in_rows(reason or "")
+
+    def _in_slots(self) -> Generator[tuple[int, str], None, None]:
+        for indices in self._groups():
+            rows = list[Row]()
+            for index, piece in self._loop.iterate(self._captured(indices, rows)):
+                if piece:
+                    yield indices[index], piece
+                else:
+                    self._report(indices, rows)
+        self._raise_error()
+
+    def _groups(self) -> Iterable[list[int]]:
+        """Requests that share a cache, since RoPE rotates them alike; nearly always one group of all. With
+        ``deterministic`` each has its own."""
+        if self._runner.deterministic:
+            return [[index] for index in range(len(self._requests))]
+        groups: dict[int | None, list[int]] = {}
+        for index, request in enumerate(self._requests):
+            groups.setdefault(self._runner.rotation(request.length), []).append(index)
+        return groups.values()
+
+    def _in_rows(self, reason: str) -> Generator[tuple[int, str], None, None]:
+        runner, plan = self._runner, self._runner.composed_plan(self._plan)
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
         self._rows = rows = [
             Row(
@@ -105,7 +139,6 @@ class Generation:
                 deadline=request.deadline,
                 observer=log_of(request),
                 exact=exact_decoder(runner, request, plan),
-                call=call,
             )
             for request, output in zip(self._requests, outputs)
         ]
@@ -121,6 +154,40 @@ class Generation:
             answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
             self._loop.call(partial(self._settle, index, row, answer))  # counters may be on the device
         self._raise_error()
+
+    def _captured(self, indices: Sequence[int], rows: list[Row]) -> Generator[tuple[int, str], None, None]:
+        runner, requests = self._runner, [self._requests[index] for index in indices]
+        cache, kept = self._pooled_cache(requests)
+        transcripts = [Transcript(request, runner.tokenizer) for request in requests]
+        rows += [
+            row_in_slot(runner, cache, transcript, place, RunStats(runner.probe_every))
+            for place, transcript in enumerate(transcripts)
+        ]
+        yield from decode_in_slots(runner, rows, partial(runner.fast_path.session, runner.model, cache, kept))
+        for index, row, transcript in zip(indices, rows, transcripts):
+            self._settle(index, row, partial(self._answer_beside, cache, row, transcript))
+
+    def _answer_beside(self, cache: SparseCache, row: Row, transcript: Transcript) -> Answer:
+        return answer_of(self._runner, CacheReport.of(cache, row.stats), transcript, self._started, captured=row)
+
+    def _pooled_cache(self, requests: Sequence[Request]) -> tuple[SparseCache, Session | None]:
+        """An empty cache whose rows are fed one by one, and captured steps over it; both of the last call if they fit,
+        else a new cache and None."""
+        runner, page_size = self._runner, self._plan.page_size or DEFAULT_PAGE_SIZE
+        length = max(request.length for request in requests)
+        totals = [len(request.ids) + request.max_new_tokens + SPARE_TOKENS for request in requests]
+        rows = row_lengths(totals, page_size)
+        kept = runner.fast_path.take(self._plan, runner.rotation(length), rows)
+        return (runner.new_cache(self._plan, 0, rows, length), None) if kept is None else (kept.cache, kept)
+
+    def _report(self, indices: Sequence[int], rows: Sequence[Row]) -> None:
+        """Report the progress over all prompts, of which those of a group are being prefilled."""
+        for index, row in zip(indices, rows):
+            self._done[index] = min(row.num_cached, len(row.ids) - 1)
+        done = sum(self._done.values())
+        if self._progress is not None and done > self._reported:
+            self._reported = done
+            self._progress(done, self._total)
 
 
 class TextStream(Uncopied):

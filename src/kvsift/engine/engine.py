@@ -8,7 +8,6 @@ from kvsift.engine.loop import Loop
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.rows import RunnerRows
 
-ROWS, GPU_ROWS = 8, 64  # that decode in one step, and in captured ones
 GPU_GRID = 1024  # tokens: a second question reads fewer again than in chunks of 8,192, and other rows wait less
 
 
@@ -26,11 +25,10 @@ class Engine(ModelRunner):
 
     def __init__(self, *arguments: Any, keep_tokens: int = 0) -> None:
         super().__init__(*arguments)
-        most = GPU_ROWS if self.fast_path.enabled and self.device.type == "cuda" and not self.deterministic else ROWS
-        rows = RunnerRows(self, most)
+        rows = RunnerRows(self)
         size = min(self.chunk_size, GPU_GRID) if self.device.type == "cuda" else self.chunk_size
         grid = max(size // rows.page_size, 1) * rows.page_size
-        self.loop = Loop(rows, grid, most, keep_tokens=keep_tokens, turn=self.fast_path.turn)
+        self.loop = Loop(rows, grid, keep_tokens=keep_tokens, turn=self.fast_path.turn)
 
     def __enter__(self) -> Self:
         return self
@@ -44,5 +42,6 @@ class Engine(ModelRunner):
         self.loop.stop()
 
     def release(self) -> None:
-        """Free the pools and graphs that no answer needs, and that are kept for later ones."""
+        """As ``ModelRunner.release``, and the pool of the loop unless it is in use."""
+        super().release()
         self.loop.release()

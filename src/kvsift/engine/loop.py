@@ -37,7 +37,6 @@ from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
 MOST_OPEN = 4096  # requests that wait or run
-WARM_ROWS = 8  # for which memory is allocated and steps are captured ahead
 OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
 
 
@@ -170,7 +169,7 @@ class Loop(EngineThread):
         row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.plan.not_shared or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
         self._hold(row, self._found(row))
-        if not self._schedule.add(row.key, row.client, *self._cost_of(row), row.call):
+        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
             raise InputError(FULL)
 
     def _close(self, row: Row, lets_go: bool) -> None:
@@ -239,8 +238,8 @@ class Loop(EngineThread):
         """Allocate pages with these kinds of summary, and let the model capture the steps of a plan; returns how many
         steps. Some row must have decoded in captured steps.
 
-        ``num_pages`` are by default what ``WARM_ROWS`` rows need at most, with the prompts that are kept. There may be
-        room for fewer.
+        ``num_pages`` are by default what the rows of one step need at most, with the prompts that are kept.
+        There may be room for fewer.
         """
         return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
 
@@ -251,7 +250,7 @@ class Loop(EngineThread):
             pool.maintain(self.tree, self.tree.kinds)
         room = self._room()
         if num_pages is None:
-            num_pages = room if longest is None else min(self.max_rows, WARM_ROWS) * longest + self._keep_pages
+            num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
         table = PageTable(1, self.kv)
         try:
             with suppress(*OUT_OF_MEMORY):  # the books tell what there is
@@ -260,7 +259,7 @@ class Loop(EngineThread):
                 pool.write_noise(table.all_runs)
         finally:
             table.close(0)
-        return self._model.prepare(self.kv, plan, min(self.max_rows, WARM_ROWS))
+        return self._model.prepare(self.kv, plan, self.max_rows)
 
     def check(self) -> None:
         """Refuse books that do not balance (``AssertionError``), for tests."""
@@ -551,7 +550,7 @@ class Loop(EngineThread):
 
     def _pause(self) -> bool:
         """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
-        if not self._schedule.running:
+        if not self._schedule.decoding:
             return False
         self._decode()
         self.after_step()

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.row_groups import Group, PoolSession, RowGroup
-from kvsift.engine.graphs.session import STEADY_SLOTS, Session
+from kvsift.engine.graphs.session import Session
 from kvsift.engine.memory import SUMMARY_SHARE, available_bytes, stored_tokens
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import prefill_key
 from kvsift.engine.row import Row
-from kvsift.engine.schedule import OPEN_ROWS
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.step import Checked
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -42,7 +41,6 @@ class RunnerRows:
 
     Args:
         runner: of the model.
-        max_rows: that decode in one step.
 
     Attributes:
         page_size: tokens of a page that rows share.
@@ -51,13 +49,11 @@ class RunnerRows:
 
     page_size = DEFAULT_PAGE_SIZE
 
-    def __init__(self, runner: ModelRunner, max_rows: int = 8) -> None:
-        self._max_rows = max_rows
+    def __init__(self, runner: ModelRunner) -> None:
         self._runner, self.steady = runner, runner.deterministic
         self._shapes: list[LayerShape] = []  # of the layers, once a cache has attended something
         self._like = torch.empty(0)  # as their keys
         self._groups: list[Group[Any]] = []  # of rows that take captured steps
-        self._pools: dict[int, KVPool] = {}  # by page size, of rows whose pages are of another size than the loop's
         self._fused_model: FusedModel | None = None
 
     @property
@@ -73,23 +69,9 @@ class RunnerRows:
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         """An empty cache of one row, over the pages of ``table`` if there is one."""
         cache = self._runner.new_cache(row.plan, len(row.ids) + _room_behind(row), length=row.length)
-        if table is None and (kv := self._pool_of(row.plan)) is not None:
-            table = PageTable(1, kv)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
         self.begin(row, cache)
         return cache
-
-    def _pool_of(self, plan: Plan) -> KVPool | None:
-        """The pool that rows of a plan share beside the loop's, so that they take captured steps together; it stays for
-        later ones."""
-        page_size = plan.page_size or self.page_size
-        apart = page_size == self.page_size or self.steady or self._runner.place.in_host_memory
-        if apart or any(rule.evicts for rule in plan.rules) or self._runner.composed_reason(plan) is not None:
-            return None
-        return self._pools.setdefault(page_size, KVPool())
-
-    def _busy_pools(self) -> dict[int, KVPool]:
-        return {size: pool for size, pool in self._pools.items() if pool.pages.num_used > len(self.runs(pool))}
 
     def begin(self, row: Row, cache: SparseCache) -> None:
         """Set up a cache for the answer of a row."""
@@ -120,7 +102,6 @@ class RunnerRows:
     def fail(self) -> None:
         """Forget all captured steps and pools, after a fault."""
         self._groups.clear()
-        self._pools.clear()
 
     def decode_rows(self, rows: Sequence[Row]) -> Sequence[Tensor | int]:
         """Feed the next token of each row of a group: logits [vocabulary] of each, or the token that was chosen."""
@@ -213,6 +194,10 @@ class RunnerRows:
         if row.steps is None and row.cache is not None:
             row.cache.undo(row.num_cached)
 
+    def add(self, group: Group[Any]) -> None:
+        """Take in a group that somebody else has opened."""
+        self._groups.append(group)
+
     def groups(self, rows: Sequence[Row]) -> Sequence[Sequence[Row]]:
         """Rows that one pass decodes together, of all that decode; some may wait for the next step. New ones begin in
         their order, and have ``composed`` then: one that cannot begin is the first without."""
@@ -231,8 +216,7 @@ class RunnerRows:
             return
         rotation, kv = row.cache.rotation, row.cache.table.kv
         kind = BlockGroup if self._takes_blocks(row) else RowGroup
-        present = [kv, *self._pools.values()]
-        self._groups = [group for group in self._groups if any(map(group.serves, present))]
+        self._groups = [group for group in self._groups if group.serves(kv)]
         fit: list[Group[Any]] = [each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)]
         group = fit[0] if fit else self._new_group(kind, kv, rotation)
         try:
@@ -248,8 +232,7 @@ class RunnerRows:
         source = PoolSession(kv, partial(self._open_session, rotation, steady), keeps_bits)
         if steady:
             source.expect(self.longest or 1)
-        most = STEADY_SLOTS if kind is BlockGroup or steady else OPEN_ROWS * self._max_rows
-        self._groups.append(kind(source, rotation, most))
+        self._groups.append(kind(source, rotation))
         return self._groups[-1]
 
     @property
@@ -283,7 +266,8 @@ class RunnerRows:
             return "drafts are verified"
         if transcript is None or transcript.request.logprobs is not None:
             return "probabilities are kept"
-        return self._runner.composed_reason(row.plan)
+        apart = "" if row.prefix is not None else row.no_reuse  # steps over a pool of one row serve that row alone
+        return self._runner.composed_reason(row.plan) or (None if row.in_pool else apart or None)
 
     def _open_session(
         self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
@@ -308,11 +292,10 @@ class RunnerRows:
         launched = row.steps.leave(row)
         if row.prefix is not None and row.cache is not None:  # which goes on without what was written ahead
             written, stale = (row.num_cached, None) if launched is None else (launched.written, launched.stale_from)
-            row.cache.advance(0, written, row.num_cached, stale)
+            row.cache.advance(row.place, written, row.num_cached, stale)
 
     def release(self, kv: KVPool) -> None:
         """Let go of the tensors of a pool, which is about to grow; rows go on as after ``recall``."""
-        self._pools = self._busy_pools()
         for group in self._groups:
             group.release(kv)
 
@@ -328,7 +311,6 @@ class RunnerRows:
     def forget(self) -> None:
         """Drop captured steps that no row takes."""
         self._groups = [group for group in self._groups if group.rows]
-        self._pools = self._busy_pools()
 
     def spare(self, kv: KVPool) -> int:
         """Pages to allocate besides those that a pool has to grow to, so that it grows rarely."""
@@ -356,8 +338,6 @@ class RunnerRows:
         free = available_bytes(device)
         if free is None:
             return None
-        idle = [pool for size, pool in self._pools.items() if size not in self._busy_pools()]
-        free += sum(layer.num_bytes for pool in idle for layer in pool.layers.values())
         if device.type == "cuda":  # torch gives back what it has reserved before it asks for more
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         page_bytes = self.page_size * runner.directory.kv_bytes_per_token(runner.dtype) * (1 + SUMMARY_SHARE)

@@ -206,7 +206,7 @@ def undecided(text: str, stops: Sequence[str] = ()) -> int:
 
 
 class TextOutput:
-    """A ``RowOutput`` that keeps a transcript.
+    """A ``RowOutput`` that keeps a transcript, of its own unless one is given.
 
     Attributes:
         transcript: of the answer.
@@ -214,8 +214,10 @@ class TextOutput:
         tell: called with every new piece of text, and "" when more of the prompt was read; None: nobody waits for them.
     """
 
-    def __init__(self, request: Request, tokenizer: Any, device: torch.device) -> None:
-        self.transcript = Transcript(request, tokenizer)
+    def __init__(
+        self, request: Request, tokenizer: Any, device: torch.device, transcript: Transcript | None = None
+    ) -> None:
+        self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
         self.num_read = 0
         self.tell: Callable[[str], None] | None = None
         self._choose = request.chooser(device)

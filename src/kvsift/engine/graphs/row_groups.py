@@ -101,17 +101,30 @@ class PoolSession:
         return session.max_pages >= self._pages and (rule is None or (own is not None and own.method == rule.method))
 
 
+class CacheSession(PoolSession):
+    """Slots over a cache that has all its pages, beside a loop."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session.cache.table.kv, lambda *_: session, session.keeps_bits)
+        self._session = session
+
+    def need(self, num_pages: int) -> None:
+        """There is room."""
+
+    def _ready(self, rule: Rule | None) -> None:
+        """It is."""
+
+
 class Group(ABC, Generic[GroupRow]):
     """Rows of a loop that take captured steps together.
 
     Args:
         source: of their slots.
         rotation: of their keys (``models.transformers_pinning``).
-        most: rows.
     """
 
-    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
-        self._source, self.rotation, self._most = source, rotation, most
+    def __init__(self, source: PoolSession, rotation: int | None) -> None:
+        self._source, self.rotation = source, rotation
         self._rows: dict[Row, GroupRow] = {}
 
     @property
@@ -137,7 +150,7 @@ class Group(ABC, Generic[GroupRow]):
         assert row.cache is not None
         rule, rules = rule_of(row.plan), (rule_of(each.plan) for each in self._rows)
         methods = {each.method for each in rules if each is not None}
-        fits = self._source.kv is row.cache.table.kv and rotation == self.rotation and len(self._rows) < self._most
+        fits = self._source.kv is row.cache.table.kv and rotation == self.rotation and len(self._rows) < STEADY_SLOTS
         return fits and (rule is None or not methods or methods == {rule.method})
 
     @abstractmethod
@@ -203,8 +216,8 @@ class JoinedRow(NamedTuple):
 class RowGroup(Group[JoinedRow]):
     """Rows whose steps are launched ahead; what they are rounded to depends on how many they are."""
 
-    def __init__(self, source: PoolSession, rotation: int | None, most: int = STEADY_SLOTS) -> None:
-        super().__init__(source, rotation, most)
+    def __init__(self, source: PoolSession, rotation: int | None) -> None:
+        super().__init__(source, rotation)
         self._steps = CapturedRows(source)
         self._prepared: Rule | None = None  # for rows of its method steps were captured ahead, and are kept
 
@@ -224,8 +237,8 @@ class RowGroup(Group[JoinedRow]):
     def join(self, row: Row, request: Request) -> None:
         assert row.cache is not None
         cache, stats, start, most = row.cache, row.counters, row.num_cached, row.max_new_tokens - 1
-        rule, guard = rule_of(row.plan), cache.run.guards.of(0)
-        steps = DecodeRow(cache, 0, stats, start, most, row.token, rule, request.sampling, guard)
+        rule, guard = rule_of(row.plan), cache.run.guards.of(row.place)
+        steps = DecodeRow(cache, row.place, stats, start, most, row.token, rule, request.sampling, guard)
         before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
         steps.sparse_steps = max(before, default=0)
         self._rows[row] = JoinedRow(steps, self._steps.setup_s)
