@@ -72,6 +72,7 @@ def test_the_fastest_plan_that_meets_the_target_is_found(seed: int, target: floa
     found = tuner.search(Target("kl", target), None)
     tried = [each["plan"] for each in found["candidates"] if each["plan"] != "dense"]
     good = [plan for plan in tried if 1.02 * kl(plan) <= target]
+    assert found["interval"] == found["kl_interval"]
     if found["plan"] == "dense":
         assert not good
     else:
@@ -100,6 +101,7 @@ def test_of_the_plans_that_are_fast_enough_the_closest_to_dense_is_found() -> No
 def test_where_no_plan_meets_the_target_dense_does() -> None:
     found = KnownTuner(budget_of, lambda plan: 1.0, nothing_kept()).search(Target("agreement", 0.97), None)
     assert (found["plan"], found["met"]) == ("dense", True)
+    assert (found["agreement"], found["interval"]) == (1.0, (1.0, 1.0))
 
 
 def test_a_budget_between_those_that_were_tried_is_found() -> None:

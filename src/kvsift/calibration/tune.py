@@ -207,7 +207,7 @@ class Tuner:
                 where none that meets the target is fast enough.
 
         Returns:
-            The plan, its scores and all candidates, ready for JSON.
+            The plan, its scores, the ``interval`` of what the target measures, and all candidates, ready for JSON.
         """
         dense, *tried = self._all_timed()
         chosen, tried = self._race(tried, target)
@@ -218,9 +218,12 @@ class Tuner:
         if tpot_s is not None and (chosen is None or chosen.tpot_s > tpot_s):
             chosen, is_met = self._closest([each for each in tried if each.tpot_s <= tpot_s], target), False
         found = chosen or dense
+        summary, measure, exactly = found.summary(), target.measure, 0.0 if target.measure == "kl" else 1.0
+        if found is dense:
+            summary |= {measure: exactly, f"{measure}_interval": (exactly, exactly)}
         return {
             "plan": found.plan, "target": str(target), "met": is_met or found is dense, "context": self.context,
-            **found.summary(), "dense_tpot_s": dense.tpot_s,
+            **summary, "interval": summary.get(f"{measure}_interval"), "dense_tpot_s": dense.tpot_s,
             "candidates": [each.summary() for each in (dense, *tried)],
         }  # fmt: skip
 
