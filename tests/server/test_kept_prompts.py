@@ -42,7 +42,7 @@ def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
         if row.source is None:
             keep(kept, llm, row, TEXT)
 
-    row = Row(ids, llm.plan if plan is None else plan, 1, DocumentReading(on_end))
+    row = Row(ids, llm.plan if plan is None else plan, 1, DocumentReading(on_end), holds=True)
     row.source = source_of(kept, llm, row)
     return run(llm, row)
 
@@ -91,7 +91,7 @@ def test_a_file_of_other_settings_is_removed_with_a_reason(
     kept = tmp_path / "doc-1.kvsift"
     reading(new_llm(model, PLANS[0]), kept)
     llm = new_llm(model, **{"plan": PLANS[0], **change})
-    row = Row(DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids, llm.plan, 1, DocumentReading(lambda: None))
+    row = Row(DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids, llm.plan, 1, DocumentReading(lambda: None), holds=True)
     assert source_of(kept, llm, row) is None
     assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
     assert not kept.exists()

@@ -173,7 +173,7 @@ class Document(Uncopied):
         output = TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device)
         row = Row(self._ids, plan, max(more or 0, 1), output, pins=prefix)
         started, total = perf_counter(), self.num_tokens
-        for _ in follow(runner.loop, [row], [output], holds=False):
+        for _ in follow(runner.loop, [row], [output]):
             if self._progress is not None:
                 self._progress(min(output.num_read, total), total)
         if row.error is not None:
@@ -330,7 +330,7 @@ class Document(Uncopied):
             prefix=prefix,
             decode_from=self.num_tokens if question_phase == "decode" else None,
         )
-        for _, piece in follow(runner.loop, [row], [output], holds=False):
+        for _, piece in follow(runner.loop, [row], [output]):
             if piece and on_text is not None:
                 on_text(piece)
         if row.error is not None:

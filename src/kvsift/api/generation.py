@@ -137,6 +137,7 @@ class Generation:
                 request.max_new_tokens,
                 output,
                 deadline=request.deadline,
+                holds=self._holds,
                 observer=log_of(request),
                 exact=exact_decoder(runner, request, plan),
             )
@@ -144,7 +145,7 @@ class Generation:
         ]
         for row in rows:  # their prompts are held for as long as somebody has this object, or until an earlier end
             weakref.finalize(self, self._loop.close, row).atexit = False
-        for index, piece in follow(self._loop, rows, outputs, self._holds):
+        for index, piece in follow(self._loop, rows, outputs):
             if piece:
                 yield index, piece
             elif self._progress is not None:

@@ -56,7 +56,7 @@ def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
     request = Request([0] * length, 2)
     output = TextOutput(request, runner.tokenizer, runner.device)
     row = Row(request.ids, plan, 2, output)
-    for _ in follow(loop, [row], [output], holds=False):
+    for _ in follow(loop, [row], [output]):
         pass
     if row.error is not None:
         raise row.error

@@ -13,12 +13,11 @@ from kvsift.engine.transcript import TextOutput
 from kvsift.errors import InputError
 
 
-def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds: bool) -> Iterator[tuple[int, str]]:
+def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput]) -> Iterator[tuple[int, str]]:
     """Submit rows, and wait until they have ended; yields (index of the row, piece of its text), and "" when more was
     read.
 
-    Leaving the iterator ends the rows. With ``holds`` they hold their prompts until they are closed. A row that fails
-    ends with its ``error``, and the others go on.
+    Leaving the iterator ends the rows. A row that fails ends with its ``error``, and the others go on.
     """
     if loop.is_own_thread:
         raise RuntimeError(
@@ -44,14 +43,12 @@ def follow(loop: Loop, rows: Sequence[Row], outputs: Sequence[TextOutput], holds
             if piece is None:
                 num_running -= 1
                 piece = _end(rows[index], outputs[index])
-                if not holds:
-                    loop.close(rows[index])
                 if not piece:
                     continue
             yield index, piece
     finally:
         for row in rows:
-            (loop.cancel if holds else loop.close)(row)
+            loop.cancel(row)
 
 
 def _put(news: SimpleQueue[tuple[int, str | None]], index: int, piece: str | None) -> None:

@@ -105,11 +105,11 @@ class Loop(EngineThread):
         self.post(self._enter_next)
 
     def cancel(self, row: Row) -> None:
-        """End a row, if it has not ended, after the present step; its prompt, as far as it was read, is held."""
+        """End a row, if it has not ended, after the present step."""
         self.post(partial(self._close, row, False))
 
     def close(self, row: Row) -> None:
-        """As ``cancel``, and let go of its prompt, which stays no longer than others. Safe in a finalizer."""
+        """As ``cancel``, and let go of the prompt that it holds, if it does. Safe in a finalizer."""
         self.post(partial(self._close, row, True))
 
     def step(self) -> None:
@@ -669,6 +669,8 @@ class Loop(EngineThread):
             self._give_back(row, row.cache)
         if row.prefix is not None:
             row.prefix.give_back(row)
+        if not row.holds:
+            self._hold(row, [])
         self._trim()
         row.finish_reason, row.error = reason, error
         row.state = "ended"  # last, since whoever waits for it goes on now

@@ -69,6 +69,7 @@ class Row:
         client: whom it belongs to: clients get equal shares.
         deadline: time of the loop's clock at which it ends, finished or not.
         salt: rows of other salts share nothing with it.
+        holds: once it has ended, it keeps what it has read of its prompt until ``Loop.close``.
         exact: the plan drafts, and dense attention verifies; None: it answers.
         observer: of its passes.
         source: fills its empty cache with the whole prompt as it was read before, and is called if no chunk is found.
@@ -96,6 +97,7 @@ class Row:
     client: str = ""
     deadline: float | None = None
     salt: str = ""
+    holds: bool = False
     exact: ExactDecoder | None = None
     observer: Observer | None = None
     source: Callable[[SparseCache], None] | None = None

@@ -249,7 +249,7 @@ class HeldDocuments(Generic[Question]):
 
         document.output = DocumentReading(on_end)
         plan = self._llm.composed_plan(self._plan)
-        row = Row(ids, plan, 1, document.output, client=document.client, salt=document.salt)
+        row = Row(ids, plan, 1, document.output, client=document.client, salt=document.salt, holds=True)
         return row
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:

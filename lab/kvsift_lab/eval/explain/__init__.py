@@ -208,7 +208,7 @@ def _answer(
     request = llm.request(ids, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop))
     output = TextOutput(request, llm.tokenizer, llm.device)
     row = Row(ids, plan, max_new_tokens, output, observer=observer, decode_from=len(ids) - 1)
-    for _ in follow(llm.loop, [row], [output], holds=False):
+    for _ in follow(llm.loop, [row], [output]):
         if progress is not None:
             progress(min(output.num_read, len(ids) - 1), len(ids) - 1)
     if row.error is not None:
