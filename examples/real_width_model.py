@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from kvsift.models.transformers_load import embedded_model
+from kvsift.models.hf.model_directory import embedded_model
 
 HIDDEN, HEAD_DIM, QUERY_HEADS, KV_HEADS = 4096, 128, 32, 8
 POSITIONS = 131_072

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvsift.api.llm import LLM
     from kvsift.engine.sampling import Sampling
     from kvsift.errors import InputError, KVSiftError, NothingSkipped
-    from kvsift.models.transformers import make_cache, register, sparse
+    from kvsift.models.hf.sparse import make_cache, register, sparse
     from kvsift.plan.budget import Budget
     from kvsift.plan.plan import Plan, Rule
     from kvsift.plan.syntax import parse_plan
@@ -37,10 +37,10 @@ _HOMES = {
     "NothingSkipped": "kvsift.errors",
     "Plan": "kvsift.plan.plan",
     "Rule": "kvsift.plan.plan",
-    "make_cache": "kvsift.models.transformers",
+    "make_cache": "kvsift.models.hf.sparse",
     "parse_plan": "kvsift.plan.syntax",
-    "register": "kvsift.models.transformers",
-    "sparse": "kvsift.models.transformers",
+    "register": "kvsift.models.hf.sparse",
+    "sparse": "kvsift.models.hf.sparse",
 }
 
 __all__ = [*_HOMES, "__version__"]

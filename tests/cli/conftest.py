@@ -12,7 +12,7 @@ from cli.watched import Outcome, Refused, Run, files_in
 from engine.tiny_directory import text_of, write_model
 
 from kvsift.cli.main import main
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ from kvsift.api.answer import Answer
 from kvsift.api.document import Document
 from kvsift.cli import comparison
 from kvsift.cli.escaping import plain
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 
 LOAD = ModelDirectory.load  # which ``refused`` replaces
 PLAN = "quest:budget=128:window=16:dense_layers=none"

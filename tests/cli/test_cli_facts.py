@@ -149,7 +149,7 @@ def test_a_plan_that_names_a_broken_plug_in_says_package_and_reason(
 @pytest.fixture
 def embedded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model in place of the embedded one."""
-    monkeypatch.setattr("kvsift.models.transformers_load.embedded_model", lambda: model)
+    monkeypatch.setattr("kvsift.models.hf.model_directory.embedded_model", lambda: model)
 
 
 @pytest.mark.usefixtures("embedded")
@@ -188,7 +188,7 @@ def test_doctor_prints_a_path_with_markup_as_it_is(
     odd.parent.mkdir()
     odd.symlink_to(model)
     monkeypatch.setenv("COLUMNS", "400")
-    monkeypatch.setattr("kvsift.models.transformers_load.embedded_model", lambda: odd)
+    monkeypatch.setattr("kvsift.models.hf.model_directory.embedded_model", lambda: odd)
     outcome = run("doctor", "--device", "cpu")
     assert outcome.code == 0
     assert "[red]m [/x]\\x1b[2J" in outcome.out

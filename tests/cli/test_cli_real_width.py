@@ -11,7 +11,7 @@ import pytest
 from cli.watched import Run
 from engine.tiny_directory import text_of
 
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "real_width_model.py"
 LAYERS, BUDGET, NEW_TOKENS = 2, 512, 6

@@ -247,7 +247,7 @@ def test_weights_that_the_model_does_not_use_are_mentioned(
 
 
 def test_weights_left_over_beside_the_ones_in_use_do_not_count(copy: Path, model: Path) -> None:
-    from kvsift.models.transformers_load import ModelDirectory
+    from kvsift.models.hf.model_directory import ModelDirectory
 
     shutil.copy(copy / WEIGHTS, copy / "consolidated.safetensors")
     assert ModelDirectory.check(copy).num_weight_bytes == ModelDirectory.check(model).num_weight_bytes

@@ -38,16 +38,16 @@ from kvsift.errors import KVSiftError
 from kvsift.kernels.page_summary import SUMMARIES
 from kvsift.layer import paged_decode
 from kvsift.methods import catalogue
-from kvsift.methods.anchors import AnchorMap, Reuse
-from kvsift.methods.anchors import write as write_anchors
 from kvsift.methods.base import Method
+from kvsift.methods.common.anchors import AnchorMap, Reuse
+from kvsift.methods.common.anchors import write as write_anchors
 from kvsift.methods.pages import PagedMethod, SummaryMethod
 from kvsift.methods.sketch import Sketch
 from kvsift.methods.traits import Traits
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.hf.step import TransformersStep
+from kvsift.models.hf.unwrap import refuse_unsupported
 from kvsift.models.step import NO_STEP
-from kvsift.models.transformers_step import TransformersStep
-from kvsift.models.transformers_unwrap import refuse_unsupported
 from kvsift.plan.budget import Budget
 from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, ONLY_DRAFTS, PlanCase, check, reason, reasons
 from kvsift.plan.placement import Placement

@@ -14,7 +14,7 @@ from kvsift.engine.sampling import Sampling
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.transformers import feeding, make_cache
+from kvsift.models.hf.sparse import feeding, make_cache
 from kvsift.plan.syntax import parse_plan
 
 KEYS = ("queries", "visible_tokens", "density", "sparse_queries", "kv_bytes_read", "recall")

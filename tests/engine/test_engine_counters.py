@@ -9,7 +9,7 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 

@@ -12,7 +12,7 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of
 from kvsift import LLM, InputError
 from kvsift.api.answer import Answer
 from kvsift.api.llm import Document
-from kvsift.methods import kmeans
+from kvsift.methods.common import kmeans
 
 TEXT = text_of(700)
 QUESTIONS = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")

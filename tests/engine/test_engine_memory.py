@@ -17,7 +17,7 @@ from transformers import BltConfig, Gemma3TextConfig, Gemma4TextConfig, MambaCon
 
 from kvsift import LLM, InputError
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, _cgroup, available_bytes, predict_bytes, require_memory
-from kvsift.models.transformers_load import LayerKV, ModelDirectory
+from kvsift.models.hf.model_directory import LayerKV, ModelDirectory
 
 # Reads a text of argv[2] bytes and prints what was held before, at the peak, and foretold.
 MEASURE = """

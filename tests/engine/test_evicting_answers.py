@@ -13,7 +13,7 @@ import kvsift
 from kvsift import LLM, InputError
 from kvsift.engine.memory import predict_bytes
 from kvsift.layer.paged_decode import reason_against
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.syntax import parse_plan
 
 SPECS = ["h2o", "snapkv:queries=16", "tova", "keydiff", "streaming_llm"]

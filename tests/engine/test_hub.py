@@ -12,10 +12,10 @@ import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from kvsift import LLM, InputError
-from kvsift.models import transformers_load
-from kvsift.models.transformers_load import HUB_FILES, NOT_HUB_FILES
+from kvsift.models.hf import model_directory
+from kvsift.models.hf.model_directory import HUB_FILES, NOT_HUB_FILES
 
-DOWNLOAD = "kvsift.models.transformers_load.snapshot_download"
+DOWNLOAD = "kvsift.models.hf.model_directory.snapshot_download"
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_offline_a_model_that_is_not_cached_is_refused(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("given", ["gpt2", "./some-lab/Tiny-1B", "/some-lab/Tiny-1B", "a/b/c", "some-lab/", "~/model"])
 def test_what_can_only_be_a_path_is_not_looked_up(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers_load, "snapshot_download", lambda *args, **options: pytest.fail("downloaded"))
+    monkeypatch.setattr(model_directory, "snapshot_download", lambda *args, **options: pytest.fail("downloaded"))
     with pytest.raises(InputError, match="is not a directory") as refusal:
         LLM(given)
     assert "such as Qwen/Qwen3-4B" in str(refusal.value)

@@ -16,7 +16,7 @@ from kvsift import LLM
 from kvsift.calibration.fidelity import DecodedText
 from kvsift.calibration.layer_calibration import LayerOptions, LayerPairs, calibrate_layers, compare
 from kvsift.errors import InputError
-from kvsift.methods.anchors import read
+from kvsift.methods.common.anchors import read
 
 LENGTH, DECODED, SELECTED = 200, 6, 20
 

@@ -13,7 +13,7 @@ from kvsift_lab.bench.split_measure import measure_captured
 
 from kvsift import LLM, InputError
 from kvsift.api.answer import Answer
-from kvsift.models.transformers_random import random_model
+from kvsift.models.hf.random_models import random_model
 from kvsift.plan.placement import Placement
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores import transfers

@@ -10,7 +10,7 @@ from engine.tiny_directory import text_of, write_model, write_tokenizer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from kvsift import LLM
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 
 pytest.importorskip("bitsandbytes", reason="quantises the checkpoints of these tests")
 

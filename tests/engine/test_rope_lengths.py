@@ -13,7 +13,7 @@ from models.ropes import KNOBS, ORIGINAL, PHI3, in_one_rotation, rope
 from kvsift import LLM, InputError
 from kvsift.api.answer import Answer
 from kvsift.api.document import Document
-from kvsift.models.transformers_rope import RopeLimits
+from kvsift.models.hf.rope import RopeLimits
 
 COVERING = "quest:budget=4096:page_size=8:dense_layers=none"
 SPARSE = "quest:budget=64:page_size=8:window=8:dense_layers=none"

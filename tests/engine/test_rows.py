@@ -20,7 +20,7 @@ from kvsift.engine import pauses, schedule
 from kvsift.engine.row import FinishReason, Row
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.methods import catalogue, method_class
-from kvsift.models.transformers_layer import SparseLayer
+from kvsift.models.hf.layer import SparseLayer
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.kv_pool import LayerPool

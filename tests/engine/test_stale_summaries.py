@@ -10,7 +10,7 @@ from engine.tiny_directory import text_of
 
 from kvsift import LLM
 from kvsift.kernels.page_summary import summarise
-from kvsift.models.transformers import SparseCache
+from kvsift.models.hf.sparse import SparseCache
 
 QUEST = "quest:budget=128:window=32:dense_layers=0"
 TEXT = text_of(500)

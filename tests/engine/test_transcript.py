@@ -10,7 +10,7 @@ import pytest
 from engine.tiny_tokenizers import SPACE, unigram
 
 from kvsift.engine.transcript import Request, Transcript, undecided
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.tokenization.token_text import CONTEXT_TOKENS, FOLD_TOKENS, TokenDecoder
 
 TEXT = "wörld ☃ 🌲 and so on; " * 30

@@ -19,7 +19,7 @@ from kvsift import LLM
 from kvsift.calibration.fidelity import DecodedText, Scores
 from kvsift.calibration.tune import Notebook, Target, Tuner, smoothed
 from kvsift.errors import InputError
-from kvsift.methods.anchors import read
+from kvsift.methods.common.anchors import read
 from kvsift.plan.syntax import parse_plan
 from kvsift.texts.calibration import windows
 

@@ -9,9 +9,9 @@ from models.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvsift.methods import anchors
-from kvsift.methods.anchors import AnchorMap, Reuse
-from kvsift.models.transformers_origin import origin_of
+from kvsift.methods.common import anchors
+from kvsift.methods.common.anchors import AnchorMap, Reuse
+from kvsift.models.hf.origin import origin_of
 
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 POSITIONS = 4096

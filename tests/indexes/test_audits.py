@@ -6,7 +6,7 @@ import torch
 from kvsift import native
 from kvsift.indexes.audits import WIDER, WIDEST, Audits, is_due
 from kvsift.indexes.graph import GraphIndex
-from kvsift.methods.indexed_keys import IndexedKeys, IndexedSpan
+from kvsift.methods.common.indexed_keys import IndexedKeys, IndexedSpan
 from kvsift.methods.retrieval_attention import RetrievalAttention
 from kvsift.types import Candidates, LayerShape, Limit
 

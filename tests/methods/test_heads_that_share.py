@@ -15,8 +15,8 @@ from methods.weighted import seen, softmax_over, weighted
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods.dropped_tokens import DroppedTokens, as_they_are, select_remaining_shared
-from kvsift.methods.dropping import DroppingMethod
+from kvsift.methods.common.dropped_tokens import DroppedTokens, as_they_are, select_remaining_shared
+from kvsift.methods.common.dropping import DroppingMethod
 from kvsift.methods.h2o import H2O
 from kvsift.methods.snapkv import SnapKV
 from kvsift.plan.budget import Budget

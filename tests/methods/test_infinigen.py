@@ -14,7 +14,7 @@ from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.methods.calibration import write
+from kvsift.methods.common.calibration import write
 from kvsift.methods.infinigen import Channels, InfiniGen, num_sampled
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule

@@ -11,8 +11,8 @@ from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, spy, tu
 from torch import Tensor
 
 from kvsift.errors import InputError
+from kvsift.methods.common.local_scores import LocalScores
 from kvsift.methods.infllm import InfLLM
-from kvsift.methods.local_scores import LocalScores
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods.base import Phase
-from kvsift.methods.calibration import write
+from kvsift.methods.common.calibration import write
 from kvsift.methods.loki import Loki
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
@@ -105,7 +105,7 @@ def test_contracts_hold_with_a_file(
 
     path = tmp_path_factory.mktemp("files") / "file.safetensors"
     write(path, {"keys_after_rope.2": bases(2)}, ORIGIN, {})
-    monkeypatch.setattr("kvsift.methods.calibration.directions", of_any_width)
+    monkeypatch.setattr("kvsift.methods.common.calibration.directions", of_any_width)
     check(lambda: Loki(chunk=32, rank=3, calibration=str(path)), phase)
 
 

@@ -11,9 +11,9 @@ from contracts.harness import SHAPE, Runner, draw_tokens, phase_plan
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import kmeans
+from kvsift.methods.common import kmeans
+from kvsift.methods.common.token_rows import settled
 from kvsift.methods.pqcache import PQCache, cut
-from kvsift.methods.token_rows import settled
 from kvsift.plan.budget import Budget
 from kvsift.types import Candidates, LayerShape, Limit, Selection
 

@@ -12,11 +12,11 @@ from contracts.harness import Case as ContractCase
 from torch import Tensor
 
 from kvsift.methods.base import Method
+from kvsift.methods.common.softmax_share import mean_shares
 from kvsift.methods.keydiff import KeyDiff, unlike_mean
 from kvsift.methods.less_is_more import LessIsMore
 from kvsift.methods.loki import Loki, principal_axes
 from kvsift.methods.sample_attention import SampleAttention, sampled
-from kvsift.methods.softmax_share import mean_shares
 from kvsift.methods.sparq import SparQ
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
@@ -61,7 +61,7 @@ def test_the_mean_share_of_a_worked_example() -> None:
 def test_shares_do_not_depend_on_the_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = draw_tokens(60, 0)
     whole = mean_shares(SHAPE, tokens.queries, tokens.keys)
-    monkeypatch.setattr("kvsift.methods.softmax_share.MAX_SCORES", 60 * 4 * 7)
+    monkeypatch.setattr("kvsift.methods.common.softmax_share.MAX_SCORES", 60 * 4 * 7)
     torch.testing.assert_close(mean_shares(SHAPE, tokens.queries, tokens.keys), whole)
 
 

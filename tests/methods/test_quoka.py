@@ -11,7 +11,7 @@ from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, poison,
 from torch import Tensor
 
 from kvsift.kernels.unlikeness import unlikeness
-from kvsift.methods.key_norms import KeyNorms
+from kvsift.methods.common.key_norms import KeyNorms
 from kvsift.methods.quoka import QuoKA, kept_queries, key_scores
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule

@@ -12,7 +12,7 @@ from kvsift import native
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
-from kvsift.models.transformers import SparseCache, feeding, make_cache
+from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 
 PLANS = [
     "dense",

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 import kvsift
-from kvsift.models.transformers import SparseCache, SparseRun
+from kvsift.models.hf.sparse import SparseCache, SparseRun
 
 VERSION = tuple(int(number) for number in transformers.__version__.split(".")[:2])
 VOCABULARY = 96

@@ -25,7 +25,7 @@ from kvsift.errors import InputError
 from kvsift.layer.paged_decode import reason_against
 from kvsift.methods import catalogue, method_class
 from kvsift.methods.base import Phase
-from kvsift.methods.head_budgets import head_counts
+from kvsift.methods.common.head_budgets import head_counts
 from kvsift.methods.oracle import OracleTokens
 from kvsift.methods.quest import Quest
 from kvsift.methods.streaming_llm import StreamingLLM

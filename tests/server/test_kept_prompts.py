@@ -91,7 +91,8 @@ def test_a_file_of_other_settings_is_removed_with_a_reason(
     kept = tmp_path / "doc-1.kvsift"
     reading(new_llm(model, PLANS[0]), kept)
     llm = new_llm(model, **{"plan": PLANS[0], **change})
-    row = Row(DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids, llm.plan, 1, DocumentReading(lambda: None), holds=True)
+    ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
+    row = Row(ids, llm.plan, 1, DocumentReading(lambda: None), holds=True)
     assert source_of(kept, llm, row) is None
     assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
     assert not kept.exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_environment import ENVIRONMENT
+from vllm_plugin.vllm_environment import ENVIRONMENT
 
 from kvsift.models.embedded import embedded_model
 

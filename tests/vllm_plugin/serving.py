@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
 
-from vllm_environment import ENVIRONMENT
+from vllm_plugin.vllm_environment import ENVIRONMENT
 
 STOCK = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--served-model-name", "embedded")
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_gpu_decode import GPU, GROUP, HEADS, Server
+from vllm_plugin.test_gpu_decode import GPU, GROUP, HEADS, Server
 
 from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_messages import LayerMessages

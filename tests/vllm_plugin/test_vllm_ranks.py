@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from serving import free_port, process, serving
-from test_vllm_tokens import COUNT, PLANS
+from vllm_plugin.test_vllm_tokens import COUNT, PLANS
+from vllm_plugin.serving import free_port, process, serving
 
 RANKS = ["--tensor-parallel-size", "2"]
 

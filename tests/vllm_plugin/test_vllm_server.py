@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server, serving
+from vllm_plugin.serving import Server, serving
 
 PLANS = ["quest:budget=112:dense_layers=none", "sketch:budget=72:dense_layers=none"]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

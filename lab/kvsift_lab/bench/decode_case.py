@@ -20,10 +20,10 @@ from kvsift.engine.graphs.slots import Slots
 from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
-from kvsift.methods.anchors import AnchoredMethod, AnchorMap, Reuse, write
+from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
+from kvsift.models.hf.origin import origin_of
+from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.step import Step
-from kvsift.models.transformers import SparseCache, feeding, make_cache
-from kvsift.models.transformers_origin import origin_of
 from kvsift.plan.plan import Plan, Rule
 from kvsift_lab.bench.attention_variants import fill_summary
 

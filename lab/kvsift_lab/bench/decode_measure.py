@@ -21,10 +21,10 @@ from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
+from kvsift.models.hf.random_models import random_model
+from kvsift.models.hf.step import TransformersStep, kind_of_step
 from kvsift.models.step import Step
-from kvsift.models.transformers_load import ModelDirectory, choose_dtype
-from kvsift.models.transformers_random import random_model
-from kvsift.models.transformers_step import TransformersStep, kind_of_step
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine

@@ -25,9 +25,9 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
-from kvsift.models.transformers import SparseCache, make_cache
-from kvsift.models.transformers_load import choose_device
-from kvsift.models.transformers_random import random_model
+from kvsift.models.hf.model_directory import choose_device
+from kvsift.models.hf.random_models import random_model
+from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape

@@ -31,8 +31,8 @@ from kvsift.api.llm import LLM
 from kvsift.engine.provenance import versions_and_machine
 from kvsift.errors import InputError
 from kvsift.methods.dense import Dense
-from kvsift.models.transformers import SparseCache
-from kvsift.models.transformers_layer import SparseLayer
+from kvsift.models.hf.layer import SparseLayer
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Plan, Rule
 from kvsift.tokenization.prompt import PromptFormat
 from kvsift.types import LayerShape, Rope

@@ -89,7 +89,7 @@ class ServeRecipe(r.BenchRecipe):
             raise InputError("--threads is for a server that this command starts. Leave out --url or --threads.")
 
     def _check_plans(self) -> None:
-        from kvsift.models.transformers_load import ModelDirectory
+        from kvsift.models.hf.model_directory import ModelDirectory
         from kvsift.plan.syntax import parse_plan
 
         for plan in self.plans:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvsift.api.llm import LLM
 from kvsift.errors import InputError
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift_lab.bench.bench import Bench
 from kvsift_lab.bench.host_timing import OtherProcesses
 from kvsift_lab.bench.machine import host_environment

@@ -40,7 +40,7 @@ class SplitRecipe(r.BenchRecipe):
     threads: int | None = r.threads()
 
     def __post_init__(self) -> None:
-        from kvsift.models.transformers_random import SHAPES
+        from kvsift.models.hf.random_models import SHAPES
         from kvsift.plan.placement import Placement
 
         Placement("split", host_values=self.host_values)

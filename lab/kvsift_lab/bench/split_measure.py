@@ -26,12 +26,12 @@ from kvsift.errors import InputError
 from kvsift.indexes.base import Index
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.ivf import IVFIndex
-from kvsift.methods.indexed_keys import IndexedSpan
+from kvsift.methods.common.indexed_keys import IndexedSpan
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
-from kvsift.models.transformers import SparseCache, make_cache
-from kvsift.models.transformers_load import choose_device
-from kvsift.models.transformers_random import SHAPES, random_model
+from kvsift.models.hf.model_directory import choose_device
+from kvsift.models.hf.random_models import SHAPES, random_model
+from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan

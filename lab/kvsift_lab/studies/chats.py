@@ -26,7 +26,7 @@ from kvsift.engine.memory import available_bytes
 from kvsift.engine.row import FinishReason, Row
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.models.embedded import embedded_model
-from kvsift.models.transformers_random import random_model
+from kvsift.models.hf.random_models import random_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine

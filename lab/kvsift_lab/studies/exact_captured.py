@@ -31,8 +31,8 @@ from kvsift.engine.row import Row
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.speculative.pace import Paces
 from kvsift.engine.transcript import Request
-from kvsift.models.transformers_cache import SparseCache
-from kvsift.models.transformers_contents import fill
+from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.contents import fill
 from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study

@@ -27,7 +27,7 @@ from kvsift.indexes.flat import exact_search
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.probe import probe
 from kvsift.layer.selection import CountingReader
-from kvsift.methods.indexed_keys import IndexedKeys
+from kvsift.methods.common.indexed_keys import IndexedKeys
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.retrieval_attention import RetrievalAttention
 from kvsift.methods.traits import Traits

@@ -26,8 +26,8 @@ from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError, unknown
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.models.hf.sparse import PlanSpec, SparseCache
 from kvsift.models.inference import inference
-from kvsift.models.transformers import PlanSpec, SparseCache
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.tokenization.prompt import DocumentPrompts, DocumentText, require_text
 from kvsift.tokenization.text_offsets import TextOffsets

@@ -30,7 +30,7 @@ from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.selection_log import SelectionLog
-from kvsift.models.transformers import SparseCache
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.native.shapes import supports
 from kvsift.plan.plan import Plan
 

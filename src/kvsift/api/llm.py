@@ -27,8 +27,8 @@ from kvsift.engine.sampling import Sampling
 from kvsift.engine.speculative.exactness import check_exact
 from kvsift.errors import InputError
 from kvsift.methods import checks
-from kvsift.models.transformers import PlanSpec
-from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype
+from kvsift.models.hf.model_directory import ModelDirectory, choose_device, choose_dtype
+from kvsift.models.hf.sparse import PlanSpec
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check, check_placement
 from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import Plan

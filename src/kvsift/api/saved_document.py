@@ -27,8 +27,8 @@ from kvsift.checkpoint import fingerprint, tokenizer_fingerprint
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.errors import InputError
-from kvsift.models.transformers import SparseCache
-from kvsift.models.transformers_contents import fill, numbers_of, tensors_of
+from kvsift.models.hf.contents import fill, numbers_of, tensors_of
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.capabilities import check
 from kvsift.plan.plan import Plan
 from kvsift.tokenization.prompt import DocumentText

@@ -19,8 +19,8 @@ from kvsift.engine.graphs.slots import StepKind
 from kvsift.engine.options import ProgressCallback
 from kvsift.engine.sampling import Sampling
 from kvsift.layer.paged_decode import rule_of
+from kvsift.models.hf.sparse import SparseCache, feeding
 from kvsift.models.inference import inference
-from kvsift.models.transformers import SparseCache, feeding
 from kvsift.plan.plan import Plan
 
 

@@ -29,8 +29,8 @@ from kvsift.engine.engine import Engine
 from kvsift.engine.options import ProgressCallback
 from kvsift.errors import InputError
 from kvsift.layer.probe import exact_shares
-from kvsift.methods.anchors import AnchorMap, Reuse, write
 from kvsift.methods.base import Method, Phase
+from kvsift.methods.common.anchors import AnchorMap, Reuse, write
 from kvsift.methods.traits import Traits
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule

@@ -1,7 +1,7 @@
 """Calibration of a model for methods: principal directions of its keys and queries.
 
 Texts are prefilled once, densely, while moments of every layer's keys and queries are accumulated; the file format is
-in ``methods.calibration``.
+in ``methods.common.calibration``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvsift.engine.options import ProgressCallback
 from kvsift.errors import InputError
 from kvsift.kernels.rerotate import rerotate
 from kvsift.methods.base import Method, Phase
-from kvsift.methods.calibration import write
+from kvsift.methods.common.calibration import write
 from kvsift.methods.traits import Traits
-from kvsift.models.transformers_origin import origin_of
+from kvsift.models.hf.origin import origin_of
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape, Origin, Rope
 

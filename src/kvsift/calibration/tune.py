@@ -29,9 +29,9 @@ from kvsift.calibration.layer_calibration import LayerOptions, compare
 from kvsift.calibration.recipe import recipe_of, required_origin
 from kvsift.engine.engine import Engine
 from kvsift.errors import InputError
-from kvsift.methods.anchors import write as write_anchors
-from kvsift.models.transformers import SparseCache
-from kvsift.models.transformers_contents import fill, numbers_of, tensors_of
+from kvsift.methods.common.anchors import write as write_anchors
+from kvsift.models.hf.contents import fill, numbers_of, tensors_of
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import is_refused, parse_plan
 

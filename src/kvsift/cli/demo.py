@@ -66,7 +66,7 @@ def demo(
 
 def make_document(tokens: int) -> str:
     """Return English prose of at least this many tokens with the facts hidden in it."""
-    from kvsift.models.transformers_load import ModelDirectory
+    from kvsift.models.hf.model_directory import ModelDirectory
     from kvsift.texts.prose import document
 
     tokenizer = ModelDirectory.check(None).tokenizer()

@@ -61,7 +61,7 @@ def _machine(name: str) -> dict[str, Any]:
     from kvsift import native, threads
     from kvsift.engine.memory import GIB, available_bytes
     from kvsift.kernels.attention import fused_runs
-    from kvsift.models.transformers_load import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
+    from kvsift.models.hf.model_directory import ModelDirectory, choose_device, choose_dtype, cpu_has_fast_bf16
 
     device = choose_device(name)
     embedded = ModelDirectory.check(None)

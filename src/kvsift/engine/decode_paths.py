@@ -12,7 +12,7 @@ from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.row import Row
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.layer.accounting import RunStats
-from kvsift.models.transformers import SparseCache
+from kvsift.models.hf.sparse import SparseCache
 
 OpenSession = Callable[[], AbstractContextManager[Session]]
 Progress = Callable[[int, int, int], None]

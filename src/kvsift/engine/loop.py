@@ -30,7 +30,7 @@ from kvsift.engine.speculative.step import Logits, step_exactly
 from kvsift.engine.thread import EngineThread
 from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan
 from kvsift.stores.kv_pool import KVPool, LayerPool
 from kvsift.stores.page_pool import Run

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvsift.errors import InputError
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 

@@ -25,11 +25,11 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
+from kvsift.models.hf.generation_config import FILE, GenerationSettings
+from kvsift.models.hf.model_directory import ModelDirectory
+from kvsift.models.hf.rope import RopeLimits
+from kvsift.models.hf.sparse import SparseCache, feeding, make_drafting_cache
 from kvsift.models.inference import inference
-from kvsift.models.transformers import SparseCache, feeding, make_drafting_cache
-from kvsift.models.transformers_generation import FILE, GenerationSettings
-from kvsift.models.transformers_load import ModelDirectory
-from kvsift.models.transformers_rope import RopeLimits
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check, check_placement, reason
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
@@ -251,7 +251,7 @@ class ModelRunner(Uncopied):
         return Plan(dense_below if plan.evicts_prompt else plan.prefill, dense_below)
 
     def rotation(self, length: int) -> int | None:
-        """How RoPE rotates a sequence that will have ``length`` cached tokens (``models.transformers_pinning``); None
+        """How RoPE rotates a sequence that will have ``length`` cached tokens (``models.hf.pinning``); None
         if the rotation never depends on the length. For dynamic NTK, ``length`` is rounded up to a multiple of the
         original maximum, so that questions share a document.
         """

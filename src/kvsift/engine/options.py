@@ -11,7 +11,7 @@ from typing import TypedDict
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError, unknown
 from kvsift.methods import checks
-from kvsift.models.transformers import PlanSpec
+from kvsift.models.hf.sparse import PlanSpec
 
 MOST_LOGPROBS = 20  # as OpenAI's API has them
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 
 
 class PrefixSpoiled(Exception):

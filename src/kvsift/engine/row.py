@@ -13,7 +13,7 @@ from kvsift.engine.prefix_tree import Node
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.layer.accounting import RunStats
 from kvsift.layer.observer import Observer
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan
 
 State = Literal["waiting", "reading", "decoding", "ended"]

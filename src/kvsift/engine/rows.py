@@ -24,7 +24,7 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.base import Phase
 from kvsift.models.fused_model import MAX_SEQUENCES, FusedModel
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan, Rule
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import Run

@@ -16,7 +16,7 @@ from kvsift.errors import InputError, LogitsError
 from kvsift.methods import checks
 
 if TYPE_CHECKING:
-    from kvsift.models.transformers_generation import GenerationSettings
+    from kvsift.models.hf.generation_config import GenerationSettings
 
 BLOCK = 256  # random numbers drawn at once
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of SplitMix64, as signed numbers

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvsift.engine.row import FinishReason
 from kvsift.engine.sampling import Chooser, ConstrainedChooser, Sampling
-from kvsift.models.transformers_generation import GenerationSettings
+from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.tokenization.growing_text import common_length
 from kvsift.tokenization.text_offsets import TextOffsets
 from kvsift.tokenization.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel

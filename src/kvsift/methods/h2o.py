@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from kvsift.methods import checks
-from kvsift.methods.attention_sums import BLOCK, HeavyState, Sums
 from kvsift.methods.base import Phase
-from kvsift.methods.dropped_tokens import DroppedTokens, keys_of
-from kvsift.methods.dropping import DroppingMethod, attention_weights
+from kvsift.methods.common.attention_sums import BLOCK, HeavyState, Sums
+from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of
+from kvsift.methods.common.dropping import DroppingMethod, attention_weights
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape
 

@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import calibration, checks
+from kvsift.methods import checks
+from kvsift.methods.common import calibration
+from kvsift.methods.common.token_rows import TokenRows
 from kvsift.methods.loki import along
 from kvsift.methods.oracle import exact_logits
 from kvsift.methods.scoring import ScoringMethod, top_units
-from kvsift.methods.token_rows import TokenRows
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

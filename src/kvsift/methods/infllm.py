@@ -32,7 +32,7 @@ from kvsift.errors import InputError
 from kvsift.kernels.rerotate import rerotate
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase
-from kvsift.methods.local_scores import LocalScores
+from kvsift.methods.common.local_scores import LocalScores
 from kvsift.methods.scoring import top_units
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Selection

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
-from kvsift.methods.dropped_tokens import DroppedTokens, keys_of, select_remaining
-from kvsift.methods.dropping import dropped_report
-from kvsift.methods.key_norms import SMALLEST_NORM, KeyNorms
+from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of, select_remaining
+from kvsift.methods.common.dropping import dropped_report
+from kvsift.methods.common.key_norms import SMALLEST_NORM, KeyNorms
 from kvsift.methods.scoring import top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods import checks
-from kvsift.methods.anchors import AnchoredMethod, Reuse, from_anchor
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
-from kvsift.methods.softmax_share import mean_shares
+from kvsift.methods.common.anchors import AnchoredMethod, Reuse, from_anchor
+from kvsift.methods.common.softmax_share import mean_shares
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 FIRST, DEPTH = 2, 32  # the first sparse layer of the papers, and the layers of the models their defaults are for

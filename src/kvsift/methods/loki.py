@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods import calibration, checks
+from kvsift.methods import checks
 from kvsift.methods.base import Phase, seen_by_all
-from kvsift.methods.softmax_share import ShareMethod, mean_shares
-from kvsift.methods.token_rows import TokenRows
+from kvsift.methods.common import calibration
+from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
+from kvsift.methods.common.token_rows import TokenRows
 from kvsift.types import KVReader, LayerShape
 
 

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from kvsift.methods import checks
 from kvsift.methods.base import Method
+from kvsift.methods.common.token_rows import TokenRows, settled
 from kvsift.methods.scoring import top_units
-from kvsift.methods.token_rows import TokenRows, settled
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

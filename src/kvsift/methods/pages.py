@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.errors import InputError, unknown
 from kvsift.kernels.page_summary import SUMMARIES, SummaryKind, page_scores
-from kvsift.methods.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
+from kvsift.methods.common.blocks import BLOCK_PAGES, BlockRows, pages_in, whole_blocks
 from kvsift.methods.scoring import RANKS, ScoringMethod, own_ranking, top_units
 from kvsift.methods.traits import Traits
 from kvsift.native.shapes import PooledRows, supports

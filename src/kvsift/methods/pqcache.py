@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsift.methods import checks, kmeans
+from kvsift.methods import checks
+from kvsift.methods.common import kmeans
+from kvsift.methods.common.token_rows import TokenRows, settled
 from kvsift.methods.scoring import ScoringMethod, top_units
-from kvsift.methods.token_rows import TokenRows, settled
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

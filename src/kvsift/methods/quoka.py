@@ -28,8 +28,8 @@ from kvsift.kernels.probe_scores import probe_scores
 from kvsift.kernels.unlikeness import unlikeness
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase
-from kvsift.methods.blocks import pages_in, whole_blocks
-from kvsift.methods.key_norms import KeyNorms
+from kvsift.methods.common.blocks import pages_in, whole_blocks
+from kvsift.methods.common.key_norms import KeyNorms
 from kvsift.methods.scoring import top_units
 from kvsift.methods.segment_batch import SegmentRequests, best_of_segments
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection

@@ -41,8 +41,8 @@ from kvsift.indexes.recorder import QueryRecorder
 from kvsift.indexes.samples import QuerySamples
 from kvsift.methods import checks
 from kvsift.methods.base import Method
-from kvsift.methods.indexed_blocks import IndexedBlocks
-from kvsift.methods.indexed_keys import IndexedKeys, IndexedSpan
+from kvsift.methods.common.indexed_blocks import IndexedBlocks
+from kvsift.methods.common.indexed_keys import IndexedKeys, IndexedSpan
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

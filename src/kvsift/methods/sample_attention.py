@@ -19,7 +19,7 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
-from kvsift.methods.softmax_share import ShareMethod
+from kvsift.methods.common.softmax_share import ShareMethod
 from kvsift.types import KVReader, LayerShape
 
 PAPER_SHARE, PAPER_MASS = 0.05, 0.95

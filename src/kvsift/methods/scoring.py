@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.methods.base import Method
-from kvsift.methods.head_budgets import head_counts
+from kvsift.methods.common.head_budgets import head_counts
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 

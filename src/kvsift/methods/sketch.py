@@ -25,7 +25,7 @@ from torch import Tensor
 from kvsift import native
 from kvsift.kernels.sketch import Unpacked, estimated_rest, log_weights, unpack
 from kvsift.methods import checks
-from kvsift.methods.anchors import AnchoredMethod, from_anchor
+from kvsift.methods.common.anchors import AnchoredMethod, from_anchor
 from kvsift.methods.scoring import RANKS, ScoringMethod, chosen_units, own_ranking, units_per_head
 from kvsift.methods.traits import Traits
 from kvsift.native.shapes import HeadRows, PooledRows

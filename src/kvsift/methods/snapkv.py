@@ -28,8 +28,8 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvsift.errors import InputError
 from kvsift.methods import checks
-from kvsift.methods.dropped_tokens import DroppedTokens, keys_of
-from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
+from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of
+from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape
 

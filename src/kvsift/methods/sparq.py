@@ -25,10 +25,10 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
-from kvsift.methods.channel_rows import ChannelRows
+from kvsift.methods.common.channel_rows import ChannelRows
+from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
+from kvsift.methods.common.value_mean import BLOCK, ValueMean
 from kvsift.methods.scoring import chosen_units, top_units, units_per_head
-from kvsift.methods.softmax_share import ShareMethod, mean_shares
-from kvsift.methods.value_mean import BLOCK, ValueMean
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Rest, Selection
 
 MOST_SHARE = 1 - 2.0**-20  # of the other tokens: a part with infinitely more weight than another cannot be merged

@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods.dropped_tokens import keys_of
-from kvsift.methods.dropping import DroppingMethod, DroppingState, attention_weights
+from kvsift.methods.common.dropped_tokens import keys_of
+from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.types import KVReader, LayerShape
 
 

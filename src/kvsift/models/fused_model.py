@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kvsift.kernels.rotary import rotate_heads
 from kvsift.methods.base import Phase
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.native.product import MAX_ROWS, takes_product
 from kvsift.threads import yield_to_others
 

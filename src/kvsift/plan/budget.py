@@ -48,8 +48,8 @@ class Budget:
         layer_budgets: "equal", or "pyramid": lower layers see more tokens and upper ones fewer, the same in the mean
             (``plan.layer_budgets``).
         head_budgets: "equal", or "adaptive": the heads of a layer that choose share what they would have in all, by
-            their estimated shares of attention (``methods.head_budgets``). ``tokens`` is then the mean of a layer's
-            heads.
+            their estimated shares of attention (``methods.common.head_budgets``). ``tokens`` is then the mean of the
+            heads of a layer.
         min_recovery: decode steps are probed, and where less attention than this share is recovered, the budget of the
             sequence doubles (``plan.guard``); None: it stays.
     """

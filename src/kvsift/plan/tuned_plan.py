@@ -22,8 +22,8 @@ from typing import Any
 from kvsift.atomic_files import user_cache, write_atomically
 from kvsift.checkpoint import fingerprint
 from kvsift.errors import InputError, one_line
-from kvsift.methods import anchors
-from kvsift.methods.anchors import AnchoredMethod
+from kvsift.methods.common import anchors
+from kvsift.methods.common.anchors import AnchoredMethod
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.plan.syntax import PlanSpec, is_auto, parse_plan
 

@@ -11,7 +11,7 @@ from kvsift.api.saved_document import SavedDocument, check_saving, save
 from kvsift.engine.prefill_sharing import learns_from_prompt
 from kvsift.engine.row import Row
 from kvsift.errors import InputError
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.tokenization.prompt import DocumentText
 
 

@@ -15,7 +15,7 @@ from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
 
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.transformers_random import random_model
+from kvsift.models.hf.random_models import random_model
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 

@@ -21,7 +21,7 @@ from kvsift_lab.bench.serve_client import TimedAnswer, ask
 from kvsift_lab.bench.serve_measure import DocumentMaker, ServeBench, gaps, load_numbers
 
 from kvsift import InputError
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 
 PLAN = "quest:budget=96:window=32:dense_layers=none"
 

@@ -13,7 +13,7 @@ from kvsift_lab.eval.results import document_of
 from lab.eval.samples import RECIPE, recipe_of
 
 from kvsift import InputError
-from kvsift.models.transformers_load import ModelDirectory
+from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.plan.syntax import parse_plan
 
 ROOT = Path(__file__).parents[3]

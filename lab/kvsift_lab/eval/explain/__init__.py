@@ -18,7 +18,7 @@ from kvsift.engine.options import GenerateOptions, ProgressCallback
 from kvsift.engine.row import Row
 from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.errors import InputError
-from kvsift.models.transformers import PlanSpec
+from kvsift.models.hf.sparse import PlanSpec
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import BUDGET_KEYS, parse_plan

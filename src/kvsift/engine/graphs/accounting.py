@@ -14,7 +14,7 @@ from kvsift.layer.accounting import RunStats
 from kvsift.layer.guards import widened_rule
 from kvsift.layer.paged_decode import DecodeLayer, StepMode, page_spans
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.budget import Budget
 from kvsift.plan.guard import Guard
 from kvsift.plan.plan import Rule

@@ -34,7 +34,7 @@ from kvsift.engine.speculative.step import Checked
 from kvsift.engine.transcript import Request
 from kvsift.kernels.block_attention import reach
 from kvsift.layer.paged_decode import DecodeLayer, rule_of
-from kvsift.models.transformers_cache import SparseCache
+from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
 

@@ -120,7 +120,7 @@ class Group(ABC, Generic[GroupRow]):
 
     Args:
         source: of their slots.
-        rotation: of their keys (``models.transformers_pinning``).
+        rotation: of their keys (``models.hf.pinning``).
     """
 
     def __init__(self, source: PoolSession, rotation: int | None) -> None:

@@ -8,8 +8,8 @@ import torch
 
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.layer.paged_decode import list_capacity, rule_of, unit_size_of
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.models.step import Step
-from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
 
 BLOCK = 8  # tokens: as many as one answer is worth drafting

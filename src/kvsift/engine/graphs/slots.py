@@ -34,9 +34,9 @@ from kvsift.kernels.sketch import SKETCHES
 from kvsift.kernels.summarise_slots import summarise_slots
 from kvsift.layer.paged_decode import ALWAYS, DecodeBatch, DecodeLayer, StepMode, unit_size_of
 from kvsift.layer.sparse_attention import SparseAttention
-from kvsift.methods.anchors import AnchoredMethod
+from kvsift.methods.common.anchors import AnchoredMethod
+from kvsift.models.hf.sparse import SparseCache
 from kvsift.models.step import Step
-from kvsift.models.transformers import SparseCache
 from kvsift.plan.plan import Rule
 
 

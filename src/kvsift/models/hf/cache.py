@@ -1,0 +1,291 @@
+"""A transformers cache of kvsift's layers, and a block in which every fresh cache is one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from kvsift.errors import NothingSkipped
+from kvsift.layer.accounting import RunStats, SharedStats
+from kvsift.layer.sparse_attention import SparseAttention
+from kvsift.methods.base import Phase
+from kvsift.models.hf.layer import SparseLayer
+from kvsift.models.hf.run import SparseRun
+from kvsift.plan.capabilities import NO_PROBES, NO_ROPE, UNKNOWN_ROPE, PlanCase, check
+from kvsift.plan.plan import PHASES
+from kvsift.plan.syntax import PlanSpec, parse_plan
+from kvsift.stores.background import new_thread
+from kvsift.stores.page_table import PageTable
+from kvsift.types import LayerShape
+
+
+class SparseBlock:
+    """A ``kvsift.sparse`` block: the plan, and the counters of all its caches.
+
+    Args:
+        run: settings of the caches; each cache gets a run of its own.
+
+    Attributes:
+        plan: rules by phase.
+        stats: counters, summed over the caches.
+    """
+
+    def __init__(self, run: SparseRun) -> None:
+        self.plan = run.plan
+        self.stats = SharedStats(run.stats.probe_every)
+        self._run = run
+
+    def open(self) -> SparseRun:
+        """Return the run of another cache."""
+        run = self._run.fresh()
+        run.block_stats, run.stats = self.stats, self.stats.open(run)
+        return run
+
+    def report(self) -> dict[str, Any]:
+        """Return the plan and the counters, ready for JSON."""
+        return {"plan": str(self.plan), **self.stats.report()}
+
+    def check(self, strict: bool = False) -> None:
+        """Warn if the model did not run under the plan, or a sparse phase skipped nothing.
+
+        Raises:
+            NothingSkipped: instead of a warning, when ``strict``.
+        """
+        messages = [self.plan.skipped_nothing(phase) for phase in PHASES if self._skipped_nothing(phase)]
+        if not self.stats.opened:
+            messages = [
+                f"the model did not run under the plan {self.plan}: the block of kvsift.sparse attended no query. "
+                "Call the model inside the block. A cache made outside of it keeps its own plan and its own counters."
+            ]
+        for message in messages:
+            if strict:
+                raise NothingSkipped(message)
+            warnings.warn(message, stacklevel=4)
+
+    def _skipped_nothing(self, phase: Phase) -> bool:
+        rule = self.plan.rule(phase)
+        return rule is not None and not rule.method.traits.unbounded and self.stats.skipped_nothing(phase)
+
+
+class SparseCache(DynamicCache):
+    """A transformers cache whose full-attention layers are kvsift's; sliding and linear layers stay as they are."""
+
+    run: SparseRun
+
+    def __init__(self, config: Any, run: SparseRun) -> None:
+        super().__init__(config=config.get_text_config(decoder=True))
+        self._mark: tuple[int, dict[int, Any]] = (0, {})
+        take_layers(self, run, config)
+
+    @property
+    def stats(self) -> RunStats:
+        return self.run.stats
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys, values and summaries."""
+        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return sum(attention.store.num_bytes for attention in layers if attention is not None)
+
+    @property
+    def num_device_bytes(self) -> int:
+        """Those of ``num_bytes`` on the model's device, and copies on it of tokens in host memory."""
+        layers = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return sum(attention.store.num_device_bytes for attention in layers if attention is not None)
+
+    @property
+    def rotation(self) -> int | None:
+        """Rotation of the keys, where RoPE depends on the length (``models.hf.pinning``); None: not set yet."""
+        return next((layer.rotation for layer in self.layers if isinstance(layer, SparseLayer)), None)
+
+    def pin(self, rotation: int | None) -> None:
+        """Set the rotation before the first pass does."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer):
+                layer.rotation = rotation
+
+    @property
+    def attentions(self) -> list[SparseAttention]:
+        """The attention of every layer; empty unless all layers are kvsift's. Layers without a token have none."""
+        attentions = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
+        return [each for each in attentions if each is not None] if len(attentions) == len(self.layers) else []
+
+    @property
+    def table(self) -> PageTable:
+        """Pages of the rows, in all layers; made when the first layer needs them."""
+        assert self.run.table is not None, "no layer has seen a token"
+        return self.run.table
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.attentions[0].store.page_size
+
+    def reserve_rows(self, lengths: Sequence[int]) -> None:
+        """Reserve pages for rows of these lengths: up to them, no pool moves."""
+        for attention in self.attentions:
+            attention.store.reserve_rows(lengths)
+
+    def prepare(self) -> None:
+        """Build what decode needs over the cached tokens."""
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.prepare()
+
+    def prepare_after_next(self) -> None:
+        """Prepare each layer with KV in host memory in the background once it has attended the next chunk, the last of
+        a prompt, while the layers above attend it. Layers without a token are left to ``prepare``."""
+        thread = new_thread()
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None and layer.attention.store.is_remote:
+                layer.attention.prepare_after_next(thread)
+
+    def describe(self) -> dict[int, list[dict[str, Any]]]:
+        """Return the decode method's description of its index, for every layer and row."""
+        attending = [layer for layer in self.layers if getattr(layer, "attention", None)]
+        rows_of_layer = {layer.layer: layer.attention.describe() for layer in attending}
+        return {layer: rows for layer, rows in rows_of_layer.items() if any(rows)}
+
+    def turn_to(self, row: int, stats: RunStats) -> None:
+        """Feed one row of a ragged batch from now on, with its counters."""
+        self.run.row, self.run.stats = row, stats
+        for layer in self.layers:
+            layer.turn_to(row)
+
+    def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
+        """Record that captured steps have written a row up to ``written`` tokens, without summaries from position
+        ``stale_from`` on, and keep the first ``kept`` tokens."""
+        for layer in self.layers:
+            layer.attention.store.advance(row, written, stale_from)
+            layer.attention.crop(row, kept)
+            layer.columns = kept
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Remove all tokens, and reserve pages for rows of these lengths; allocated memory stays."""
+        for layer in self.layers:
+            layer.columns = 0
+            layer.attention.store.clear()
+        self.reserve_rows(rows)
+
+    def sealed(self, length: int) -> list[dict[Phase, Any]]:
+        """What methods remember of the first ``length`` tokens of the only row, by layer, for ``adopt``; empty if that
+        is nothing."""
+        layers = [attention.sealed(length) for attention in self.attentions]
+        return layers if any(layers) else []
+
+    def adopt(
+        self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int,
+        sealed: Sequence[Mapping[Phase, Any]] = (),
+    ) -> None:  # fmt: skip
+        """Begin an empty cache of one row with ``length`` tokens that others have read; its table has their pages.
+
+        Args:
+            shapes: of the layers.
+            like: a tensor with the device and dtype of the keys.
+            length: full pages.
+            stale: some of the pages lack summaries that the plan needs.
+            chunk_size: tokens that were read in one pass.
+            sealed: of a cache that has read the tokens under the same plan.
+        """
+        for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
+            layer.adopt(shape, like, length, stale, chunk_size, own)
+
+    def begin_as(self, other: SparseCache, length: int) -> None:
+        """Begin an empty cache of one row as a copy of the first ``length`` tokens of another one, under the same plan.
+        Its table shares their full pages; a page that is not full is copied."""
+        self.table.adopt(0, other.table.runs_between(0, 0, -(-length // other.page_size)))
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.open_like(source)
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.begin_as(source, length)
+
+    def restart_stats(self) -> None:
+        """Count from zero; whoever has the counters so far keeps them as they are."""
+        self.run.stats = RunStats(self.stats.probe_every)
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.stats = self.run.stats
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether ``undo`` can be called: sliding and linear layers drop tokens."""
+        return all(isinstance(layer, SparseLayer) for layer in self.layers)
+
+    def undo(self, length: int) -> None:
+        """Keep the first ``length`` tokens, after a pass that was interrupted in some layer."""
+        for layer in self.layers:
+            layer.undo(length)
+
+    def mark(self) -> None:
+        """Set a checkpoint for ``rewind``. Sliding and linear layers, which drop tokens, are copied; they are small."""
+        others = {i: deepcopy(layer) for i, layer in enumerate(self.layers) if not isinstance(layer, SparseLayer)}
+        self._mark = self.get_seq_length(), others
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.checkpoint()
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the checkpoint can be restored: no token before it was evicted."""
+        attentions = (layer.attention for layer in self.layers if isinstance(layer, SparseLayer))
+        return all(attention is None or attention.store.can_crop(0, self._mark[0]) for attention in attentions)
+
+    def rewind(self) -> None:
+        """Restore the checkpoint; tokens after it are removed.
+
+        Raises:
+            InputError: if tokens before it were evicted.
+        """
+        columns, others = self._mark
+        for layer in self.layers:
+            if isinstance(layer, SparseLayer) and layer.attention is not None:
+                layer.attention.store.check_crop(0, columns)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SparseLayer):
+                layer.crop(columns - layer.columns)
+            else:
+                self.layers[index] = deepcopy(others[index])
+
+    def replan(self, plan: PlanSpec) -> None:
+        """Continue with another plan over the cached tokens; counters are reset."""
+        new_plan = parse_plan(plan)
+        rope = self.run.rope or self.run.no_rope or UNKNOWN_ROPE
+        check(PlanCase(new_plan, probe_every=self.stats.probe_every, rope=rope), NO_ROPE, NO_PROBES)
+        new_plan.check_layers(self.run.peers)
+        self.run.plan = new_plan
+        self.run.stats.clear()
+        layers = [layer.attention for layer in self.layers if isinstance(layer, SparseLayer)]
+        attentions = [attention for attention in layers if attention is not None]
+        paged = [attention for attention in attentions if attention.table is not None]
+        for attention in paged:
+            attention.replan(new_plan)
+        self.run.table = next((attention.table for attention in paged if attention.table is not None), None)
+        for attention in attentions:
+            if attention not in paged:  # it had pages of its own, and shares those of the others if it may
+                attention.replan(new_plan, self.run.table_of(attention.store.num_rows))
+
+
+def take_layers(cache: Cache, run: SparseRun, config: Any) -> None:
+    """Replace the full-attention layers over text of a cache by kvsift's. The run belongs to this cache alone.
+
+    Raises:
+        InputError: for a plan that names a layer which the model lacks.
+    """
+    over_images = getattr(config.get_text_config(decoder=True), "cross_attention_layers", None) or ()
+    run.peers = tuple(
+        index
+        for index, layer in enumerate(cache.layers)
+        if type(layer) in (DynamicLayer, SparseLayer) and index not in over_images
+    )
+    run.plan.check_layers(run.peers)
+    cache.run = run
+    cache.layers = [
+        SparseLayer(run, index) if type(layer) is DynamicLayer and index in run.peers else layer
+        for index, layer in enumerate(cache.layers)
+    ]

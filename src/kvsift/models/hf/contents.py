@@ -1,0 +1,103 @@
+"""The contents of a cache of one row as tensors and numbers, and an empty cache filled with them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvsift.errors import InputError
+from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.layer import SparseLayer
+from kvsift.types import LayerShape
+
+NUMBERS = ("num_query_heads", "num_kv_heads", "head_dim", "scale", "softcap")  # of a layer's shape
+SUMMARY = "summary."  # then the kind and the page size: names of page summaries
+
+
+def numbers_of(cache: SparseCache) -> list[dict[str, Any]]:
+    """Return the numbers of every layer, ready for JSON.
+
+    Raises:
+        InputError: for a layer whose state is not known.
+    """
+    return [_numbers(index, layer) for index, layer in enumerate(cache.layers)]
+
+
+def _numbers(index: int, layer: Any) -> dict[str, Any]:
+    if isinstance(layer, SparseLayer) and layer.attention is not None:
+        return {name: getattr(layer.attention.shape, name) for name in NUMBERS}
+    if type(layer) is DynamicSlidingWindowLayer and layer.is_initialized:
+        return {"cumulative_length": layer.cumulative_length}
+    raise InputError(
+        f"layer {index} of this model is a {type(layer).__name__}, whose state cannot be saved. Documents of models "
+        "whose layers have full or sliding-window attention can be."
+    )
+
+
+def tensors_of(cache: SparseCache) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that give the tensors of a cache, by name. Pages that are not consecutive are copied each time.
+
+    Raises:
+        InputError: if a layer has evicted tokens.
+    """
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for index, layer in enumerate(cache.layers):
+        for name, tensor in _tensors_of_layer(layer).items():
+            tensors[f"layers.{index}.{name}"] = tensor
+    return tensors
+
+
+def _tensors_of_layer(layer: Any) -> dict[str, Callable[[], Tensor]]:
+    if not isinstance(layer, SparseLayer):
+        return {"keys": lambda: layer.keys, "values": lambda: layer.values}
+    attention = layer.attention
+    assert attention is not None
+    tensors: dict[str, Callable[[], Tensor]] = {
+        "keys": lambda: attention.stored(0)[0],
+        "values": lambda: attention.stored(0)[1],
+    }
+    for kind in attention.store.kinds:
+        name = f"{SUMMARY}{kind}.{attention.store.page_size}"
+        tensors[name] = partial(lambda kind: attention.summaries(0)[kind], kind)
+    return tensors
+
+
+def fill(
+    cache: SparseCache, numbers: Sequence[Mapping[str, Any]], read: Callable[[int], Mapping[str, Tensor]],
+    device: torch.device, chunk_size: int,
+) -> None:  # fmt: skip
+    """Fill an empty cache.
+
+    Args:
+        cache: of the model, under any plan with the same rule of prefill.
+        numbers: of every layer.
+        read: returns the tensors of a layer, which are copied.
+        device: of the model.
+        chunk_size: tokens that methods observe at once.
+    """
+    for index, layer in enumerate(cache.layers):
+        tensors = read(index)
+        keys, values = tensors["keys"], tensors["values"]
+        if isinstance(layer, SparseLayer):
+            shape = LayerShape(index, **numbers[index])
+            layer.restore(shape, keys, values, _summaries(tensors), device, chunk_size)
+        else:
+            layer.lazy_initialization(keys.to(device), values.to(device))
+            layer.keys, layer.values = keys.to(device, copy=True), values.to(device, copy=True)
+            layer.cumulative_length = numbers[index]["cumulative_length"]
+
+
+def _summaries(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return page summaries by page size and kind."""
+    summaries: dict[int, dict[str, Tensor]] = defaultdict(dict)
+    for name, rows in tensors.items():
+        if name.startswith(SUMMARY):
+            kind, _, page_size = name.removeprefix(SUMMARY).rpartition(".")
+            summaries[int(page_size)][kind] = rows
+    return summaries

@@ -1,0 +1,100 @@
+"""A decode step of any model that the adapter takes, by its own forward pass.
+
+Slower than ``decoder_step``, whose launches are fused, but captured in a CUDA graph it costs no Python either. The
+forward pass gets a cache whose layers append and attend on the device; positions come from the lengths there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from kvsift.kernels.append import append
+from kvsift.layer.accounting import RunStats
+from kvsift.layer.paged_decode import DecodeBatch, DecodeLayer, StepMode
+from kvsift.models.decoder_step import DecoderStep
+from kvsift.models.hf.attention import AttendingLayer
+from kvsift.models.hf.cache import SparseCache
+from kvsift.models.hf.rope import RopeLimits
+from kvsift.models.hf.run import SparseRun
+from kvsift.plan.capabilities import verdict
+from kvsift.plan.plan import Plan
+from kvsift.types import LayerShape, Objections
+
+
+class StepLayer(AttendingLayer):
+    """A layer that appends one token per sequence and attends it through ``decode``."""
+
+    def __init__(
+        self, decode: DecodeLayer, summaries: Mapping[str, Tensor], mode: StepMode, watched: list[Tensor] | None
+    ) -> None:
+        super().__init__(decode.shape.layer)
+        self._decode, self._summaries, self._mode, self._watched = decode, summaries, mode, watched
+
+    def attend(self, shape: LayerShape, queries: Tensor, mask: Tensor | None, sink_logit: Tensor | None) -> Tensor:
+        keys, values = self.taken()
+        append(self._decode.kv, keys[:, :, 0], values[:, :, 0], self._summaries)
+        queries = queries[:, :, 0].contiguous()
+        if self._watched is not None:
+            self._watched.append(queries)
+        self._decode.sink_logit = sink_logit
+        return self._decode.attend(queries, self._mode).unsqueeze(2)
+
+    def get_seq_length(self) -> int:
+        return 0  # only masks ask, and a single query needs none
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def reset(self) -> None:
+        self._pending = None
+
+
+class TransformersStep:
+    """A ``Step`` by the model's own forward pass.
+
+    Args:
+        model: one that ``Adapter.attach`` has taken, and to which there are no ``objections``.
+        rotation: of the cache (``models.hf.pinning``).
+    """
+
+    objections: ClassVar[Objections] = (  # to models
+        (lambda model: not SparseCache(model.config, SparseRun(Plan(), RunStats())).can_undo,
+         "{it.__class__.__name__} has layers without full attention"),
+        (lambda model: (limits := RopeLimits.of(model)) is not None and limits.dynamic and limits,  # a graph holds one
+         "{it.__class__.__name__} has RoPE frequencies of its own for every length ({found})"),
+    )  # fmt: skip
+    keeps_bits = False  # libraries add up products of one row and of several in other orders
+
+    def __init__(self, model: Any, rotation: int | None = None) -> None:
+        self._model, self._rotation = model, rotation
+
+    def angles(self, num_positions: int) -> Tensor:
+        """Return an empty tensor: the model computes its own angles."""
+        return torch.empty(0, device=self._model.get_input_embeddings().weight.device)
+
+    def __call__(
+        self, tokens: Tensor, angles: Tensor, batch: DecodeBatch, attention: Sequence[DecodeLayer],
+        summaries: Sequence[Mapping[str, Tensor]], mode: StepMode, watched: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the logits after one more token per sequence."""
+        layers = [StepLayer(layer, pools, mode, watched) for layer, pools in zip(attention, summaries, strict=True)]
+        cache = Cache(layers=layers)
+        cache.rotation = self._rotation
+        output = self._model(
+            input_ids=tokens.unsqueeze(1),
+            position_ids=(batch.lengths - 1).long().unsqueeze(1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, -1].float()
+        return logits
+
+
+def kind_of_step(model: Any) -> tuple[str, list[str]]:
+    """Return the ``Step`` of a model, "fused" or "own", "" if none can be captured, and why it is not a better one."""
+    return verdict(model, {"fused": DecoderStep.objections, "own": TransformersStep.objections})

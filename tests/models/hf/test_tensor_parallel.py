@@ -1,0 +1,45 @@
+"""A model split over two processes: each chooses for its own KV heads, and the tokens are those of one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from models.hf.tensor_parallel_worker import LENGTHS
+from models.tiny import SPARSE, assert_sparse, ragged, tiny
+
+import kvsift
+
+WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
+needs_accelerate = pytest.mark.skipif(find_spec("accelerate") is None, reason="tp_plan needs accelerate")
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+@pytest.mark.parametrize("splitter", ["torch", pytest.param("transformers", marks=needs_accelerate)])
+def test_two_processes_give_the_tokens_of_one(splitter: str, tmp_path: Path) -> None:
+    model, directory, target = tiny(), tmp_path / "model", tmp_path / "report.json"
+    model.save_pretrained(directory)
+    with kvsift.sparse(model, SPARSE) as run:
+        expected = model.generate(**ragged(*LENGTHS), max_new_tokens=10, do_sample=False)
+    assert_sparse(run)
+
+    path = os.pathsep.join(filter(None, [str(WORKER.parents[2]), os.environ.get("PYTHONPATH")]))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(WORKER)]
+    ended = subprocess.run(
+        [*launch, splitter, str(directory), SPARSE, str(target)],
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        timeout=150,
+    )
+    assert ended.returncode == 0, ended.stderr.decode()[-3000:]
+
+    decode, report = run.report()["phases"]["decode"], json.loads(target.read_text())
+    assert report["tokens"] == expected.tolist()
+    assert report["visible_tokens"] == decode["visible_tokens"]
+    assert 2 * report["kv_bytes_dense"] == decode["kv_bytes_dense"]  # a process holds one of the two KV heads
