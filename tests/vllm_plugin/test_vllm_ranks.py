@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import pytest
-from vllm_plugin.test_vllm_tokens import COUNT, PLANS
 from vllm_plugin.serving import free_port, process, serving
+from vllm_plugin.test_vllm_tokens import COUNT, PLANS
 
 RANKS = ["--tensor-parallel-size", "2"]
 
