@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine import pauses, schedule
+from kvsift.engine.request import Request
 from kvsift.engine.row import FinishReason, Row
-from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.plan.plan import Plan
@@ -72,9 +73,9 @@ def new_llm(directory: Path, **options: Any) -> LLM:
     return LLM(directory, "dense", device="cpu", chunk_size=GRID, dtype="float32", probe_every=3, **options)
 
 
-def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **options: Any) -> Row:
+def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **asked: Any) -> Row:
     ids = llm.tokenizer(text)["input_ids"]
-    return Row(ids, parse_plan(plan), num_tokens, Recorded(num_tokens), **options)
+    return Row(Request(ids, num_tokens, parse_plan(plan), **asked), Recorded(num_tokens))
 
 
 def finish(llm: LLM, rows: Sequence[Row], after_step: Callable[[], object] = lambda: None) -> None:
@@ -307,7 +308,7 @@ def test_a_row_that_raises_ends_alone(plan: str, tokens: int, llama: Path, monke
     alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text in texts]
     llm = new_llm(llama)
     rows = [new_row(llm, text, plan) for text in texts]
-    length = len(rows[1].ids) + tokens  # in the prompt, or in the answer
+    length = len(rows[1].request.ids) + tokens  # in the prompt, or in the answer
     monkeypatch.setattr(SparseLayer, "attend_fused", _failing(rows[1], 1, length, ValueError("a broken method")))
     run(llm, *rows)
     assert (rows[1].finish_reason, str(rows[1].error)) == ("error", "a broken method")
@@ -377,7 +378,7 @@ def test_a_row_ends_at_its_deadline(plan: str, llama: Path) -> None:
     now[0] = 1.0
     finish(llm, rows, lambda: now.__setitem__(0, now[0] + 1))
     assert [row.finish_reason for row in rows] == ["deadline"] * 3
-    assert rows[0].num_cached == 0 < rows[1].num_cached < len(rows[1].ids)
+    assert rows[0].num_cached == 0 < rows[1].num_cached < len(rows[1].request.ids)
     assert 0 < len(rows[2].output.tokens) < 50
 
 

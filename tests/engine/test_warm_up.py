@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from engine.tiny_directory import POSITIONS, text_of
 from kvsift import InputError, Sampling
 from kvsift.engine import rows as engine_rows
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods.quoka import QuoKA
 
@@ -61,11 +59,7 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
     assert not any(books.rows.values())
     llm.loop.check()
     captured.clear()
-    rows = [new_row(llm, *case) for case in CASES]
-    if deterministic:
-        for row in rows[:2]:
-            request = row.output.transcript.request  # type: ignore[attr-defined]
-            row.exact = exact_decoder(llm, replace(request, exact=True), row.plan)
+    rows = [new_row(llm, *case, exact=deterministic and number < 2) for number, case in enumerate(CASES)]
     for count in (1, 3, len(rows)):
         for row in rows[:count]:
             if not row.key:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from kvsift.engine.follow import follow
 from kvsift.engine.loop import OUT_OF_MEMORY, Loop
 from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.request import Request
 from kvsift.engine.row import Row
-from kvsift.engine.transcript import Request, TextOutput
+from kvsift.engine.transcript import TextOutput
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.plan.plan import Plan
@@ -53,9 +54,9 @@ def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: 
 def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
     """Read a chunk and decode a token: kernels are compiled, and the layers are known."""
     length = min(loop.grid, (runner.directory.max_positions or loop.grid + 1) - 1)  # too short to be shared
-    request = Request([0] * length, 2)
+    request = Request([0] * length, 2, plan)
     output = TextOutput(request, runner.tokenizer, runner.device)
-    row = Row(request.ids, plan, 2, output)
+    row = Row(request, output)
     for _ in follow(loop, [row], [output]):
         pass
     if row.error is not None:

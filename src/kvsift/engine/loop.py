@@ -166,10 +166,10 @@ class Loop(EngineThread):
             return  # it waits for the prefix
         apart = self._model.reason_apart(row)
         row.in_pool = apart is None
-        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.plan.not_shared or ""
+        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.request.plan.not_shared or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
         self._hold(row, self._found(row))
-        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+        if not self._schedule.add(row.key, row.request.client, *self._cost_of(row)):
             raise InputError(FULL)
 
     def _close(self, row: Row, lets_go: bool) -> None:
@@ -281,7 +281,7 @@ class Loop(EngineThread):
     def _end_late_rows(self) -> None:
         now = self.clock()
         for row in self.rows:
-            if row.deadline is not None and now >= row.deadline:
+            if row.request.deadline is not None and now >= row.request.deadline:
                 self._end(row, "deadline")
 
     def _advance(self, row: Row) -> None:
@@ -301,9 +301,10 @@ class Loop(EngineThread):
                 self._schedule.revise(row.key, *self._cost_of(row))
             return
         row = max(waiting, key=self._model.pages_of)
+        length, more, room = len(row.request.ids), row.request.max_new_tokens, self._room() * self._model.page_size
         error = InputError(
-            f"the prompt has {len(row.ids):,} tokens and up to {row.max_new_tokens:,} will be generated; there is "
-            f"memory for {self._room() * self._model.page_size:,} in all. Shorten the prompt, or generate fewer."
+            f"the prompt has {length:,} tokens and up to {more:,} will be generated; there is memory for {room:,} in "
+            "all. Shorten the prompt, or generate fewer."
         )
         self._end(row, "error", error)
 
@@ -311,8 +312,8 @@ class Loop(EngineThread):
         """Tokens of a prompt that are to be read, and pages to be reserved, beside the chunks that the row holds."""
         shared = sum(node.num_pages for node in row.nodes)
         if row.prefix is not None and row.prefix.cache is not None:
-            return len(row.ids) - row.prefix.length, self._model.pages_of(row) - row.prefix.num_shared(row)
-        return len(row.ids) - self.grid * len(row.nodes), self._model.pages_of(row) - shared
+            return len(row.request.ids) - row.prefix.length, self._model.pages_of(row) - row.prefix.num_shared(row)
+        return len(row.request.ids) - self.grid * len(row.nodes), self._model.pages_of(row) - shared
 
     def _room(self) -> int:
         """Pages that could be reserved now."""
@@ -340,7 +341,7 @@ class Loop(EngineThread):
 
     def _found(self, row: Row) -> list[Node]:
         """Chunks that a row begins with; its last token is read in any case."""
-        return [] if row.no_reuse else self.tree.find(row.root, row.ids[: len(row.ids) - 1])
+        return [] if row.no_reuse else self.tree.find(row.root, row.request.ids[: len(row.request.ids) - 1])
 
     def _hold(self, row: Row, nodes: Sequence[Node]) -> None:
         """Keep these chunks for a row, instead of those that it has held."""
@@ -363,7 +364,7 @@ class Loop(EngineThread):
             row.cache = self._model.open(row, table)
             row.cache.stats.observer = row.observer
             if nodes:
-                kinds = frozenset(row.plan.summaries)
+                kinds = frozenset(row.request.plan.summaries)
                 stale = any(kinds - node.kinds for node in nodes)
                 self._model.adopt(row.cache, length, stale, self.grid, nodes[-1].sealed)
                 for node in nodes:
@@ -395,7 +396,7 @@ class Loop(EngineThread):
             try:
                 if cache.run.table is not None and cache.run.table.kv is self.kv:
                     self._reserve(cache.run.table, self._model.pages_of(row))
-                row.build_s = self._replan(prefix, cache, row.plan)
+                row.build_s = self._replan(prefix, cache, row.request.plan)
                 self._model.begin(row, cache)
             except BaseException:
                 if cache is not prefix.cache and cache.run.table is not None:
@@ -419,7 +420,7 @@ class Loop(EngineThread):
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
         assert row.cache is not None
         self._model.restore(row)
-        length = (len(row.ids) - 1) // self.grid * self.grid
+        length = (len(row.request.ids) - 1) // self.grid * self.grid
         row.cache.undo(length)
         for row.num_cached in range(self.grid, length + 1, self.grid):
             self._seal(row)
@@ -467,18 +468,18 @@ class Loop(EngineThread):
         """Prefill the next chunk of a prompt, and with the last one choose the first token."""
         started, cache, before = self.clock(), row.cache, row.num_cached
         assert cache is not None
-        stop, end = self._next_stop(row), len(row.ids)
+        stop, end = self._next_stop(row), len(row.request.ids)
         counters, logits = cache.stats.snapshot(), None
         try:
             if stop > before:
                 if stop >= end - 1 and row.prefix is None:
                     cache.prepare_after_next()
-                logits = self._model.read(row, row.ids[before:stop], pauses)
+                logits = self._model.read(row, row.request.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
                 self._count(row, before, stop)
             if stop == end - 1:  # the last token alone, whatever was reused before it
                 cache.prepare()
-                logits = self._model.read(row, row.ids[stop:])
+                logits = self._model.read(row, row.request.ids[stop:])
                 row.num_cached = end
             self._has_read(row, cache, logits)
         except OUT_OF_MEMORY as error:
@@ -496,9 +497,9 @@ class Loop(EngineThread):
 
     def _next_stop(self, row: Row) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
-        before, end = row.num_cached, len(row.ids)
+        before, end = row.num_cached, len(row.request.ids)
         others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.reading) > 1
-        alone = not others and row.plan.prefill is None
+        alone = not others and row.request.plan.prefill is None
         chunks = max(self._model.most_read // self.grid, 1) if alone else 1
         if row.prefix is None:
             return min(before - before % self.grid + chunks * self.grid, end - (row.pins is None))
@@ -513,7 +514,7 @@ class Loop(EngineThread):
 
     def _has_read(self, row: Row, cache: SparseCache, logits: Tensor | None) -> None:
         """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
-        if row.num_cached < len(row.ids):
+        if row.num_cached < len(row.request.ids):
             self._tell(row, None)
             return
         if row.pins is not None:
@@ -571,9 +572,9 @@ class Loop(EngineThread):
         if not cache.can_undo:
             row.no_reuse = "the model has layers that drop tokens"
             return
-        kinds = frozenset(row.plan.summaries)
+        kinds = frozenset(row.request.plan.summaries)
         for stop in range(self.grid * (len(row.nodes) + 1), row.num_cached + 1, self.grid):
-            first, ids = stop // self._model.page_size - pages, row.ids[stop - self.grid : stop]
+            first, ids = stop // self._model.page_size - pages, row.request.ids[stop - self.grid : stop]
             before = row.nodes[-1] if row.nodes else None
             runs, sealed = cache.table.runs_between(0, first, first + pages), cache.sealed(stop)
             row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock(), sealed))
@@ -647,7 +648,7 @@ class Loop(EngineThread):
         if counters is None:
             self._model.recall(row)
             return True
-        if row.cache is None or not row.plan.can_undo or not row.cache.can_undo:
+        if row.cache is None or not row.request.plan.can_undo or not row.cache.can_undo:
             return False
         row.cache.stats.set_back(counters)
         row.cache.undo(row.num_cached)
