@@ -93,7 +93,7 @@ def test_rows_come_and_go_whatever_is_drafted(
         if rng.random() < 0.01 and rows:
             llm.loop.cancel(rng.choice(list(rows.values())))
         if rng.random() < 0.02:
-            llm.loop._model.release(llm.loop.kv)
+            llm.loop._model.release(llm.loop.pages.kv)
     for number, row in rows.items():
         assert row.error is None
         assert tokens(row) == expected[number][: len(tokens(row))], number

@@ -279,7 +279,7 @@ def test_what_is_attended_does_not_depend_on_where_its_pages_lie(llm: LLM) -> No
     """A GPU attends runs of pages one by one elsewhere, which rounds differently."""
     llm.load()
     document = llm.read(text_of(300)).prefill(parse_plan("dense"))
-    for kv in (llm.loop.kv, document.table.kv):
+    for kv in (llm.loop.pages.kv, document.table.kv):
         table = PageTable(1, kv)
         table.rows[0].runs = [Run(0, 4), Run(9, 14)]
         reader = RowReader(document.attentions[0].store.pool, table, 0, 100)

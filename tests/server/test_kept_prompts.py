@@ -83,7 +83,7 @@ def test_another_engine_goes_on_from_the_file(
     assert sum(read) == len(row.request.ids) - whole_chunks < 64, "the rest of a chunk is read again"
     assert answer(second) == expected
     second.loop.close(again)
-    assert second.loop.kv.pages.num_used == 0
+    assert second.loop.pages.kv.pages.num_used == 0
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"chunk_size": 128}, {"plan": PLANS[3]}])
@@ -109,5 +109,5 @@ def test_a_damaged_file_ends_its_row_alone(model: Path, tmp_path: Path) -> None:
     llm = new_llm(model, PLANS[0])
     row = reading(llm, kept)
     assert "checksum" in str(row.error)
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
     assert answer(llm)[1] == 0

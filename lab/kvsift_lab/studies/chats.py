@@ -177,7 +177,7 @@ class Chats(MeasuredChats):
             self.llm.loop.close(row)
 
     def state(self, row: Row) -> dict[str, Any]:
-        pages = self.llm.loop.books().pages
+        pages = self.llm.loop.counts()["pages"]
         return {"pages": pages | {"held": pages["rows"] + pages["kept"]}, "path": row.composed or "captured"}
 
 

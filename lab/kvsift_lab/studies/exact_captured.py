@@ -190,7 +190,7 @@ class CapturedBench(Study):
                 for name, own in samples.items():
                     ratio = median(one / sample["seconds"] for one, sample in zip(dense, own))
                     yield {"tokens": length, "rows": rows, "run": name, "ratio": digits(ratio, 4), "samples": own}
-                llm.loop.tree.drop(1 << 30, llm.loop.clock())
+                llm.loop.pages.drop(1 << 30)
                 llm.loop.release()
 
     def _in_turns(

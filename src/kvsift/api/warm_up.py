@@ -48,7 +48,7 @@ def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: 
         loop.call(partial(_read, runner, loop.grid, each))
     num_pages = None if num_tokens is None else -(-num_tokens // DEFAULT_PAGE_SIZE)
     num_steps = loop.prepare(plan, {kind for each in pooled for kind in each.summaries}, num_pages)
-    return WarmUp(loop.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
+    return WarmUp(loop.pages.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
 
 
 def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:

@@ -131,7 +131,7 @@ class Worker:
             if self._has_worked and not self._rows:
                 self._has_worked = False
                 trim()
-            self._send({"op": "alive", "step_s": step_s, **self._llm.loop.books()._asdict()})
+            self._send({"op": "alive", "step_s": step_s, **self._llm.loop.counts()})
             sleep(ALIVE_S)
 
     def _submit(self, message: dict[str, Any]) -> None:
