@@ -167,8 +167,8 @@ def readme_table() -> str:
     return (
         f"{table(['SmolLM2-135M, budget', *heads], rows)}\n\n"
         f"**A language model**, SmolLM2-135M-Instruct, on {number} texts of {length:,} tokens, no layer dense: KL to "
-        f"dense attention in nats and how often the likeliest token is the same, and RULER's numbers found in {num_tokens:,} "
-        f"tokens. It is too small and its contexts too short for a speed-up on a GPU: a token after "
+        f"dense attention in nats and how often the likeliest token is the same, and RULER's numbers found in "
+        f"{num_tokens:,} tokens. It is too small and its contexts too short for a speed-up on a GPU: a token after "
         f"{stored.load(RESULTS / last)['points'][0]['context']:,} takes {' and '.join(times)} on an H100. "
         f"`results/{FIDELITY}`, `results/{RULER}`, `results/{last}`."
     )
