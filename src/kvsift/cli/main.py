@@ -22,9 +22,9 @@ from kvsift.cli.calibrate import calibrate
 from kvsift.cli.chat import chat
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
-from kvsift.cli.escaping import plain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
+from kvsift.cli.printing import plain
 from kvsift.cli.serve import serve
 from kvsift.cli.tune import tune
 from kvsift.errors import InputError, KVSiftError
