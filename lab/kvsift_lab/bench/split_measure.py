@@ -24,8 +24,8 @@ from kvsift.engine.graphs.session import row_lengths
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
+from kvsift.indexes.faiss_index import IVFIndex
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.ivf import IVFIndex
 from kvsift.methods.common.indexed_keys import IndexedSpan
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel

@@ -30,19 +30,14 @@ from kvsift.errors import InputError
 from kvsift.indexes.audits import is_due
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index, best_of_groups, merged
-from kvsift.indexes.block_recorder import BlockRecorder
-from kvsift.indexes.faiss_index import load_faiss
+from kvsift.indexes.faiss_index import HNSWIndex, IVFIndex, load_faiss
 from kvsift.indexes.flat import FlatIndex, exact_search
 from kvsift.indexes.from_samples import DECODE_POSITIONS, LEAST_SAMPLES, lists_for, why_no_graph
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.hnsw import HNSWIndex
-from kvsift.indexes.ivf import IVFIndex
-from kvsift.indexes.recorder import QueryRecorder
-from kvsift.indexes.samples import QuerySamples
+from kvsift.indexes.samples import BlockRecorder, QueryRecorder, QuerySamples
 from kvsift.methods import checks
 from kvsift.methods.base import Method
-from kvsift.methods.common.indexed_blocks import IndexedBlocks
-from kvsift.methods.common.indexed_keys import IndexedKeys, IndexedSpan
+from kvsift.methods.common.indexed_keys import IndexedBlocks, IndexedKeys, IndexedSpan
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
