@@ -23,7 +23,7 @@ from kvsift.kernels.rerotate import rerotate
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.common.calibration import write
 from kvsift.methods.traits import Traits
-from kvsift.models.hf.origin import origin_of
+from kvsift.models.hf.adapter import origin_of
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape, Origin, Rope
 

@@ -20,7 +20,7 @@ from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.stores.background import submit
 from kvsift.stores.base import Store
-from kvsift.stores.catalogue import evicting, not_evicting, open_store
+from kvsift.stores.evicting import EvictingStore
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
 from kvsift.types import Chunk, LayerShape
@@ -63,9 +63,9 @@ class LayerCache:
             reserve = 0  # not even the prompt is ever stored as a whole
         arguments = shape, num_rows, page_size, like, self.plan.summaries, reserve
         table = None if evicts else table  # rows that evict have pages of their own
-        self.store: Store = open_store(place.name, *arguments, table, **dict(place.knobs))
+        self.store: Store = place.store(*arguments, table, **dict(place.knobs))
         if evicts:
-            self.store = evicting(self.store)
+            self.store = EvictingStore.of(self.store)
         self._like = like.new_empty(0)
         self._preparer: ThreadPoolExecutor | None = None  # is to prepare for decode once the next chunk is attended
         self._preparing: Future[None] | None = None
@@ -197,10 +197,11 @@ class LayerCache:
             return
         self.guards.clear()
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
-        if plan.evicts_in(self.shape.layer):
-            self.store = evicting(self.store)
-        elif self.store.evicts:
-            self.store = not_evicting(self.store, table)
+        evicts = plan.evicts_in(self.shape.layer)
+        if evicts and not self.store.evicts:
+            self.store = EvictingStore.of(self.store)
+        elif not evicts and isinstance(self.store, EvictingStore):
+            self.store = self.store.whole(table)
         self.plan = plan
         self._states, new = self._states.under(plan, self.store.num_rows)
         for row in range(self.store.num_rows):

@@ -23,11 +23,10 @@ from kvsift.kernels import sketch_launch
 from kvsift.kernels.block_attention import block_attention, new_parts
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_spans import page_spans as spans_of
-from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.paged import PagedKV, SpaceShape
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.sketch_launch import SketchSpace
-from kvsift.kernels.space_shapes import SpaceShape
 from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.sketch import Sketch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,8 +78,8 @@ class EvictingStore(Store):
         self._lengths = {row: store.lengths[0] for row, store in enumerate(row_stores)}
 
     @classmethod
-    def of(cls, store: PagedStore) -> EvictingStore:
-        """A store that continues with what another one holds; each row is copied to a pool of its own."""
+    def of(cls, store: Any) -> EvictingStore:
+        """A store that continues with what a ``PagedStore`` holds; each row is copied to a pool of its own."""
         rows = []
         for row in range(store.num_rows):
             rows.append(store.empty_copy(1, reserve=store.reserve))

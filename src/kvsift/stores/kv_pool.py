@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format, summarise
-from kvsift.locks import PoolLock
-from kvsift.stores.page_pool import PagePool, Run
+from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
 

@@ -7,13 +7,12 @@ place, so that a request of any length costs O(log n) per run that it takes, and
 from __future__ import annotations
 
 import weakref
+from _thread import RLock
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple
-
-from kvsift.locks import PoolLock
 
 
 class Run(NamedTuple):
@@ -204,3 +203,10 @@ class PagePool:
         del self._start_of[stop]
         del self._by_size[bisect_left(self._by_size, (stop - start, start))]
         return stop
+
+
+class PoolLock(RLock):  # type: ignore[misc]  # final for type checkers alone
+    """A reentrant lock; the copy of what it guards gets a lock of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoolLock:
+        return PoolLock()

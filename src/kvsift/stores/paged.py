@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsift.errors import InputError
 from kvsift.kernels.page_summary import summarise
 from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
 from kvsift.stores.kv_pool import LayerPool
@@ -275,3 +277,15 @@ class PagedStore(Store):
             rows = summarise(kind, keys, valid, values)
             with self.pool.lock:
                 self.pool.summaries[kind][:, places] = rows.to(self.pool.summaries[kind].device)
+
+
+class HostStore(PagedStore):
+    """As ``PagedStore``; refuses a model on another device."""
+
+    def __init__(self, shape: Any, num_rows: int, page_size: int, like: Any, *args: Any, **kwargs: Any) -> None:
+        if like.device.type != "cpu":
+            raise InputError(
+                f"placement=host keeps the model on the CPU, and this one is on {like.device}. Move it, or use "
+                "placement=split or placement=offload."
+            )
+        super().__init__(shape, num_rows, page_size, like, *args, **kwargs)

@@ -15,9 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvsift.types import LayerShape
 from kvsift.vllm import compat
-from kvsift.vllm.block_cache import BlockCache
-from kvsift.vllm.block_layout import BlockLayout
-from kvsift.vllm.decode import attend_token
+from kvsift.vllm.block_cache import BlockCache, BlockLayout, attend_token
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.refusals import check_block_size
 from kvsift.vllm.step_rows import GeneratingRow, StepRows
