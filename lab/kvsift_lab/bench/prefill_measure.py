@@ -26,7 +26,6 @@ from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.hf.model_directory import choose_device
-from kvsift.models.hf.random_models import random_model
 from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
@@ -38,6 +37,7 @@ from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe,
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import gpu_seconds, interleaved, rotated, synchronize
 from kvsift_lab.numbers import digits
+from kvsift_lab.random_models import random_model
 
 ROOM_SHARE = 1.25  # of the pools, with their summaries and the workspace of a chunk
 COUNTERS = ("density", "visible_tokens", "sparse_queries", "kv_bytes_read")

@@ -30,7 +30,6 @@ from kvsift.methods.common.indexed_keys import IndexedSpan
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.hf.model_directory import choose_device
-from kvsift.models.hf.random_models import SHAPES, random_model
 from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
@@ -42,6 +41,7 @@ from kvsift_lab.bench.split import CAPTURED, SplitRecipe, point_text
 from kvsift_lab.bench.timeline import timeline
 from kvsift_lab.bench.timing import gpu_seconds, synchronize
 from kvsift_lab.numbers import digits
+from kvsift_lab.random_models import SHAPES, random_model
 
 DTYPE = torch.bfloat16
 FILLED_TOKENS = 32768  # at a time

@@ -26,13 +26,13 @@ from kvsift.engine.memory import available_bytes
 from kvsift.engine.row import FinishReason, Row
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.models.embedded import embedded_model
-from kvsift.models.hf.random_models import random_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
 from kvsift_lab.bench.timing import rotated
 from kvsift_lab.numbers import digits, grouped, table, tokens
+from kvsift_lab.random_models import random_model
 from kvsift_lab.studies.recipes import ChatsRecipe
 
 MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer

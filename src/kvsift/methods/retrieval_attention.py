@@ -102,8 +102,7 @@ class RetrievalAttention(Method):
         if self.beam is not None:
             checks.whole("beam", self.beam, 1)
         checks.whole("audit", self.audit, 0)
-        if self.compat not in (None, "paper"):
-            raise InputError(f"compat={self.compat!r} must be 'paper' or left out.")
+        checks.compat(self.compat, "paper")
         if self.compat is not None:
             if self.index not in ("auto", "graph") or self.heads != "query":
                 raise InputError(

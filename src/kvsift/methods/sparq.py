@@ -22,7 +22,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
@@ -76,8 +75,7 @@ class SparQ(ShareMethod):
         checks.whole("channels", self.channels, 1)
         checks.flag("mean_value", self.mean_value)
         checks.flag("second_copy", self.second_copy)
-        if self.compat not in (None, "paper", "code"):
-            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        checks.compat(self.compat, "paper", "code")
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
