@@ -9,8 +9,8 @@ import pytest
 import torch
 from engine.apart import GPU, llm
 from engine.tiny_directory import text_of
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.split_measure import measure_captured
-from kvsift_lab.random_models import random_model
 
 from kvsift import LLM, InputError
 from kvsift.api.answer import Answer

@@ -49,7 +49,7 @@ class DecodeRecipe(r.BenchRecipe):
         from kvsift.layer.paged_decode import reason_against, rule_of
         from kvsift.methods.common.anchors import AnchoredMethod
         from kvsift.plan.syntax import parse_plan
-        from kvsift_lab.random_models import SHAPES
+        from kvsift_lab.bench.random_models import SHAPES
 
         r.require_known("shape", [self.model] if self.random else [], SHAPES)
         r.require_some(self.contexts, self.batches, names="context and batch")

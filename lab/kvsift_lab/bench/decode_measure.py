@@ -39,9 +39,9 @@ from kvsift_lab.bench.decode_case import (
     weight_bytes,
     with_anchors,
 )
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.timing import gpu_seconds, rotated
 from kvsift_lab.numbers import digits
-from kvsift_lab.random_models import random_model
 
 ROOM_SHARE = 1 / 16  # of the pools: graphs, workspaces and tables of angles
 NAME_CHARACTERS = 100  # of a kernel: enough to tell templates with all their arguments apart

@@ -34,10 +34,10 @@ from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.decode_case import pool_bytes
 from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe, point_text
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import gpu_seconds, interleaved, rotated, synchronize
 from kvsift_lab.numbers import digits
-from kvsift_lab.random_models import random_model
 
 ROOM_SHARE = 1.25  # of the pools, with their summaries and the workspace of a chunk
 COUNTERS = ("density", "visible_tokens", "sparse_queries", "kv_bytes_read")

@@ -41,7 +41,7 @@ class SplitRecipe(r.BenchRecipe):
 
     def __post_init__(self) -> None:
         from kvsift.plan.placement import Placement
-        from kvsift_lab.random_models import SHAPES
+        from kvsift_lab.bench.random_models import SHAPES
 
         Placement("split", host_values=self.host_values)
         r.require_known("shape", [self.shape], SHAPES)

@@ -37,11 +37,11 @@ from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.decode_case import FixedSlots, decode, new_slots, weight_bytes
+from kvsift_lab.bench.random_models import SHAPES, random_model
 from kvsift_lab.bench.split import CAPTURED, SplitRecipe, point_text
 from kvsift_lab.bench.timeline import timeline
 from kvsift_lab.bench.timing import gpu_seconds, synchronize
 from kvsift_lab.numbers import digits
-from kvsift_lab.random_models import SHAPES, random_model
 
 DTYPE = torch.bfloat16
 FILLED_TOKENS = 32768  # at a time

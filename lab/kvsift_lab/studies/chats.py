@@ -30,9 +30,9 @@ from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.timing import rotated
 from kvsift_lab.numbers import digits, grouped, table, tokens
-from kvsift_lab.random_models import random_model
 from kvsift_lab.studies.recipes import ChatsRecipe
 
 MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer

@@ -108,7 +108,7 @@ class Conversation:
         options: of every turn.
         progress: shown during prefill.
         interactive: whether a person types: Ctrl-C then ends an answer alone.
-        quiet: print answers and what is asked for only.
+        quiet: print only answers and what commands show.
         system, stop: as in ``LLM.chat``.
 
     Attributes:

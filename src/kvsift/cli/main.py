@@ -144,4 +144,4 @@ def main() -> None:
         if error.errno == errno.ENOSPC:
             print("kvsift: the output is cut: the disk that it goes to is full.", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
-        sys.exit(2 if error.errno == errno.ENOSPC else 1)  # nobody reads on: as typer ends
+        sys.exit(2 if error.errno == errno.ENOSPC else 1)  # the reader has closed the pipe: as typer ends

@@ -92,7 +92,7 @@ class Tally:
         Args:
             group: segments, which were attended together.
             store: of their keys and values.
-            selected: tokens per head beside those that are always visible, summed over queries.
+            selected: tokens per head besides those that are always visible, summed over queries.
             read: tokens read for that, a mean over KV heads, summed over segments.
         """
         self.queries += group.num_queries
@@ -161,7 +161,7 @@ class RunStats:
     """Counters of one cache. One thread at a time writes them.
 
     Attributes:
-        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
+        probe_every: compare every Nth sparse decode step with exact attention, for recall and recovery; 0 never.
         probe_s: seconds spent on that, which are not part of the method.
         observer: called around every chunk and segment, if there is one.
     """

@@ -1,4 +1,4 @@
-"""Selection for the segments of one row, within a rule's budget, and the reader that counts what it reads."""
+"""Selection for the segments of one sequence, within a rule's budget, and the reader that counts what it reads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CountingReader:
     """A ``KVReader``: what a method may read, with the bytes that it read to select.
 
     Args:
-        reader: of the row.
+        reader: of the sequence.
         messages: between the layers.
         address: (row, layer, key) of these queries' messages.
     """
@@ -140,10 +140,10 @@ class CountingReader:
 
 @dataclass(frozen=True)
 class Selector:
-    """Selects for one row in one layer and phase; bytes and seconds go to the tally.
+    """Selects for one sequence in one layer and phase; bytes and seconds go to the tally.
 
     Attributes:
-        state: the method's memory of the row.
+        state: the method's memory of the sequence.
     """
 
     shape: LayerShape

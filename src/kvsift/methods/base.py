@@ -86,8 +86,8 @@ class Method:
         return None
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
-        """Bytes that one layer needs per cached token beside its keys and values: those of page summaries by default. A
-        method whose state grows adds to them."""
+        """Bytes that one layer needs per cached token besides its keys and values: those of page summaries by default.
+        A method whose state grows adds to them."""
         widths = [row_format(kind, shape.head_dim, self.summary_page_size) for kind in self.summaries]
         row_bytes = sum(width * (2 if dtype is None else dtype.itemsize) for width, dtype in widths)
         return shape.num_kv_heads * row_bytes / self.summary_page_size

@@ -120,7 +120,7 @@ class H2O(DroppingMethod):
     Attributes:
         mode: whose weights are summed: of all queries ("online"), of the prompt's alone ("oneshot"), or of generated
             tokens alone ("decode_only", which has no answer for prefill).
-        recent: share of what the budget leaves beside sinks and window that goes to the most recent tokens.
+        recent: share of what the budget leaves besides sinks and window that goes to the most recent tokens.
     """
 
     phases: ClassVar[tuple[Phase, ...]] = ("prefill", "decode")

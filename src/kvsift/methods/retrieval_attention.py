@@ -42,7 +42,7 @@ from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 BLOCK = 16384  # tokens of a block that is recommended
-SPACING = 8  # a block keeps so many times fewer queries than tokens; 16 found 0.01 less than 4 (2026-11-25)
+SPACING = 8  # a block keeps one query for every 8 tokens; 16 found 0.01 less than 4 (2026-11-25)
 TAIL = 8192  # newer tokens than an index covers that are scanned, before they get an index of their own
 WANTED = 100  # keys per query that an index is tuned for when it is built before the first query
 
@@ -64,13 +64,13 @@ class RetrievalAttention(Method):
             the usual indexes, through faiss.
         heads: each "query" head has its own selection, or the query heads of a "kv" head share one.
         per: a graph per "kv_head" or per "query_head".
-        block: tokens of a block, 64 or more; 0: one index over the prompt. Rows whose prompts begin alike can share
-            blocks; prompts that are kept for later rows then keep their queries and indexes, too.
+        block: tokens of a block, 64 or more; 0: one index over the prompt. Sequences whose prompts share a prefix can
+            share blocks; prompts that are kept for later sequences then keep their queries and indexes, too.
         samples: queries of the prompt, per query head, that a graph is built from, at most.
         degree: links per key of the graph.
         beam: keys that a search of the graph follows; chosen for 95 % recall by "auto", four times the selection
             in "graph" when it is left out.
-        audit: every so many tokens, and more often at first, a scan of all keys answers a step, and heads whose graph
+        audit: tokens between two audits, fewer at first: a scan of all keys answers a step, and heads whose graph
             would have missed more than 2 % widen their search until none does; 0 never.
         compat: "paper": a graph per query head, built from unrotated queries and the keys before them; no audits.
     """

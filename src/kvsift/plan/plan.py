@@ -194,12 +194,12 @@ class Plan:
 
     @property
     def not_shared(self) -> str | None:
-        """Why rows of the plan share no pages; None if they do."""
+        """Why sequences of the plan share no pages; None if they do."""
         return next((text for rule in self.rules for text in reasons(rule, rule.not_shared)), None)
 
     @property
     def can_undo(self) -> bool:
-        """Whether a row can forget its newest tokens, as it must after a step that failed."""
+        """Whether a sequence can forget its newest tokens, as it must after a step that failed."""
         return all(rule.method.traits.keeps_all and not rule.evicts for rule in self.rules)
 
     def evicts_in(self, layer: int) -> bool:

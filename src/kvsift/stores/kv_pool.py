@@ -106,7 +106,7 @@ class LayerPool:
         return [user for user in [reference() for reference in self._users.keyrefs()] if user is not None]
 
     def write_noise(self, runs: Iterable[Run]) -> None:
-        """Write random numbers, and their summaries, into pages that nobody uses: steps over them can be timed."""
+        """Write random numbers, and their summaries, into unused pages: steps over them can be timed."""
         for start, stop in runs:
             for first in range(start, stop, NOISE_PAGES):
                 pages = slice(first, min(first + NOISE_PAGES, stop))

@@ -1,8 +1,7 @@
-"""Physical pages: which ones are free, and how many rows refer to each of the others.
+"""Physical pages: which ones are free, and how many sequences refer to each of the others.
 
-One pool serves the rows of any number of sequences, and all layers alike. Free pages are kept as runs, by size and by
-place, so that a request of any length costs O(log n) per run that it takes, and gets as few runs as there are.
-"""
+One pool serves any number of sequences, and all layers alike. Free pages are kept as runs, by size and by place, so
+that a request of any length costs O(log n) per run that it takes, and gets as few runs as there are."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that no row refers to."""
+        """Pages that no sequence refers to."""
         with self.lock:
             while self._abandoned:
                 self.release(self._abandoned.popleft())
@@ -77,11 +76,11 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages that rows refer to."""
+        """Pages that sequences refer to."""
         return self.num_pages - self.num_free
 
     def can_allocate(self, count: int) -> bool:
-        """Whether so many pages are free, or may be added."""
+        """Whether ``count`` pages are free, or may be added."""
         limit = self.limit
         return limit is None or limit - self.num_used >= count
 

@@ -2,7 +2,7 @@
 added tokens that the template writes.
 
 A tokenizer finds them anywhere in a text, so a document, question or message that spells one would end its turn and
-begin another in somebody else's name. To tell them apart, a prompt is rendered twice, the second time with characters
+begin another in somebody else's name. To distinguish them, a prompt is rendered twice, the second time with characters
 of its contents masked: a control token that is still whole is the template's. If contents spell any, the prompt is
 encoded by a copy of the tokenizer in which control tokens have secret names, and only the template's are written so.
 """

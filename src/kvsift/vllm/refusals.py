@@ -96,7 +96,7 @@ CPU_PLANS: Objections = (
     (lambda served: served.plan.prefill is not None,
      "On a CPU vLLM reads prompts densely. Leave out prefill={it.plan.prefill}."),
 )  # fmt: skip
-OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all rows
+OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all sequences
     (lambda served: served.plan.decode is not None and served.settings.plan.decode is None,
      "On a GPU {it.plan.decode} needs a server whose own plan names its method: start it with that plan."),
     (lambda served: None not in (pair := (served.plan.decode, served.settings.plan.decode))

@@ -28,7 +28,7 @@ class Settings:
         plans: further plans, whose page summaries are maintained too.
         dense_below: shorter contexts are decoded densely, in tokens; None: where that is as fast.
         log_every_s: seconds between two lines of counters; 0: no lines.
-        probe_every: steps between two comparisons of one row in one layer with exact attention; 0: none.
+        probe_every: steps between two comparisons of one sequence in one layer with exact attention; 0: none.
     """
 
     plan: Plan = field(default_factory=Plan)

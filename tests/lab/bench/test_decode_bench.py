@@ -13,7 +13,7 @@ from kvsift_lab.bench.decode import DecodeRecipe
 from kvsift_lab.bench.decode_case import FixedSlots, filled_cache, new_slots, pool_bytes, weight_bytes
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
-from kvsift_lab.random_models import random_model
+from kvsift_lab.bench.random_models import random_model
 
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.plan.plan import Plan
