@@ -10,8 +10,10 @@ from typing import Any
 from engine.tiny_directory import text_of
 
 from kvsift import LLM, Sampling
+from kvsift.engine.request import Request
 from kvsift.engine.row import Row
-from kvsift.engine.transcript import Request, TextOutput
+from kvsift.engine.speculative.exactness import exact_decoder
+from kvsift.engine.transcript import TextOutput
 from kvsift.plan.syntax import parse_plan
 
 GRID = 64
@@ -36,12 +38,15 @@ def new_llm(directory: Path, path: str = "eager", device: str = "cpu", **options
     return LLM(directory, "dense", path=path, **{**settings, **options})
 
 
-def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 12, sampling: Sampling = GREEDY, **options: Any) -> Row:
+def new_row(
+    llm: LLM, text: str, plan: str, num_tokens: int = 12, sampling: Sampling = GREEDY, client: str = "",
+    exact: bool = False,
+) -> Row:  # fmt: skip
     ids = llm.tokenizer(text)["input_ids"]
-    request = Request(ids, num_tokens, sampling)
     parsed = parse_plan(plan)
     runs_as = parsed if llm.composed_reason(parsed) is None else llm.composed_plan(parsed)
-    return Row(ids, runs_as, num_tokens, TextOutput(request, llm.tokenizer, llm.device), **options)
+    request = Request(ids, num_tokens, runs_as, sampling, client=client, exact=exact)
+    return Row(request, TextOutput(request, llm.tokenizer, llm.device), exact=exact_decoder(llm, request))
 
 
 def take_steps(llm: LLM, rows: list[Row], after_step: Callable[[], object] = lambda: None) -> None:

@@ -356,14 +356,14 @@ def test_threads_that_share_a_model_get_their_own_answers(directory: Path) -> No
 def test_after_a_warm_up_no_prompt_waits_for_a_capture(directory: Path) -> None:
     warm, cold = llm(directory), llm(directory)
     assert warm.warm_up(["dense"]).num_steps == 4 * 3 * len(CHOICES)
-    moves = warm.loop.kv.moves
+    moves = warm.loop.pages.kv.moves
     for options in ({"plan": QUEST}, {"plan": "dense"}, {"plan": QUEST, "sampling": SAMPLED}):
         for text in TEXTS:
             first, expected = (each.generate(text, max_new_tokens=20, **options) for each in (warm, cold))
             assert first.token_ids == expected.token_ids
             assert first.path == "captured"
             assert first.setup_s < 0.1
-    assert warm.loop.kv.moves == moves
+    assert warm.loop.pages.kv.moves == moves
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -38,7 +38,7 @@ def test_turns_answer_as_their_whole_prompts_and_read_what_is_new(kind: str, req
     llm.loop.check()
     del chat, answer
     llm.loop.step()
-    assert llm.loop.kv.pages.num_used == 0, "the prompt goes with the chat"
+    assert llm.loop.pages.kv.pages.num_used == 0, "the prompt goes with the chat"
 
 
 def test_a_chat_without_a_template_keeps_kvsifts_own_format(llama: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_turn_that_is_interrupted_keeps_what_it_has_read(llama: Path) -> None:
     assert answer.prompt_tokens - answer.new_prompt_tokens >= 5 * GRID
     del chat
     llm.loop.step()
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
 
 
 def test_of_interrupted_turns_only_the_last_one_keeps_what_it_has_read(llama: Path) -> None:
@@ -89,7 +89,7 @@ def test_of_interrupted_turns_only_the_last_one_keeps_what_it_has_read(llama: Pa
         with pytest.raises(KeyboardInterrupt):
             chat.ask(f"{number} {text_of(3 * GRID)}", on_text=interrupt)
         llm.loop.step()
-        kept.append(llm.loop.tree.num_pages)
+        kept.append(llm.loop.pages.tree.num_pages)
     assert kept[0] > 6 * GRID // 16
     assert set(kept) == {kept[0]}
     chat.ask("Which mill?", max_new_tokens=3)
@@ -98,7 +98,7 @@ def test_of_interrupted_turns_only_the_last_one_keeps_what_it_has_read(llama: Pa
     assert chat.ask("How many sacks?", max_new_tokens=3).new_prompt_tokens < 2 * GRID
     del chat
     llm.loop.step()
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
 
 
 def test_a_turn_that_fails_leaves_the_conversation_as_it_was(llama: Path) -> None:

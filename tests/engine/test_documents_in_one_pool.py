@@ -34,11 +34,11 @@ def test_two_documents_in_one_pool_answer_as_each_does_alone(path: str, llama: P
         LLM(llama, QUEST, path=path).generate(text_of(60), max_new_tokens=8).token_ids
     )
     llm.loop.check()
-    used = llm.loop.kv.pages.num_used
+    used = llm.loop.pages.kv.pages.num_used
     del document, documents
     gc.collect()
     llm.loop.step()
-    assert llm.loop.kv.pages.num_used < used, "the pages of a document go back with it"
+    assert llm.loop.pages.kv.pages.num_used < used, "the pages of a document go back with it"
     llm.loop.check()
 
 
@@ -84,11 +84,11 @@ def test_threads_ask_one_document_side_by_side(llama: Path) -> None:
     document = llm.read(text_of(303))
     questions = [f"{question} {number}" for question in QUESTIONS for number in range(3)]
     expected = [document.ask(question, max_new_tokens=30).token_ids for question in questions]
-    used, seen = llm.loop.kv.pages.num_used, list[int]()
+    used, seen = llm.loop.pages.kv.pages.num_used, list[int]()
     llm.loop.after_step = lambda: seen.append(len(llm.loop._schedule.decoding))
     with ThreadPoolExecutor(len(questions)) as threads:
         answers = list(threads.map(lambda question: document.ask(question, max_new_tokens=30).token_ids, questions))
     assert answers == expected
     assert max(seen) > 1, "one after the other"
     llm.loop.check()
-    assert llm.loop.kv.pages.num_used <= used + 2
+    assert llm.loop.pages.kv.pages.num_used <= used + 2

@@ -96,7 +96,7 @@ def test_ctrl_c_at_any_moment_ends_the_own_answer_alone(llama: Path) -> None:
         gc.collect()
         llm.loop.check()
         assert llm.loop.rows == [], llm.loop.rows
-        assert not any(node.users for node in llm.loop.tree._nodes.values())
+        assert not any(node.users for node in llm.loop.pages.tree._nodes.values())
         assert threading.active_count() == before - 1
         llm.close()
         assert threading.active_count() == before - 2

@@ -14,9 +14,7 @@ from kvsift.engine.graphs import block_groups
 from kvsift.engine.graphs.block_groups import BlockGroup
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.row import Row
-from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.speculative.pace import Amount, Measured, Pace
-from kvsift.engine.transcript import Request
 
 PLAN = "sketch:budget=80:sinks=4:window=16:dense_layers=none"
 SAMPLINGS = [Sampling(), Sampling(0.8, seed=3), Sampling(1.2, top_p=0.9, seed=4)]
@@ -35,8 +33,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def row_of(llm: LLM, number: int, has_own_mind: bool) -> Row:
     """Every fourth is dense; with ``has_own_mind`` clients take other tokens now and then."""
     is_exact, sampling = number % 4 != 3, SAMPLINGS[number % 3]
-    row = new_row(llm, text_of(60 + 37 * number), PLAN if is_exact else "dense", NEW, sampling)
-    row.exact = exact_decoder(llm, Request(row.ids, NEW, sampling, exact=is_exact), row.plan)
+    row = new_row(llm, text_of(60 + 37 * number), PLAN if is_exact else "dense", NEW, sampling, exact=is_exact)
     take, others = row.output.take, set(random.Random(number).sample(range(2, NEW), 3)) if has_own_mind else set()
 
     def chosen(*arguments: Any) -> Any:
@@ -96,7 +93,7 @@ def test_rows_come_and_go_whatever_is_drafted(
         if rng.random() < 0.01 and rows:
             llm.loop.cancel(rng.choice(list(rows.values())))
         if rng.random() < 0.02:
-            llm.loop._model.release(llm.loop.kv)
+            llm.loop._model.release(llm.loop.pages.kv)
     for number, row in rows.items():
         assert row.error is None
         assert tokens(row) == expected[number][: len(tokens(row))], number

@@ -21,9 +21,7 @@ from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.graphs.feeds import Shift
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.row import Row
-from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.speculative.pace import Amount, Pace
-from kvsift.engine.transcript import Request
 from kvsift.models.projection import Projection
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.page_pool import Run
@@ -99,9 +97,7 @@ def test_rows_of_all_kinds_join_and_leave(llm: LLM) -> None:
     def row_of(number: int) -> Row:
         plan, exact = kinds[number]
         sampling, text = SAMPLINGS[number % 3], text_of(100 + 37 * number)
-        row = new_row(llm, text, plan, 16, sampling)
-        row.exact = exact_decoder(llm, Request(row.ids, 16, sampling, exact=exact), row.plan)
-        return row
+        return new_row(llm, text, plan, 16, sampling, exact=exact)
 
     expected = []
     for number in range(len(kinds)):
@@ -138,10 +134,9 @@ def test_steps_launched_ahead_change_no_token_that_a_client_chooses(
         return run(slots, kind, number)
 
     def answer(num_tokens: int, others: tuple[int, ...]) -> list[int]:
-        row = new_row(llm, text_of(300), PLANS[1], num_tokens, SAMPLINGS[2])
-        row.plan, row.exact = parse_plan(PLANS[1] if exact else "dense"), None
+        plan = PLANS[1] if exact else "dense"
+        row = new_row(llm, text_of(300), plan, num_tokens, SAMPLINGS[2], exact=exact)
         if exact:
-            row.exact = exact_decoder(llm, Request(row.ids, num_tokens, SAMPLINGS[2], exact=True), row.plan)
             row.exact.pace.measured.left = 1000  # type: ignore[union-attr]  # drafts pause
         take = row.output.take
 
@@ -174,11 +169,9 @@ def test_a_sampled_row_that_joins_another_part_changes_no_token_that_is_launched
     other.loop.submit(rows[0])
     while len(tokens(rows[0])) < 20:
         other.loop.step()
-    rows += [new_row(other, text_of(200), PLANS[1], 12, SAMPLINGS[1]) for _ in range(1 if exact else 4)]
+    case = text_of(200), PLANS[1] if exact else "dense", 12, SAMPLINGS[1]
+    rows += [new_row(other, *case, exact=exact) for _ in range(1 if exact else 4)]
     for row in rows[1:]:
-        row.plan = parse_plan(PLANS[1] if exact else "dense")
-        if exact:
-            row.exact = exact_decoder(other, Request(row.ids, 12, SAMPLINGS[1], exact=True), row.plan)
         other.loop.submit(row)
     take_steps(other, rows)
     assert tokens(rows[0]) == dense
@@ -213,8 +206,7 @@ def test_drafts_behind_a_verification_go_on_from_what_it_accepts(
     monkeypatch.setattr(BlockGroup, "_note_drafts", noted)
     texts, rows = [text_of(length) for length in (200, 320, 510)], list[Row]()
     for number, text in enumerate(texts):
-        row = new_row(llm, text, PLANS[0], 60, sampling)
-        row.exact = exact_decoder(llm, Request(row.ids, 60, sampling, exact=True), row.plan)
+        row = new_row(llm, text, PLANS[0], 60, sampling, exact=True)
         row.exact.pace.number = 2 + number % 2  # type: ignore[union-attr, attr-defined]
         llm.loop.submit(row)
         rows.append(row)
@@ -237,8 +229,7 @@ def test_drafts_of_rows_with_other_numbers_count_nothing_for_each_other(
     def run(chosen: tuple[int, ...]) -> list[Row]:
         rows = []
         for number in chosen:
-            row = new_row(llm, text_of(200 + number), PLANS[0], number)
-            row.exact = exact_decoder(llm, Request(row.ids, number, exact=True), row.plan)
+            row = new_row(llm, text_of(200 + number), PLANS[0], number, exact=True)
             llm.loop.submit(row)
             rows.append(row)
         take_steps(llm, rows)
@@ -259,8 +250,7 @@ def test_rows_that_draft_together_draft_as_many_tokens(llm: LLM, monkeypatch: py
     monkeypatch.setattr(Pace, "choose", lambda pace, repeat, repeated, most: Amount(0.0, min(pace.number, most)))
     rows = []
     for number in (1, 5, 2):
-        row = new_row(llm, text_of(200 + number), PLANS[0], 60)
-        row.exact = exact_decoder(llm, Request(row.ids, 60, exact=True), row.plan)
+        row = new_row(llm, text_of(200 + number), PLANS[0], 60, exact=True)
         row.exact.pace.number = number  # type: ignore[union-attr, attr-defined]
         rows.append(row)
     llm.loop.call(lambda: [llm.loop.submit(row) for row in rows])  # before the thread of the loop takes a step
@@ -289,7 +279,7 @@ def test_what_is_attended_does_not_depend_on_where_its_pages_lie(llm: LLM) -> No
     """A GPU attends runs of pages one by one elsewhere, which rounds differently."""
     llm.load()
     document = llm.read(text_of(300)).prefill(parse_plan("dense"))
-    for kv in (llm.loop.kv, document.table.kv):
+    for kv in (llm.loop.pages.kv, document.table.kv):
         table = PageTable(1, kv)
         table.rows[0].runs = [Run(0, 4), Run(9, 14)]
         reader = RowReader(document.attentions[0].store.pool, table, 0, 100)
@@ -432,8 +422,6 @@ def test_a_row_whose_steps_find_no_memory_ends_alone(llm: LLM, monkeypatch: pyte
         other.loop.submit(row)
     take_steps(other, rows)
     assert sorted(row.error is None for row in rows) == [False, True]
-    for row in rows:
-        assert (
-            row.error is not None or tokens(row) == llm.generate(text_of(len(row.ids) - 1), max_new_tokens=10).token_ids
-        )
+    for row in (row for row in rows if row.error is None):
+        assert tokens(row) == llm.generate(text_of(len(row.request.ids) - 1), max_new_tokens=10).token_ids
     assert not any(group.rows for group in other.loop._model._groups)  # type: ignore[attr-defined]

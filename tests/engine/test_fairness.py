@@ -15,8 +15,6 @@ from kvsift import LLM
 from kvsift.engine import schedule
 from kvsift.engine.graphs import captured_rows
 from kvsift.engine.row import Row
-from kvsift.engine.speculative.exactness import exact_decoder
-from kvsift.engine.transcript import Request
 
 LONG = 3800  # tokens: 60 chunks
 SHORT = "Whose mill is it?"
@@ -35,9 +33,9 @@ class Launches:
         read, decode, groups = loop._read, loop._decode, loop._groups
 
         def counted_read(row: Row, *arguments: Any) -> None:
-            if self.arriving and row.client != self.arriving[0].client:
+            if self.arriving and row.request.client != self.arriving[0].request.client:
                 self._submit()  # while this chunk runs
-            self.counts[row.client] += 1
+            self.counts[row.request.client] += 1
             read(row, *arguments)
 
         def counted_decode() -> None:
@@ -82,7 +80,7 @@ def test_six_successive_requests_beside_long_prompts_of_other_clients(
     for number in range(6):
         row = new_row(llm, f"{number} {question}", "dense", 3, client="B")
         waited = launches.before_first_token(row)
-        chunks = -(-len(row.ids) // GRID)
+        chunks = -(-len(row.request.ids) // GRID)
         assert waited.pop("B") == chunks
         assert waited.pop("steps", 0) <= waited.total() + chunks
         assert all(count <= 1 + chunks for count in waited.values()), waited
@@ -134,9 +132,7 @@ def test_rows_that_pause_keep_their_bits(deterministic: bool, llama: Path, monke
     cases = [(text_of(70 + 47 * number), plan, count) for number, (plan, _) in enumerate(kinds)]
 
     def opened(llm: LLM, number: int, client: str) -> Row:
-        row = new_row(llm, *cases[number], client=client)
-        if kinds[number][1]:
-            row.exact = exact_decoder(llm, Request(row.ids, count, exact=True), row.plan)
+        row = new_row(llm, *cases[number], client=client, exact=kinds[number][1])
         llm.loop.submit(row)
         return row
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvsift.engine.ledger import audit
+from kvsift.engine.pages import faults_of
 from kvsift.engine.prefix_tree import Node, PrefixTree
 from kvsift.stores.page_pool import PagePool, Run
 
@@ -36,7 +36,7 @@ class Prompts:
         return nodes
 
     def check(self) -> None:
-        assert audit(self.pool, self.tree.runs) == []
+        assert faults_of(self.pool, self.tree.runs) == []
 
 
 def test_a_prompt_finds_the_whole_chunks_that_it_begins_with() -> None:
@@ -118,11 +118,11 @@ def test_the_books_balance_whatever_happens(seed: int) -> None:
         assert all(node in prompts.tree._nodes.values() for nodes, _ in held for node in nodes)
 
 
-def test_the_ledger_finds_what_does_not_balance() -> None:
+def test_faults_of_references_are_found() -> None:
     pool = PagePool()
     runs = pool.allocate(3)
-    assert audit(pool, runs) == []
-    assert audit(pool, [Run(0, 2)]) == ["page 2 has 1 references and 0 owners", "page 2 is lost"]
-    assert audit(pool, [*runs, Run(1, 2)]) == ["page 1 has 1 references and 2 owners"]
+    assert faults_of(pool, runs) == []
+    assert faults_of(pool, [Run(0, 2)]) == ["page 2 has 1 references and 0 owners", "page 2 is lost"]
+    assert faults_of(pool, [*runs, Run(1, 2)]) == ["page 1 has 1 references and 2 owners"]
     pool.release([Run(0, 1)])
-    assert "page 0 is free and has an owner" in audit(pool, runs)
+    assert "page 0 is free and has an owner" in faults_of(pool, runs)

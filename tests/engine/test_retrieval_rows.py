@@ -84,7 +84,7 @@ def test_rows_that_decode_and_widen_change_nothing_for_others(llama: Path, alone
     finish(llm, rows)
     for row in rows:
         assert_equal(row, alone[TEXT])
-    for node in llm.loop.tree._nodes.values():
+    for node in llm.loop.pages.tree._nodes.values():
         for state in (layer["decode"] for layer in node.sealed):
             assert (state.audits.log, state.searched_from) == ([], None), "a row wrote into what is shared"
             assert all(span.stop < GRID * (node.depth + 1) for span in state.spans)

@@ -95,12 +95,12 @@ def test_steps_go_on_while_a_row_joins_and_are_made_anew_when_the_pool_moves(
     llm.loop.submit(rows[0])
     while len(tokens(rows[0])) < 8:
         llm.loop.step()
-    before, keys = llm.loop.kv.moves, weakref.ref(llm.loop.kv.layers[0].keys)
+    before, keys = llm.loop.pages.kv.moves, weakref.ref(llm.loop.pages.kv.layers[0].keys)
     assert made.count(1) == 1
     rows.append(new_row(llm, text_of(900), QUEST, 10))
     llm.loop.submit(rows[1])
     take_steps(llm, rows)
-    moved = llm.loop.kv.moves - before
+    moved = llm.loop.pages.kv.moves - before
     assert moved > 0
     assert keys() is None, "for a while there were two pools"
     assert made[-1] in (1, 2)
@@ -171,7 +171,7 @@ def test_the_next_prompt_takes_the_steps_of_the_last_and_a_document_their_memory
         answer = llm.generate(text_of(400), plan=QUEST, max_new_tokens=9)
         assert (answer.path, answer.token_ids) == ("eager", expected.token_ids)
     assert len(opened) == 1
-    pool = llm.loop.kv
+    pool = llm.loop.pages.kv
     assert llm.read(text_of(300)).ask("Which mill?", max_new_tokens=3).path == "eager"
-    assert llm.loop.kv is not pool
+    assert llm.loop.pages.kv is not pool
     assert llm.generate(text_of(400), plan=QUEST, max_new_tokens=9).token_ids == expected.token_ids

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from kvsift import LLM, InputError, Sampling
 from kvsift.engine import pauses, schedule
+from kvsift.engine.request import Request
 from kvsift.engine.row import FinishReason, Row
-from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.transcript import Transcript
 from kvsift.methods import catalogue, method_class
 from kvsift.models.hf.layer import SparseLayer
 from kvsift.plan.plan import Plan
@@ -72,9 +73,9 @@ def new_llm(directory: Path, **options: Any) -> LLM:
     return LLM(directory, "dense", device="cpu", chunk_size=GRID, dtype="float32", probe_every=3, **options)
 
 
-def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **options: Any) -> Row:
+def new_row(llm: LLM, text: str, plan: str, num_tokens: int = 6, **asked: Any) -> Row:
     ids = llm.tokenizer(text)["input_ids"]
-    return Row(ids, parse_plan(plan), num_tokens, Recorded(num_tokens), **options)
+    return Row(Request(ids, num_tokens, parse_plan(plan), **asked), Recorded(num_tokens))
 
 
 def finish(llm: LLM, rows: Sequence[Row], after_step: Callable[[], object] = lambda: None) -> None:
@@ -122,7 +123,7 @@ def test_rows_of_all_kinds_of_plans_answer_side_by_side_as_alone(llama: Path) ->
         assert_equal(row, expected)
         assert row.finish_reason == "length"
     assert llm.loop.rows == []
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -165,7 +166,7 @@ def test_a_failure_in_a_pause_ends_the_row_that_fails(llama: Path, monkeypatch: 
     run_on(llm, first, second)
     assert (first.finish_reason, str(first.error)) == ("error", "in the middle of a chunk")
     assert_equal(second, alone)
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
 
 
 def run_on(llm: LLM, *rows: Row) -> None:
@@ -205,7 +206,7 @@ def test_histories_of_joining_cancelling_and_failing_change_no_other_row(
             assert all(map(torch.equal, row.output.logits, alone[key].output.logits)), (seed, key)
             llm.loop.close(row)
         llm.loop.check()
-        assert llm.loop.kv.pages.num_used <= 999 // 16
+        assert llm.loop.pages.kv.pages.num_used <= 999 // 16
 
 
 def _plans_of_the_catalogue() -> list[str]:
@@ -307,14 +308,14 @@ def test_a_row_that_raises_ends_alone(plan: str, tokens: int, llama: Path, monke
     alone = [run(llm := new_llm(llama), new_row(llm, text, plan)) for text in texts]
     llm = new_llm(llama)
     rows = [new_row(llm, text, plan) for text in texts]
-    length = len(rows[1].ids) + tokens  # in the prompt, or in the answer
+    length = len(rows[1].request.ids) + tokens  # in the prompt, or in the answer
     monkeypatch.setattr(SparseLayer, "attend_fused", _failing(rows[1], 1, length, ValueError("a broken method")))
     run(llm, *rows)
     assert (rows[1].finish_reason, str(rows[1].error)) == ("error", "a broken method")
     assert len(rows[1].output.tokens) == max(tokens, 0)
     for index in (0, 2):
         assert_equal(rows[index], alone[index])
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
 
 
 def test_an_error_reaches_the_one_who_asked(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +335,7 @@ def test_a_chunk_without_memory_is_read_once_old_prompts_are_gone(llama: Path, m
     llm = new_llm(llama)
     llm.loop = type(llm.loop)(llm.loop._model, GRID, keep_tokens=10_000)
     run(llm, new_row(llm, text_of(400)[::-1], plan))
-    assert len(llm.loop.tree) == 6
+    assert len(llm.loop.pages.tree) == 6
     prefill, failures = llm.prefill, [torch.OutOfMemoryError("no memory")]
 
     def short_of_memory(cache: Any, ids: Sequence[int], *args: Any, **options: Any) -> Any:
@@ -377,7 +378,7 @@ def test_a_row_ends_at_its_deadline(plan: str, llama: Path) -> None:
     now[0] = 1.0
     finish(llm, rows, lambda: now.__setitem__(0, now[0] + 1))
     assert [row.finish_reason for row in rows] == ["deadline"] * 3
-    assert rows[0].num_cached == 0 < rows[1].num_cached < len(rows[1].ids)
+    assert rows[0].num_cached == 0 < rows[1].num_cached < len(rows[1].request.ids)
     assert 0 < len(rows[2].output.tokens) < 50
 
 
@@ -411,14 +412,14 @@ def test_a_stream_that_is_left_ends_its_row(llama: Path) -> None:
     del stream
     llm.loop.step()
     assert llm.loop.rows == []
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
 
 
 def test_prompts_of_one_call_share_what_they_begin_with(llama: Path) -> None:
     llm, text = new_llm(llama), text_of(200)
     answers = llm.generate([text, text + " And?"], max_new_tokens=3)
     assert [answer.new_prompt_tokens for answer in answers] == [201, 206 - 3 * GRID]
-    assert llm.loop.kv.pages.num_used == 0, "nothing stays when the answers are there"
+    assert llm.loop.pages.kv.pages.num_used == 0, "nothing stays when the answers are there"
 
 
 @torch.inference_mode()
@@ -479,7 +480,7 @@ def test_prompts_stay_for_later_calls_where_they_are_to_be_kept(llama: Path) -> 
     assert again.token_ids == first.token_ids
     assert (first.new_prompt_tokens, again.new_prompt_tokens) == (301, 301 - 4 * GRID)
     llm.generate(text_of(400)[::-1], max_new_tokens=4)
-    assert len(llm.loop.tree) == 4, "no more than that"
+    assert len(llm.loop.pages.tree) == 4, "no more than that"
     with pytest.raises(InputError, match=r"keep_tokens=-1 must be a whole number, 0 or more"):
         new_llm(llama, keep_tokens=-1)
 
@@ -501,7 +502,7 @@ def test_rows_decode_together_where_that_changes_no_bit(path: str, family: str, 
 
 def let_no_pool_grow(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no memory beside that of the loop's pool."""
-    fit, present = LayerPool.fit, next(iter(llm.loop.kv.layers.values())).keys.shape[1]
+    fit, present = LayerPool.fit, next(iter(llm.loop.pages.kv.layers.values())).keys.shape[1]
 
     def short_of_memory(pool: LayerPool, exactly: bool = False, spare: int = 0) -> None:
         if pool.pages.num_pages > present:
@@ -552,7 +553,7 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
 ) -> None:
     llm = new_llm(llama)
     pages = 50  # for one of these prompts, not for two
-    monkeypatch.setattr(llm.loop._model, "room", lambda kv: pages - llm.loop.kv.pages.num_pages)
+    monkeypatch.setattr(llm.loop._model, "room", lambda kv: pages - llm.loop.pages.kv.pages.num_pages)
     texts = [text_of(600), text_of(610)[::-1], text_of(620)]
     assert [len(answer.token_ids) for answer in llm.generate(texts, max_new_tokens=4)] == [4, 4, 4]
     chat = llm.chat(text_of(560))
@@ -562,7 +563,7 @@ def test_what_is_shared_is_reserved_once_and_what_was_answered_makes_room(
         llm.generate(text_of(600)[::-1], max_new_tokens=4)
     del chat
     assert llm.generate(text_of(600)[::-1], max_new_tokens=4).token_ids
-    assert llm.loop.kv.pages.num_pages <= pages
+    assert llm.loop.pages.kv.pages.num_pages <= pages
 
 
 def test_so_few_tokens_cannot_be_kept(llama: Path) -> None:

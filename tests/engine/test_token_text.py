@@ -15,7 +15,8 @@ from engine.tiny_tokenizers import KINDS, SPACE, byte_fallback, byte_level, cycl
 from transformers import PreTrainedTokenizerFast
 
 import kvsift
-from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.request import Request
+from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
 from kvsift.server.jobs import ServerJob

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from engine.tiny_tokenizers import SPACE, unigram
 
-from kvsift.engine.transcript import Request, Transcript, undecided
+from kvsift.engine.request import Request
+from kvsift.engine.transcript import Transcript, undecided
 from kvsift.models.hf.model_directory import ModelDirectory
 from kvsift.tokenization.token_text import CONTEXT_TOKENS, FOLD_TOKENS, TokenDecoder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from engine.tiny_directory import POSITIONS, text_of
 from kvsift import InputError, Sampling
 from kvsift.engine import rows as engine_rows
 from kvsift.engine.graphs.slots import Slots, StepKind
-from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.methods.quoka import QuoKA
 
@@ -56,16 +54,12 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
     blocks = 4 + 2 * 3 * 2  # dense rows: 1, 2, 4 or 8; two parts of exact rows: 1, 2 or 4 with one token or a block
     assert done.num_steps == 3 * (1 + blocks + 3 if deterministic else 4 * 3)  # for each choice of tokens
     assert done.num_tokens >= 8 * POSITIONS
-    books, moves = llm.loop.books(), llm.loop.kv.moves
-    assert books.pages["free"] * DEFAULT_PAGE_SIZE >= 8 * POSITIONS
-    assert not any(books.rows.values())
+    counts, moves = llm.loop.counts(), llm.loop.pages.kv.moves
+    assert counts["pages"]["free"] * DEFAULT_PAGE_SIZE >= 8 * POSITIONS
+    assert not any(counts["rows"].values())
     llm.loop.check()
     captured.clear()
-    rows = [new_row(llm, *case) for case in CASES]
-    if deterministic:
-        for row in rows[:2]:
-            request = row.output.transcript.request  # type: ignore[attr-defined]
-            row.exact = exact_decoder(llm, replace(request, exact=True), row.plan)
+    rows = [new_row(llm, *case, exact=deterministic and number < 2) for number, case in enumerate(CASES)]
     for count in (1, 3, len(rows)):
         for row in rows[:count]:
             if not row.key:
@@ -74,7 +68,7 @@ def test_the_first_prompts_capture_no_step_and_move_no_page(
             llm.loop.step()
     take_steps(llm, rows)
     assert captured == []
-    assert llm.loop.kv.moves == moves
+    assert llm.loop.pages.kv.moves == moves
     for row, (text, plan, *rest) in zip(rows, CASES):
         assert row.composed == ""
         other = alone(new_llm(llama, deterministic=deterministic), text, "dense" if row.exact else plan, *rest)
@@ -89,7 +83,7 @@ def test_a_plan_of_another_method_leaves_the_steps_of_the_first_one(
 ) -> None:
     llm = new_llm(llama)
     llm.warm_up([QUEST, SKETCH])
-    moves = llm.loop.kv.moves
+    moves = llm.loop.pages.kv.moves
     expected = alone(new_llm(llama), text_of(500), SKETCH)
     captured.clear()
     assert tokens(alone(llm, text_of(500), SKETCH)) == tokens(expected)
@@ -97,7 +91,7 @@ def test_a_plan_of_another_method_leaves_the_steps_of_the_first_one(
     alone(llm, text_of(500), QUEST)
     alone(llm, text_of(500), SKETCH)
     assert len(captured) == 1
-    assert llm.loop.kv.moves == moves, "summaries of both have their memory"
+    assert llm.loop.pages.kv.moves == moves, "summaries of both have their memory"
 
 
 def test_memory_is_allocated_for_as_many_tokens_as_asked_or_as_there_is_room_for(
@@ -113,7 +107,7 @@ def test_memory_is_allocated_for_as_many_tokens_as_asked_or_as_there_is_room_for
     assert 1000 < done.num_tokens < 2000
     answer = llm.generate(text_of(2500), plan=QUEST, max_new_tokens=4)
     assert answer.path == "eager", "the pool grows if it must"
-    assert llm.loop.kv.pages.num_pages * DEFAULT_PAGE_SIZE > 2500
+    assert llm.loop.pages.kv.pages.num_pages * DEFAULT_PAGE_SIZE > 2500
 
 
 def test_steps_that_the_next_pool_needs_are_captured_again(llama: Path) -> None:
@@ -123,7 +117,7 @@ def test_steps_that_the_next_pool_needs_are_captured_again(llama: Path) -> None:
     for case in (long, short, long):
         assert_equal(alone(llm, *case), alone(new_llm(llama), *case))
     llm.release()
-    assert llm.loop.kv.pages.num_pages == 0
+    assert llm.loop.pages.kv.pages.num_pages == 0
     assert_equal(alone(llm, *long), alone(new_llm(llama), *long))
 
 
@@ -138,9 +132,9 @@ def test_steps_are_timed_over_numbers(llama: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.Tensor, "new_empty", filled)
     llm = new_llm(llama)
     llm.warm_up([QUEST, SKETCH], 3000)
-    run = max(llm.loop.kv.pages.free_runs, key=lambda run: run.num_pages)
+    run = max(llm.loop.pages.kv.pages.free_runs, key=lambda run: run.num_pages)
     assert 3000 <= run.num_pages * DEFAULT_PAGE_SIZE < 3200
-    for pool in llm.loop.kv.layers.values():
+    for pool in llm.loop.pages.kv.layers.values():
         keys, rows = pool.keys[:, run.start : run.stop], pool.summaries["minmax"][:, run.start : run.stop]
         assert torch.equal(rows, torch.cat([keys.amax(2), keys.amin(2)], -1))
         assert all(tensor[:, run.start : run.stop].float().isfinite().all() for tensor in pool.tensors)
@@ -157,9 +151,9 @@ def test_rules_of_prefill_have_read_whole_and_other_segments(llama: Path, monkey
     llm = new_llm(llama, keep_tokens=1024)
     llm.warm_up([f"prefill=quoka:budget=200:chunk=32:dense_layers=none,decode={QUEST}"], 1000)
     assert read == {32, 17}
-    books = llm.loop.books()
-    assert books.pages["kept"] == 0
-    assert not any(books.rows.values())
+    counts = llm.loop.counts()
+    assert counts["pages"]["kept"] == 0
+    assert not any(counts["rows"].values())
     read.clear()
     llm.warm_up([f"prefill=quoka:budget={POSITIONS}:chunk=32,decode={QUEST}"], 1000)
     assert not read, "it never leaves anything out"
@@ -168,4 +162,4 @@ def test_rules_of_prefill_have_read_whole_and_other_segments(llama: Path, monkey
 def test_composed_steps_need_no_warm_up(llama: Path) -> None:
     llm = new_llm(llama, "composed")
     assert llm.warm_up([QUEST])[:2] == (0, 0)
-    assert llm.loop.kv.pages.num_pages == 0
+    assert llm.loop.pages.kv.pages.num_pages == 0

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from kvsift.api import generation
 from kvsift.engine.loop import Loop
+from kvsift.engine.request import Request
 from kvsift.engine.row import CacheReport
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.sampling import Chooser
 from kvsift.engine.speculative.decoder import ExactDecoder
-from kvsift.engine.transcript import Request, TokenLogprobs, Transcript
+from kvsift.engine.transcript import TokenLogprobs, Transcript
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.server import frames, worker
 from kvsift.server.replies import Reply

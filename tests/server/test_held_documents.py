@@ -74,12 +74,12 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     assert read == sorted(read)
     assert read[-1] == told[-1]["tokens"] > 900
     assert len(set(read)) > 5, "chunk by chunk"
-    used = held.llm.loop.kv.pages.num_used
+    used = held.llm.loop.pages.kv.pages.num_used
     assert used >= 1300 // 16, "both are held"
     held.forget("a")
-    assert 0 < held.llm.loop.kv.pages.num_used < used
+    assert 0 < held.llm.loop.pages.kv.pages.num_used < used
     held.forget("b")
-    assert held.llm.loop.kv.pages.num_used == 0
+    assert held.llm.loop.pages.kv.pages.num_used == 0
     assert not held.refused
 
 
@@ -107,7 +107,7 @@ def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(mod
     held.add("b", text_of(300))
     held.step(lambda: held.of("b") and held.of("b")[-1]["status"] == "ready")
     held.forget("b")
-    assert held.llm.loop.kv.pages.num_used == 0
+    assert held.llm.loop.pages.kv.pages.num_used == 0
     assert not held.begun
 
 
@@ -157,7 +157,7 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
     assert held.of("a")[-1]["pinned"] is False
     assert held.of("a")[-1]["status"] == "ready"
     held.llm.loop.step()
-    assert held.llm.loop.kv.pages.num_used == 0
+    assert held.llm.loop.pages.kv.pages.num_used == 0
 
 
 def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,10 @@ import pytest
 from engine.tiny_directory import text_of
 
 from kvsift import LLM
+from kvsift.engine.request import Request
 from kvsift.engine.row import Row
 from kvsift.engine.rows import RunnerRows
-from kvsift.engine.transcript import Request, TextOutput
+from kvsift.engine.transcript import TextOutput
 from kvsift.plan.plan import Plan
 from kvsift.server.held_documents import DocumentReading
 from kvsift.server.kept_prompts import keep, source_of
@@ -42,7 +43,7 @@ def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
         if row.source is None:
             keep(kept, llm, row, TEXT)
 
-    row = Row(ids, llm.plan if plan is None else plan, 1, DocumentReading(on_end), holds=True)
+    row = Row(Request(ids, 1, plan or llm.plan), DocumentReading(on_end), holds=True)
     row.source = source_of(kept, llm, row)
     return run(llm, row)
 
@@ -50,8 +51,9 @@ def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
 def answer(llm: LLM) -> tuple[list[int], int]:
     """Tokens of an answer about it, and how many of its prompt were cached."""
     ids = PromptFormat(llm.tokenizer).encode(TEXT, "Which mill?")
-    output = TextOutput(Request(ids, 12), llm.tokenizer, llm.device)
-    row = run(llm, Row(ids, llm.plan, 12, output))
+    request = Request(ids, 12, llm.plan)
+    output = TextOutput(request, llm.tokenizer, llm.device)
+    row = run(llm, Row(request, output))
     llm.loop.close(row)
     return output.transcript.new_ids, row.num_reused
 
@@ -65,7 +67,7 @@ def test_another_engine_goes_on_from_the_file(
     row = reading(first, kept)
     assert kept.stat().st_mode & 0o077 == 0
     expected = answer(first)
-    whole_chunks = len(row.ids) // 64 * 64
+    whole_chunks = len(row.request.ids) // 64 * 64
     assert expected[1] == whole_chunks
 
     read: list[int] = []
@@ -78,10 +80,10 @@ def test_another_engine_goes_on_from_the_file(
     second = new_llm(model, plan)
     again = reading(second, kept)
     assert again.error is None
-    assert sum(read) == len(row.ids) - whole_chunks < 64, "the rest of a chunk is read again"
+    assert sum(read) == len(row.request.ids) - whole_chunks < 64, "the rest of a chunk is read again"
     assert answer(second) == expected
     second.loop.close(again)
-    assert second.loop.kv.pages.num_used == 0
+    assert second.loop.pages.kv.pages.num_used == 0
 
 
 @pytest.mark.parametrize("change", [{"dtype": "bfloat16"}, {"chunk_size": 128}, {"plan": PLANS[3]}])
@@ -92,7 +94,7 @@ def test_a_file_of_other_settings_is_removed_with_a_reason(
     reading(new_llm(model, PLANS[0]), kept)
     llm = new_llm(model, **{"plan": PLANS[0], **change})
     ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
-    row = Row(ids, llm.plan, 1, DocumentReading(lambda: None), holds=True)
+    row = Row(Request(ids, 1, llm.plan), DocumentReading(lambda: None), holds=True)
     assert source_of(kept, llm, row) is None
     assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
     assert not kept.exists()
@@ -107,5 +109,5 @@ def test_a_damaged_file_ends_its_row_alone(model: Path, tmp_path: Path) -> None:
     llm = new_llm(model, PLANS[0])
     row = reading(llm, kept)
     assert "checksum" in str(row.error)
-    assert llm.loop.kv.pages.num_used == 0
+    assert llm.loop.pages.kv.pages.num_used == 0
     assert answer(llm)[1] == 0

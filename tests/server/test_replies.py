@@ -13,8 +13,8 @@ from engine.tiny_directory import CHAT_TEMPLATE, write_tokenizer
 from engine.tiny_tokenizers import SPACE, byte_fallback, byte_level
 from server.fake_worker import USAGE
 
+from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
 from kvsift.server.jobs import ServerJob
@@ -63,7 +63,7 @@ def steps(reply: Reply, logits: torch.Tensor, count: int) -> list[int]:
 def test_a_reply_goes_on_with_the_draws_after_those_that_were_sent(tokenizer: Any) -> None:
     logits = torch.randn(len(tokenizer), generator=torch.Generator().manual_seed(0))
     logits[:3] = -torch.inf  # tokens that end or are no text
-    request = Request([5], 30, Sampling(1.0, seed=3), streamed=True, logprobs=1)
+    request = Request([5], 30, sampling=Sampling(1.0, seed=3), streamed=True, logprobs=1)
     whole = Reply(request, tokenizer, torch.device("cpu"))
     tokens = steps(whole, logits, 30)
     assert len(set(tokens)) > 10

@@ -22,7 +22,7 @@ def pages(model: Path, path: str, **settings: Any) -> int:
         options = {"model": str(model), "device": "cpu", "chunk_size": 64, "path": path}
         plans = ["quest:budget=96:window=32", "sketch:budget=80", "dense"]
         worker = Worker(ours, {"model": options, "plans": plans, "keep_tokens": 640, **settings})
-        return sum(worker._llm.loop.books().pages.values())
+        return sum(worker._llm.loop.counts()["pages"].values())
 
 
 def test_memory_is_allocated_and_steps_are_captured_before_the_first_request(

@@ -23,8 +23,8 @@ from torch import Tensor
 from kvsift import LLM
 from kvsift.cli.demo import make_document
 from kvsift.engine.memory import available_bytes
+from kvsift.engine.request import Request
 from kvsift.engine.row import FinishReason, Row
-from kvsift.engine.transcript import Request, Transcript
 from kvsift.models.embedded import embedded_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
@@ -41,10 +41,9 @@ MODEL, MOST = "llama-3-8b", 2000  # most tokens of an answer
 class Timed:
     """An output that takes the likeliest token, whatever it is, and the times."""
 
-    def __init__(self, num_tokens: int, tokenizer: Any) -> None:
+    def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.times: list[float] = []
-        self.transcript = Transcript(Request([0], num_tokens), tokenizer)  # says how tokens are chosen
 
     def read(self, num_tokens: int) -> None:
         pass
@@ -166,7 +165,7 @@ class Chats(MeasuredChats):
         self.llm = llm
 
     def start(self, ids: list[int], plan: str, num_tokens: int = MOST) -> Row:
-        row = Row(ids, parse_plan(plan), num_tokens, Timed(num_tokens, self.llm.tokenizer))
+        row = Row(Request(ids, num_tokens, parse_plan(plan)), Timed(num_tokens))
         self.llm.loop.submit(row)
         return row
 
@@ -178,7 +177,7 @@ class Chats(MeasuredChats):
             self.llm.loop.close(row)
 
     def state(self, row: Row) -> dict[str, Any]:
-        pages = self.llm.loop.books().pages
+        pages = self.llm.loop.counts()["pages"]
         return {"pages": pages | {"held": pages["rows"] + pages["kept"]}, "path": row.composed or "captured"}
 
 

@@ -27,10 +27,10 @@ from kvsift import LLM
 from kvsift.engine.graphs.feeds import uploaded
 from kvsift.engine.graphs.session import BLOCK
 from kvsift.engine.graphs.slots import Slots, StepKind
+from kvsift.engine.request import Request
 from kvsift.engine.row import Row
 from kvsift.engine.speculative.exactness import exact_decoder
 from kvsift.engine.speculative.pace import Paces
-from kvsift.engine.transcript import Request
 from kvsift.models.hf.cache import SparseCache
 from kvsift.models.hf.contents import fill
 from kvsift.plan.syntax import parse_plan
@@ -111,9 +111,8 @@ class ImposedRows:
         fill(cache, numbers, drawn, device, self._llm.chunk_size)
 
     def _row(self, prompt: list[int], plan: str, new: int, exact: bool = False) -> Any:
-        row = Row(prompt, parse_plan(plan), new, Timed(new, self._llm.tokenizer))
-        row.exact = exact_decoder(self._llm, Request(prompt, new, exact=exact), row.plan)
-        return row
+        request = Request(prompt, new, parse_plan(plan), exact=exact)
+        return Row(request, Timed(new), exact=exact_decoder(self._llm, request))
 
     def _wait(self, rows: list[Any], tokens: int) -> None:
         for row in rows:
@@ -191,7 +190,7 @@ class CapturedBench(Study):
                 for name, own in samples.items():
                     ratio = median(one / sample["seconds"] for one, sample in zip(dense, own))
                     yield {"tokens": length, "rows": rows, "run": name, "ratio": digits(ratio, 4), "samples": own}
-                llm.loop.tree.drop(1 << 30, llm.loop.clock())
+                llm.loop.pages.drop(1 << 30)
                 llm.loop.release()
 
     def _in_turns(

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, Protocol, Unpack
 
 from kvsift.api.answer import Answer
-from kvsift.api.generation import answer_of_row, check_captured, log_of
+from kvsift.api.generation import answer_of_row, check_captured, row_of
 from kvsift.api.saved_document import check_saving, check_target, save
 from kvsift.engine.engine import Engine
 from kvsift.engine.follow import follow
@@ -19,9 +19,9 @@ from kvsift.engine.model_runner import require_tokens
 from kvsift.engine.options import GenerateOptions, Options, ProgressCallback, Stop
 from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
 from kvsift.engine.prefill_sharing import can_share_prefill
-from kvsift.engine.row import Row
-from kvsift.engine.speculative.exactness import check_exact, exact_decoder
-from kvsift.engine.transcript import Request, TextOutput
+from kvsift.engine.request import Request
+from kvsift.engine.speculative.exactness import check_exact
+from kvsift.engine.transcript import TextOutput
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError, unknown
 from kvsift.methods import checks
@@ -170,8 +170,8 @@ class Document(Uncopied):
         self._prefix = None  # the memory of the old cache is free before the new one grows
         runner.load()
         runner.release()
-        output = TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device)
-        row = Row(self._ids, plan, max(more or 0, 1), output, pins=prefix)
+        output = TextOutput(Request(self._ids, max(more or 0, 1), plan), runner.tokenizer, runner.device)
+        row = row_of(runner, output, pins=prefix)
         started, total = perf_counter(), self.num_tokens
         for _ in follow(runner.loop, [row], [output]):
             if self._progress is not None:
@@ -223,7 +223,7 @@ class Document(Uncopied):
         runner.check_prompts([self._ids], 1, self._plan)
         runner.load()
         started, plan, prefix = perf_counter(), self._executed(self._plan), PinnedPrefix(self.num_tokens)
-        row = Row(self._ids, plan, 1, TextOutput(Request(self._ids, 1), runner.tokenizer, runner.device), pins=prefix)
+        row = row_of(runner, TextOutput(Request(self._ids, 1, plan), runner.tokenizer, runner.device), pins=prefix)
         runner.loop.restore(row, saved.rotation, partial(saved.fill, runner=runner))
         self.read_s, self.read_stats, self.open_s = saved.read_s, saved.read_stats, perf_counter() - started
         self._prefix = prefix
@@ -316,20 +316,13 @@ class Document(Uncopied):
         reason = runner.composed_reason(plan)
         prefix = self._prefilled(self._executed(plan), len(ids) - self.num_tokens + options.max_new_tokens - 1)
         build_s, started = 0.0 if prefix is before else prefix.build_s, perf_counter()
-        request = runner.request(ids, options, on_text is not None, offsets, started - build_s, ignores_ends)
+        plan, streamed = self._executed(plan), on_text is not None
+        request = runner.request(ids, plan, options, streamed, offsets, started - build_s, ignores_ends)
         if reason is None:
             check_captured([request])
         output = TextOutput(request, runner.tokenizer, runner.device)
-        row = Row(
-            ids,
-            self._executed(plan),
-            request.max_new_tokens,
-            output,
-            exact=exact_decoder(runner, request, plan),
-            observer=log_of(request),
-            prefix=prefix,
-            decode_from=self.num_tokens if question_phase == "decode" else None,
-        )
+        decode_from = self.num_tokens if question_phase == "decode" else None
+        row = row_of(runner, output, prefix=prefix, decode_from=decode_from)
         for _, piece in follow(runner.loop, [row], [output]):
             if piece and on_text is not None:
                 on_text(piece)

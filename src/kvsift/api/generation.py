@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -21,10 +22,11 @@ from kvsift.engine.loop import Loop
 from kvsift.engine.memory import peak_bytes
 from kvsift.engine.model_runner import ModelRunner
 from kvsift.engine.options import ProgressCallback
+from kvsift.engine.request import Request
 from kvsift.engine.row import CacheReport, Row
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.speculative.exactness import exact_decoder
-from kvsift.engine.transcript import Request, TextOutput, Transcript
+from kvsift.engine.transcript import TextOutput, Transcript
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.accounting import RunStats
@@ -32,7 +34,6 @@ from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.models.hf.sparse import SparseCache
 from kvsift.native.shapes import supports
-from kvsift.plan.plan import Plan
 
 
 class Generation:
@@ -41,19 +42,19 @@ class Generation:
     Args:
         runner: of the model, whose weights are loaded.
         loop: of rows; captured steps of several prompts are taken beside it.
-        plan: how to sift.
-        requests: decoded together.
+        requests: decoded together, under one plan.
         started: time of submission.
         progress: called while prompts are prefilled.
         holds: what the loop has read of prompts is kept as long as this object, for prompts that begin alike.
     """
 
     def __init__(
-        self, runner: ModelRunner, loop: Loop, plan: Plan, requests: Sequence[Request], started: float,
+        self, runner: ModelRunner, loop: Loop, requests: Sequence[Request], started: float,
         progress: ProgressCallback | None = None, holds: bool = False,
     ) -> None:  # fmt: skip
         self._holds = holds
-        self._runner, self._loop, self._plan, self._requests, self._started = runner, loop, plan, requests, started
+        self._runner, self._loop, self._requests, self._started = runner, loop, requests, started
+        self._plan = requests[0].plan
         self._total, self._progress = sum(len(request.ids) - 1 for request in requests), progress
         self._done, self._reported = dict[int, int](), 0  # tokens of each captured prompt
         self._answers: dict[int, Answer] = {}
@@ -128,28 +129,16 @@ class Generation:
         return groups.values()
 
     def _in_rows(self, reason: str) -> Generator[tuple[int, str], None, None]:
-        runner, plan = self._runner, self._runner.composed_plan(self._plan)
+        runner = self._runner
         outputs = [TextOutput(request, runner.tokenizer, runner.device) for request in self._requests]
-        self._rows = rows = [
-            Row(
-                request.ids,
-                plan,
-                request.max_new_tokens,
-                output,
-                deadline=request.deadline,
-                holds=self._holds,
-                observer=log_of(request),
-                exact=exact_decoder(runner, request, plan),
-            )
-            for request, output in zip(self._requests, outputs)
-        ]
+        self._rows = rows = [row_of(runner, output, holds=self._holds) for output in outputs]
         for row in rows:  # their prompts are held for as long as somebody has this object, or until an earlier end
             weakref.finalize(self, self._loop.close, row).atexit = False
         for index, piece in follow(self._loop, rows, outputs):
             if piece:
                 yield index, piece
             elif self._progress is not None:
-                done = (min(output.num_read, len(row.ids) - 1) for output, row in zip(outputs, rows))
+                done = (min(output.num_read, len(row.request.ids) - 1) for output, row in zip(outputs, rows))
                 self._progress(sum(done), self._total)
         for index, (row, output) in enumerate(zip(rows, outputs)):
             answer = partial(answer_of_row, runner, row, output.transcript, self._started, reason)
@@ -184,7 +173,7 @@ class Generation:
     def _report(self, indices: Sequence[int], rows: Sequence[Row]) -> None:
         """Report the progress over all prompts, of which those of a group are being prefilled."""
         for index, row in zip(indices, rows):
-            self._done[index] = min(row.num_cached, len(row.ids) - 1)
+            self._done[index] = min(row.num_cached, len(row.request.ids) - 1)
         done = sum(self._done.values())
         if self._progress is not None and done > self._reported:
             self._reported = done
@@ -239,6 +228,12 @@ def check_captured(requests: Sequence[Request]) -> None:
         )
 
 
+def row_of(runner: ModelRunner, output: TextOutput, **options: Any) -> Row:
+    """The row of a request for text, with options of ``Row``."""
+    request = output.transcript.request
+    return Row(request, output, observer=log_of(request), exact=exact_decoder(runner, request), **options)
+
+
 def log_of(request: Request) -> SelectionLog | None:
     """Return an observer of the answer to a request, if its passages are wanted."""
     return None if request.offsets is None else SelectionLog(len(request.ids))
@@ -247,7 +242,7 @@ def log_of(request: Request) -> SelectionLog | None:
 def answer_of_row(runner: ModelRunner, row: Row, transcript: Transcript, started: float, path: str) -> Answer:
     """Return the answer of a row that has ended; if it ended before it decoded, ``path`` tells why its steps would have
     been composed."""
-    report, reason = row.report or CacheReport(row.plan, RunStats(), 0, {}), row.composed
+    report, reason = row.report or CacheReport(row.request.plan, RunStats(), 0, {}), row.composed
     reason = path if reason is None else reason
     return answer_of(
         runner, report, transcript, started, num_cached=row.num_reused, captured=None if reason else row, path=reason,

@@ -341,11 +341,12 @@ class LLM(Engine):
         self.composed_reason(plan)  # the first call may capture a trial step, which no answer's time includes
         started += perf_counter() - before
         check_exact(self, plan, options.exact)
+        runs_as = self.composed_plan(plan)
         requests = [
-            self.request(ids, choice, streamed, where, started)
+            self.request(ids, runs_as, choice, streamed, where, started)
             for ids, choice, where in zip(prompts, prompt_options, offsets or repeat(None))
         ]
-        return Generation(self, self.loop, plan, requests, started, progress, holds)
+        return Generation(self, self.loop, requests, started, progress, holds)
 
 
 def _cpu(device: str) -> str:

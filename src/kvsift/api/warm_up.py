@@ -11,8 +11,9 @@ from typing import NamedTuple
 from kvsift.engine.follow import follow
 from kvsift.engine.loop import OUT_OF_MEMORY, Loop
 from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.request import Request
 from kvsift.engine.row import Row
-from kvsift.engine.transcript import Request, TextOutput
+from kvsift.engine.transcript import TextOutput
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.plan.plan import Plan
@@ -47,15 +48,15 @@ def warm_up(runner: ModelRunner, loop: Loop, plans: Sequence[Plan], num_tokens: 
         loop.call(partial(_read, runner, loop.grid, each))
     num_pages = None if num_tokens is None else -(-num_tokens // DEFAULT_PAGE_SIZE)
     num_steps = loop.prepare(plan, {kind for each in pooled for kind in each.summaries}, num_pages)
-    return WarmUp(loop.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
+    return WarmUp(loop.pages.kv.pages.num_pages * DEFAULT_PAGE_SIZE, num_steps, perf_counter() - started)
 
 
 def _answer(runner: ModelRunner, loop: Loop, plan: Plan) -> None:
     """Read a chunk and decode a token: kernels are compiled, and the layers are known."""
     length = min(loop.grid, (runner.directory.max_positions or loop.grid + 1) - 1)  # too short to be shared
-    request = Request([0] * length, 2)
+    request = Request([0] * length, 2, plan)
     output = TextOutput(request, runner.tokenizer, runner.device)
-    row = Row(request.ids, plan, 2, output)
+    row = Row(request, output)
     for _ in follow(loop, [row], [output]):
         pass
     if row.error is not None:

@@ -22,7 +22,7 @@ def row_in_slot(runner: ModelRunner, cache: SparseCache, transcript: Transcript,
     """A row at a place of a cache of several rows, with counters of its own."""
     request = transcript.request
     output = TextOutput(request, runner.tokenizer, runner.device, transcript)
-    return Row(request.ids, cache.run.plan, request.max_new_tokens, output, cache=cache, place=place, stats=stats)
+    return Row(request, output, cache=cache, place=place, stats=stats)
 
 
 def decode_in_slots(
@@ -43,8 +43,8 @@ def decode_in_slots(
         assert isinstance(row.output, TextOutput)
         row.output.tell = lambda piece, index=index: pieces.append((index, piece))
         cache.turn_to(row.place, row.counters)
-        for start in range(0, len(row.ids), runner.chunk_size):
-            logits = runner.prefill(cache, row.ids[start : start + runner.chunk_size])
+        for start in range(0, len(row.request.ids), runner.chunk_size):
+            logits = runner.prefill(cache, row.request.ids[start : start + runner.chunk_size])
             row.num_cached = cache.get_seq_length()
             yield index, ""
         if row is rows[-1]:  # for all rows: updates are no part of a step's time, nor of what is captured
@@ -54,7 +54,7 @@ def decode_in_slots(
     with open_session() as steps:
         group = RowGroup(CacheSession(steps), steps.cache.rotation)
         for row in _running(rows):
-            group.join(row, _transcript(row).request)
+            group.join(row)
             row.steps = group
         try:
             while running := _running(rows):

@@ -8,7 +8,6 @@ others only pages that are full and were written by the same pass over the same 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -19,10 +18,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from kvsift.engine.ledger import Books, audit
+from kvsift.engine.pages import OUT_OF_MEMORY, Pages
 from kvsift.engine.pauses import Pauses
 from kvsift.engine.pinned_prefix import PinnedPrefix, PrefixSpoiled
-from kvsift.engine.prefix_tree import Node, PrefixTree
 from kvsift.engine.row import OPEN_STATES, CacheReport, FinishReason, Row
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.schedule import Decision, Schedule
@@ -32,12 +30,9 @@ from kvsift.errors import InputError
 from kvsift.layer.accounting import Snapshot
 from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan
-from kvsift.stores.kv_pool import KVPool, LayerPool
-from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import PageTable
 
 MOST_OPEN = 4096  # requests that wait or run
-OUT_OF_MEMORY = MemoryError, torch.OutOfMemoryError
 
 
 class Loop(EngineThread):
@@ -59,34 +54,26 @@ class Loop(EngineThread):
         super().__init__(turn)
         assert grid % model.page_size == 0, f"a grid of {grid} tokens splits pages of {model.page_size}"
         self._model, self.grid, self.max_rows, self.clock = model, grid, max_rows, clock
-        self._keep_pages = keep_tokens // model.page_size
+        self.pages = Pages(model, grid, keep_tokens)
         self._entering: deque[Row] = deque()  # submitted, in their order
         self._num_threads = 0  # of torch, as the client that came last has set them; 0: not asked yet
         self._keys = itertools.count(1)
-        self._pinned: weakref.WeakSet[PinnedPrefix] = weakref.WeakSet()
         self._begin()
 
     def _begin(self) -> None:
         self._schedule = Schedule(self.max_rows, self.grid)
         self._rows: dict[int, Row] = {}  # that have not ended
-        self._new_pool()
-
-    def _new_pool(self) -> None:
-        self.kv = KVPool(steady=self._model.steady)
-        self.tree = PrefixTree(self.kv.pages, self.grid)
+        self.pages.renew()
 
     @property
     def rows(self) -> list[Row]:
         """Rows that have not ended."""
         return list(self._rows.values())
 
-    def books(self) -> Books:
-        """Count rows and pages. It waits for no step, so during one the numbers may be a moment apart."""
-        states, pages, tree = Counter(row.state for row in self.rows), self.kv.pages, self.tree
-        free, kept = pages.num_free, tree.num_pages
-        loose = sum(run.num_pages for run in self._model.runs(self.kv))
-        owned = {"free": free, "kept": kept, "rows": max(pages.num_pages - free - kept - loose, 0)}
-        return Books({state: states[state] for state in OPEN_STATES}, owned)
+    def counts(self) -> dict[str, dict[str, int]]:
+        """Count rows by state, and pages by owner, without waiting for a step: the numbers may be a moment apart."""
+        states = Counter(row.state for row in self.rows)
+        return {"rows": {state: states[state] for state in OPEN_STATES}, "pages": self.pages.counts()}
 
     def submit(self, row: Row) -> None:
         """Queue a row for admission.
@@ -138,7 +125,7 @@ class Loop(EngineThread):
         failure = RuntimeError(f"the engine failed ({type(error).__name__}: {error})")
         failure.__cause__ = error
         rows = self.rows
-        for prefix in list(self._pinned):
+        for prefix in list(self.pages.pinned):
             prefix.fail()
         self._model.fail()
         self._begin()
@@ -166,15 +153,15 @@ class Loop(EngineThread):
             return  # it waits for the prefix
         apart = self._model.reason_apart(row)
         row.in_pool = apart is None
-        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.plan.not_shared or ""
+        row.no_reuse = apart or ("" if row.prefix is None else DOCUMENT) or row.request.plan.not_shared or ""
         row.root = b"" if row.no_reuse else self._model.root(row)
-        self._hold(row, self._found(row))
-        if not self._schedule.add(row.key, row.client, *self._cost_of(row)):
+        self.pages.hold(row, self.pages.found(row))
+        if not self._schedule.add(row.key, row.request.client, *self.pages.cost_of(row)):
             raise InputError(FULL)
 
     def _close(self, row: Row, lets_go: bool) -> None:
         self._end(row, "cancelled")
-        self._hold(row, [] if lets_go else row.nodes)
+        self.pages.hold(row, [] if lets_go else row.nodes)
         self._trim()
 
     def release(self) -> None:
@@ -205,10 +192,10 @@ class Loop(EngineThread):
 
     def _restore_pinned(self, row: Row, rotation: int | None, fill: Callable[[SparseCache], None]) -> None:
         assert row.pins is not None
-        table = PageTable(1, self.kv) if self._model.reason_apart(row) is None else None
+        table = PageTable(1, self.pages.kv) if self._model.reason_apart(row) is None else None
         try:
             if table is not None:
-                self._reserve(table, self._model.pages_of(row))
+                self.pages.reserve(table, self._model.pages_of(row))
             row.cache = self._model.open(row, table)
             row.cache.pin(rotation)
             row.source = fill
@@ -244,44 +231,18 @@ class Loop(EngineThread):
         return self.call(partial(self._prepare, plan, frozenset(kinds), num_pages))
 
     def _prepare(self, plan: Plan, kinds: frozenset[str], num_pages: int | None) -> int:
-        longest = self._model.longest
-        self.tree.kinds |= kinds
-        for pool in self.kv.layers.values():
-            pool.maintain(self.tree, self.tree.kinds)
-        room = self._room()
-        if num_pages is None:
-            num_pages = room if longest is None else self.max_rows * longest + self._keep_pages
-        table = PageTable(1, self.kv)
-        try:
-            with suppress(*OUT_OF_MEMORY):  # the books tell what there is
-                self._reserve(table, min(num_pages, room), grows=False)
-            for pool in self.kv.layers.values():  # steps are timed
-                pool.write_noise(table.all_runs)
-        finally:
-            table.close(0)
-        return self._model.prepare(self.kv, plan, self.max_rows)
+        self.pages.allocate(kinds, self.max_rows, num_pages)
+        return self._model.prepare(self.pages.kv, plan, self.max_rows)
 
     def check(self) -> None:
-        """Refuse books that do not balance (``AssertionError``), for tests."""
-
-        def found() -> list[str]:
-            _ = self.kv.pages.num_free  # pages of owners that are gone are returned now
-            return audit(self.kv.pages, self._owned())
-
-        wrong = self.call(found)
-        assert not wrong, wrong[:5]
-
-    def _owned(self) -> list[Run]:
-        """Pages, once for each owner."""
-        caches = [row.cache for row in self._rows.values()] + [prefix.cache for prefix in self._pinned]
-        tables = {id(cache): cache.run.table for cache in caches if cache is not None}.values()
-        owned = [run for table in tables if table is not None and table.kv is self.kv for run in table.all_runs]
-        return [*owned, *self.tree.runs, *self._model.runs(self.kv)]
+        """Check that every page has an owner, and as many references as owners (``AssertionError``), for tests."""
+        faults = self.call(lambda: self.pages.faults(self.rows))
+        assert not faults, faults[:5]
 
     def _end_late_rows(self) -> None:
         now = self.clock()
         for row in self.rows:
-            if row.deadline is not None and now >= row.deadline:
+            if row.request.deadline is not None and now >= row.request.deadline:
                 self._end(row, "deadline")
 
     def _advance(self, row: Row) -> None:
@@ -297,35 +258,23 @@ class Loop(EngineThread):
         waiting = [self._rows[key] for key in self._schedule.waiting]
         if any(row.nodes for row in waiting):
             for row in waiting:
-                self._hold(row, [])
-                self._schedule.revise(row.key, *self._cost_of(row))
+                self.pages.hold(row, [])
+                self._schedule.revise(row.key, *self.pages.cost_of(row))
             return
         row = max(waiting, key=self._model.pages_of)
+        length, more = len(row.request.ids), row.request.max_new_tokens
+        room = self.pages.room(self.rows) * self._model.page_size
         error = InputError(
-            f"the prompt has {len(row.ids):,} tokens and up to {row.max_new_tokens:,} will be generated; there is "
-            f"memory for {self._room() * self._model.page_size:,} in all. Shorten the prompt, or generate fewer."
+            f"the prompt has {length:,} tokens and up to {more:,} will be generated; there is memory for {room:,} in "
+            "all. Shorten the prompt, or generate fewer."
         )
         self._end(row, "error", error)
-
-    def _cost_of(self, row: Row) -> tuple[int, int]:
-        """Tokens of a prompt that are to be read, and pages to be reserved, beside the chunks that the row holds."""
-        shared = sum(node.num_pages for node in row.nodes)
-        if row.prefix is not None and row.prefix.cache is not None:
-            return len(row.ids) - row.prefix.length, self._model.pages_of(row) - row.prefix.num_shared(row)
-        return len(row.ids) - self.grid * len(row.nodes), self._model.pages_of(row) - shared
-
-    def _room(self) -> int:
-        """Pages that could be reserved now."""
-        beside = self._model.room(self.kv)
-        if beside is None:
-            beside = max(map(self._model.pages_of, self._rows.values()), default=0)
-        return self.kv.pages.num_free + self._num_allocated() + self.tree.droppable() + beside
 
     def _room_to_admit(self) -> int:
         """``_room``; where it cannot be told, the rows that wait for it end with the reason, and the others go on."""
         waiting = self._schedule.waiting
         try:
-            return self._room() if waiting else 0
+            return self.pages.room(self.rows) if waiting else 0
         except Exception as error:
             for key in waiting:
                 failure = RuntimeError(f"the memory that there is cannot be told ({type(error).__name__}: {error})")
@@ -333,43 +282,20 @@ class Loop(EngineThread):
                 self._end(self._rows[key], "error", failure)
             return 0
 
-    def _num_allocated(self) -> int:
-        """Pages that are allocated, and not in the pool yet."""
-        allocated = min((pool.keys.shape[1] for pool in self.kv.layers.values()), default=0)
-        return max(allocated - self.kv.pages.num_pages, 0)
-
-    def _found(self, row: Row) -> list[Node]:
-        """Chunks that a row begins with; its last token is read in any case."""
-        return [] if row.no_reuse else self.tree.find(row.root, row.ids[: len(row.ids) - 1])
-
-    def _hold(self, row: Row, nodes: Sequence[Node]) -> None:
-        """Keep these chunks for a row, instead of those that it has held."""
-        before, after = row.nodes, set(nodes)
-        self.tree.hold(nodes, row, self.clock())
-        self.tree.let_go([node for node in before if node not in after], row)
-        row.nodes = list(nodes)
-
     def _admit(self, row: Row) -> None:
         row.state = "reading"
         if row.prefix is not None and row.prefix.cache is not None:
             self._continue(row, row.prefix)
             return
-        self._hold(row, self._found(row))
-        nodes, length = row.nodes, self.grid * len(row.nodes)
-        table = PageTable(1, self.kv) if row.in_pool else None
+        self.pages.hold(row, self.pages.found(row))
+        length, table = self.grid * len(row.nodes), PageTable(1, self.pages.kv) if row.in_pool else None
         try:
             if table is not None:
-                self._fill(table, nodes, self._model.pages_of(row))
+                self.pages.fill(table, row)
             row.cache = self._model.open(row, table)
             row.cache.stats.observer = row.observer
-            if nodes:
-                kinds = frozenset(row.plan.summaries)
-                stale = any(kinds - node.kinds for node in nodes)
-                self._model.adopt(row.cache, length, stale, self.grid, nodes[-1].sealed)
-                for node in nodes:
-                    node.kinds |= kinds
-                self.tree.kinds |= kinds
-                self._maintain(row.cache)
+            if row.nodes:
+                self.pages.adopt(row, row.cache)
             elif row.source is not None:
                 length = self._restore(row)
             row.num_cached = row.num_reused = length
@@ -393,9 +319,9 @@ class Loop(EngineThread):
                 self._model.rewind(cache)
                 prefix.is_lent = False
             try:
-                if cache.run.table is not None and cache.run.table.kv is self.kv:
-                    self._reserve(cache.run.table, self._model.pages_of(row))
-                row.build_s = self._replan(prefix, cache, row.plan)
+                if cache.run.table is not None and cache.run.table.kv is self.pages.kv:
+                    self.pages.reserve(cache.run.table, self._model.pages_of(row))
+                row.build_s = self._replan(prefix, cache, row.request.plan)
                 self._model.begin(row, cache)
             except BaseException:
                 if cache is not prefix.cache and cache.run.table is not None:
@@ -419,70 +345,32 @@ class Loop(EngineThread):
         """Begin with tokens from elsewhere, and share them; returns how many. The end of the prompt is read again."""
         assert row.cache is not None
         self._model.restore(row)
-        length = (len(row.ids) - 1) // self.grid * self.grid
+        length = (len(row.request.ids) - 1) // self.grid * self.grid
         row.cache.undo(length)
         for row.num_cached in range(self.grid, length + 1, self.grid):
-            self._seal(row)
+            self.pages.seal(row)
         return length
-
-    def _fill(self, table: PageTable, nodes: Sequence[Node], num_pages: int) -> None:
-        """Begin a table with chunks, and reserve so many pages: if there is less memory than it seemed, those of old
-        prompts."""
-        runs = [run for node in nodes for run in node.runs]
-        table.adopt(0, runs)
-        try:
-            self._reserve(table, num_pages)
-        except OUT_OF_MEMORY:
-            if not self.tree.drop(num_pages, self.clock()):
-                raise
-            self._reserve(table, num_pages, grows=False)
-
-    def _reserve(self, table: PageTable, num_pages: int, grows: bool = True) -> None:
-        """Reserve the pages of a row, and the memory for them, for which old prompts may have to go. Others will follow
-        if the pool ``grows``."""
-        room = self._model.room(self.kv)
-        missing = num_pages - table.num_pages(0)
-        present = self.kv.pages.num_free + self._num_allocated()
-        self.tree.drop(missing - present - (missing if room is None else room), self.clock())
-        pools = list(self.kv.layers.values())
-        try:
-            table.reserve(0, num_pages)
-            if not all(pool.has_room for pool in pools):
-                self._model.release(self.kv)  # or there would be two pools for a while
-            try:
-                self._fit(pools, self._model.spare(self.kv) if grows else 0)
-            except OUT_OF_MEMORY:
-                self._fit(pools, 0)
-        except BaseException:  # or the rows that run would be the next to fail
-            table.release_spare(0)
-            self.kv.pages.trim(min((pool.keys.shape[1] for pool in pools), default=0))
-            raise
-
-    def _fit(self, pools: Sequence[LayerPool], spare: int) -> None:
-        for pool in pools:
-            with pool.lock:
-                pool.fit(exactly=True, spare=spare)
 
     def _read(self, row: Row, pauses: Pauses) -> None:
         """Prefill the next chunk of a prompt, and with the last one choose the first token."""
         started, cache, before = self.clock(), row.cache, row.num_cached
         assert cache is not None
-        stop, end = self._next_stop(row), len(row.ids)
+        stop, end = self._next_stop(row), len(row.request.ids)
         counters, logits = cache.stats.snapshot(), None
         try:
             if stop > before:
                 if stop >= end - 1 and row.prefix is None:
                     cache.prepare_after_next()
-                logits = self._model.read(row, row.ids[before:stop], pauses)
+                logits = self._model.read(row, row.request.ids[before:stop], pauses)
                 counters = cache.stats.snapshot()
                 self._count(row, before, stop)
             if stop == end - 1:  # the last token alone, whatever was reused before it
                 cache.prepare()
-                logits = self._model.read(row, row.ids[stop:])
+                logits = self._model.read(row, row.request.ids[stop:])
                 row.num_cached = end
             self._has_read(row, cache, logits)
         except OUT_OF_MEMORY as error:
-            if not self._undo(row, counters) or not self.tree.drop(self.kv.pages.num_pages, self.clock()):
+            if not self._undo(row, counters) or not self.pages.drop(self.pages.kv.pages.num_pages):
                 self._end(row, "error", error)  # else it is read again, in the next step
         except Exception as error:
             self._end(row, "error", error)
@@ -496,9 +384,9 @@ class Loop(EngineThread):
 
     def _next_stop(self, row: Row) -> int:
         """Where the next chunk of a prompt ends: on the grid, which begins anew behind a pinned prefix."""
-        before, end = row.num_cached, len(row.ids)
+        before, end = row.num_cached, len(row.request.ids)
         others = self._schedule.decoding or self._schedule.waiting or len(self._schedule.reading) > 1
-        alone = not others and row.plan.prefill is None
+        alone = not others and row.request.plan.prefill is None
         chunks = max(self._model.most_read // self.grid, 1) if alone else 1
         if row.prefix is None:
             return min(before - before % self.grid + chunks * self.grid, end - (row.pins is None))
@@ -509,11 +397,11 @@ class Loop(EngineThread):
         """Note that a prompt is cached from one position to another, and share its chunks."""
         for row.num_cached in (*range(before - before % self.grid + self.grid, stop, self.grid), stop):
             if row.num_cached % self.grid == 0 and not row.no_reuse:
-                self._seal(row)
+                self.pages.seal(row)
 
     def _has_read(self, row: Row, cache: SparseCache, logits: Tensor | None) -> None:
         """Tell the client what is cached, and once the prompt is, let it choose a token or pin it."""
-        if row.num_cached < len(row.ids):
+        if row.num_cached < len(row.request.ids):
             self._tell(row, None)
             return
         if row.pins is not None:
@@ -536,17 +424,12 @@ class Loop(EngineThread):
 
     def pin(self, prefix: PinnedPrefix, cache: SparseCache) -> None:
         """Keep a cache, whose tokens are those of a prefix, for rows that begin with it."""
-        cache.restart_stats()
-        cache.mark()
-        prefix.cache, prefix.forks = cache, self._model.forks(cache)
-        self._pinned.add(prefix)
-        weakref.finalize(prefix, self.post, partial(self._unpin, cache)).atexit = False
+        self.pages.pin(prefix, cache, self._unpin)
 
-    def _unpin(self, cache: SparseCache) -> None:
+    def _unpin(self, clear: Callable[[], None]) -> None:
         """Return the pages of a prefix that its owner has let go of."""
-        if cache.run.table is not None:
-            cache.run.table.clear()
-        self._trim()
+        self.post(clear)
+        self.post(self._trim)
 
     def _pause(self) -> bool:
         """Decode a token of every row that decodes, in the middle of a chunk; returns whether there are any."""
@@ -559,31 +442,10 @@ class Loop(EngineThread):
     def _look_again(self) -> None:
         """Let the line hold what it has in common with a prompt that was read."""
         for row in [self._rows[key] for key in self._schedule.waiting]:
-            found = self._found(row)
+            found = self.pages.found(row)
             if len(found) > len(row.nodes):
-                self._hold(row, found)
-                self._schedule.revise(row.key, *self._cost_of(row))
-
-    def _seal(self, row: Row) -> None:
-        """Share the chunk that was just read, and those before it of which an interrupt came first."""
-        cache, pages = row.cache, self.grid // self._model.page_size
-        assert cache is not None
-        if not cache.can_undo:
-            row.no_reuse = "the model has layers that drop tokens"
-            return
-        kinds = frozenset(row.plan.summaries)
-        for stop in range(self.grid * (len(row.nodes) + 1), row.num_cached + 1, self.grid):
-            first, ids = stop // self._model.page_size - pages, row.ids[stop - self.grid : stop]
-            before = row.nodes[-1] if row.nodes else None
-            runs, sealed = cache.table.runs_between(0, first, first + pages), cache.sealed(stop)
-            row.nodes.append(self.tree.seal(row.root, before, ids, runs, kinds, self.clock(), sealed))
-            self.tree.hold(row.nodes[-1:], row, self.clock())  # what it holds is always among its nodes
-        self._maintain(cache)
-
-    def _maintain(self, cache: SparseCache) -> None:
-        """Keep the summaries of shared pages when the rows that wrote them are gone."""
-        for attention in cache.attentions:
-            self.kv.layers[attention.shape.layer].maintain(self.tree, self.tree.kinds)
+                self.pages.hold(row, found)
+                self._schedule.revise(row.key, *self.pages.cost_of(row))
 
     def _decode(self) -> None:
         started = self.clock()
@@ -647,7 +509,7 @@ class Loop(EngineThread):
         if counters is None:
             self._model.recall(row)
             return True
-        if row.cache is None or not row.plan.can_undo or not row.cache.can_undo:
+        if row.cache is None or not row.request.plan.can_undo or not row.cache.can_undo:
             return False
         row.cache.stats.set_back(counters)
         row.cache.undo(row.num_cached)
@@ -670,7 +532,7 @@ class Loop(EngineThread):
         if row.prefix is not None:
             row.prefix.give_back(row)
         if not row.holds:
-            self._hold(row, [])
+            self.pages.hold(row, [])
         self._trim()
         row.finish_reason, row.error = reason, error
         row.state = "ended"  # last, since whoever waits for it goes on now
@@ -690,16 +552,7 @@ class Loop(EngineThread):
 
     def _trim(self) -> None:
         """Drop prompts beyond those that are kept; an idle loop without any gives its memory back."""
-        excess = self.tree.droppable() - self._keep_pages
-        if excess > 0:
-            self.tree.drop(excess, self.clock())
-        if not self._rows and not len(self.tree) and not self._model.holds_pool and not self._holds_prefix:
-            self._new_pool()
-
-    @property
-    def _holds_prefix(self) -> bool:
-        tables = [prefix.cache.run.table for prefix in self._pinned if prefix.cache is not None]
-        return any(table is not None and table.kv is self.kv for table in tables)
+        self.pages.trim(not self._rows)
 
 
 FULL = "too many requests are waiting. Try again when some of them have ended."

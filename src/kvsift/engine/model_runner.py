@@ -16,9 +16,9 @@ import torch
 from kvsift.engine.graphs.fast_path import FastPath
 from kvsift.engine.memory import require_host_memory, require_memory
 from kvsift.engine.options import GenerateOptions, ProgressCallback
+from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
 from kvsift.engine.speculative.pace import Paces
-from kvsift.engine.transcript import Request
 from kvsift.engine.uncopied import Uncopied
 from kvsift.errors import InputError
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
@@ -182,12 +182,13 @@ class ModelRunner(Uncopied):
             require_memory(self.directory, self.device, self.dtype, total, self.chunk_size, self.place, plan)
 
     def request(
-        self, ids: Sequence[int], options: GenerateOptions, streamed: bool = False, offsets: TextOffsets | None = None,
-        started: float | None = None, ignores_ends: bool = False,
+        self, ids: Sequence[int], plan: Plan, options: GenerateOptions, streamed: bool = False,
+        offsets: TextOffsets | None = None, started: float | None = None, ignores_ends: bool = False, client: str = "",
+        salt: str = "",
     ) -> Request:  # fmt: skip
-        """The request of one prompt; the settings of the model's generation_config.json hold for it, and it ends at the
-        model's end-of-text tokens and stop strings unless it ignores them. ``offsets`` are for passages. Its time
-        begins at ``started``, or now."""
+        """The request of one prompt, which runs under ``plan``; the settings of the model's generation_config.json hold
+        for it, and it ends at the model's end-of-text tokens and stop strings unless it ignores them. ``offsets`` are
+        for passages. Its time begins at ``started``, or now."""
         assert offsets is None or offsets.num_tokens == len(ids), "they are those of the prompt"
         sampling = options.sampling or Sampling()
         assert not isinstance(sampling, Sequence), "one prompt has one sampling"
@@ -198,6 +199,7 @@ class ModelRunner(Uncopied):
         return Request(
             ids,
             options.max_new_tokens,
+            plan,
             sampling,
             ends,
             self._stop_ids(options, ends, stops),
@@ -209,6 +211,8 @@ class ModelRunner(Uncopied):
             offsets,
             options.skip_special_tokens,
             settings,
+            client,
+            salt,
         )
 
     def encode(self, text: str) -> list[int]:

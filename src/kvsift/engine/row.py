@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.prefix_tree import Node
+from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.layer.accounting import Observer, RunStats
 from kvsift.models.hf.cache import SparseCache
@@ -58,16 +59,11 @@ class RowOutput(Protocol):
 
 @dataclass(eq=False)
 class Row:
-    """A request, and what the loop knows of it.
+    """The state of a request from its arrival to its end.
 
     Attributes:
-        ids: tokens of the prompt.
-        plan: how to sift.
-        max_new_tokens: most tokens of the answer, for which room is reserved.
+        request: what is asked for.
         output: of the client.
-        client: whom it belongs to: clients get equal shares.
-        deadline: time of the loop's clock at which it ends, finished or not.
-        salt: rows of other salts share nothing with it.
         holds: once it has ended, it keeps what it has read of its prompt until ``Loop.close``.
         exact: the plan drafts, and dense attention verifies; None: it answers.
         observer: of its passes.
@@ -89,13 +85,8 @@ class Row:
         build_s: seconds in which the cache of its prefix built what decode needs under its plan.
     """
 
-    ids: Sequence[int]
-    plan: Plan
-    max_new_tokens: int
+    request: Request
     output: RowOutput
-    client: str = ""
-    deadline: float | None = None
-    salt: str = ""
     holds: bool = False
     exact: ExactDecoder | None = None
     observer: Observer | None = None
@@ -124,11 +115,6 @@ class Row:
     setup_s: float = 0.0
     build_s: float = 0.0
     dense_below: int = 0
-
-    @property
-    def length(self) -> int:
-        """Most tokens that will be cached; the last generated one is not fed."""
-        return len(self.ids) + self.max_new_tokens - 1
 
     @property
     def counters(self) -> RunStats:

@@ -64,11 +64,12 @@ class RunnerRows:
 
     def reason_apart(self, row: Row) -> str | None:
         """Why a row has a pool of its own; None if its pages are in that of all rows."""
-        return self._runner.reason_apart(row.plan)
+        return self._runner.reason_apart(row.request.plan)
 
     def open(self, row: Row, table: PageTable | None) -> SparseCache:
         """An empty cache of one row, over the pages of ``table`` if there is one."""
-        cache = self._runner.new_cache(row.plan, len(row.ids) + _room_behind(row), length=row.length)
+        request = row.request
+        cache = self._runner.new_cache(request.plan, len(request.ids) + _room_behind(row), length=request.length)
         cache.run.kv, cache.run.table = None if table is None else table.kv, table
         self.begin(row, cache)
         return cache
@@ -84,7 +85,7 @@ class RunnerRows:
 
     def fork(self, cache: SparseCache, length: int, row: Row) -> SparseCache:
         """A cache for a row that begins with the first ``length`` tokens of another one, whose full pages it shares."""
-        forked = self._runner.new_cache(cache.run.plan, len(row.ids) + row.max_new_tokens, length=row.length)
+        forked = self._runner.new_cache(cache.run.plan, row.request.length + 1, length=row.request.length)
         forked.run.kv, forked.run.table = cache.table.kv, PageTable(1, cache.table.kv)
         forked.begin_as(cache, length)
         return forked
@@ -128,7 +129,8 @@ class RunnerRows:
 
     def root(self, row: Row) -> bytes:
         """Name of what the keys of a prompt depend on, besides its tokens."""
-        return repr((row.salt, prefill_key(row.plan), self._runner.rotation(row.length))).encode()
+        request = row.request
+        return repr((request.salt, prefill_key(request.plan), self._runner.rotation(request.length))).encode()
 
     def read(self, row: Row, ids: Sequence[int], pause: Callable[[], bool] | None = None) -> Tensor:
         """Store and attend tokens of a row's prompt; logits [vocabulary] of the last one.
@@ -220,7 +222,7 @@ class RunnerRows:
         fit: list[Group[Any]] = [each for each in self._groups if isinstance(each, kind) and each.takes(row, rotation)]
         group = fit[0] if fit else self._new_group(kind, kv, rotation)
         try:
-            group.join(row, row.output.transcript.request)  # type: ignore[attr-defined]
+            group.join(row)
         except BaseException:
             group.forget(row)
             raise
@@ -255,19 +257,18 @@ class RunnerRows:
         return count
 
     def _takes_blocks(self, row: Row) -> bool:
-        return self._runner.fast_path.takes_blocks(row.plan, row.exact is not None, self._runner.model)
+        return self._runner.fast_path.takes_blocks(row.request.plan, row.exact is not None, self._runner.model)
 
     def _composed_reason(self, row: Row) -> str | None:
         """Why the steps of a row are composed; None: they are captured."""
-        transcript = getattr(row.output, "transcript", None)
         if row.observer is not None:
             return "what is selected is recorded"
         if row.exact is not None and not self._takes_blocks(row):
             return "drafts are verified"
-        if transcript is None or transcript.request.logprobs is not None:
+        if row.request.logprobs is not None:
             return "probabilities are kept"
         apart = "" if row.prefix is not None else row.no_reuse  # steps over a pool of one row serve that row alone
-        return self._runner.composed_reason(row.plan) or (None if row.in_pool else apart or None)
+        return self._runner.composed_reason(row.request.plan) or (None if row.in_pool else apart or None)
 
     def _open_session(
         self, rotation: int | None, steady: bool, rule: Rule | None, table: PageTable, max_pages: int
@@ -321,15 +322,17 @@ class RunnerRows:
         fused = self._fused()
         if fused is None or not fused.joins:
             return [[row] for row in rows]
-        joined = [row for row in rows if row.plan.can_undo and not row.plan.wants_hidden and row.exact is None]
+        plans = [row.request.plan for row in rows]
+        joins = [plan.can_undo and not plan.wants_hidden and row.exact is None for row, plan in zip(rows, plans)]
+        joined = [row for row, is_joined in zip(rows, joins) if is_joined]
         groups = [joined[first : first + MAX_SEQUENCES] for first in range(0, len(joined), MAX_SEQUENCES)]
         return [*groups, *([row] for row in rows if row not in joined)]
 
     def pages_of(self, row: Row) -> int:
         """The most pages' worth of memory that a row needs."""
         layers = [layer.layer for layer in self._runner.directory.full_layers]
-        length = len(row.ids) + _room_behind(row)
-        return -(-stored_tokens(row.plan, layers, length, self._runner.chunk_size) // self.page_size)
+        length = len(row.request.ids) + _room_behind(row)
+        return -(-stored_tokens(row.request.plan, layers, length, self._runner.chunk_size) // self.page_size)
 
     def room(self, kv: KVPool) -> int | None:
         """Pages for which there is memory beside a pool; None if unknown."""
@@ -352,4 +355,4 @@ class RunnerRows:
 
 def _room_behind(row: Row) -> int:
     """Tokens for which there is to be room behind the prompt of a row."""
-    return row.max_new_tokens if row.pins is None else max(row.max_new_tokens, ROOM_BEHIND_DOCUMENTS)
+    return row.request.max_new_tokens if row.pins is None else max(row.request.max_new_tokens, ROOM_BEHIND_DOCUMENTS)

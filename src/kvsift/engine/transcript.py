@@ -1,10 +1,9 @@
-"""A request and its transcript: tokens, text, streamed pieces, stops and times."""
+"""The transcript of a request: tokens, text, streamed pieces, stops and times."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -12,59 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsift.engine.request import Request
 from kvsift.engine.row import FinishReason
-from kvsift.engine.sampling import Chooser, ConstrainedChooser, Sampling
-from kvsift.models.hf.generation_config import GenerationSettings
 from kvsift.tokenization.growing_text import common_length
-from kvsift.tokenization.text_offsets import TextOffsets
 from kvsift.tokenization.token_text import INCOMPLETE, AnswerText, TokenDecoder, TokenLabel
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt with its resolved options.
-
-    Attributes:
-        ids: tokens of the prompt.
-        max_new_tokens: maximum number of tokens to generate.
-        sampling: how to choose them.
-        ends: tokens of the model that end the text and are not part of it.
-        stop_ids: tokens that the client has named, which end it likewise.
-        stops: texts that end it likewise.
-        skip_special_tokens: see ``TokenDecoder.left_out``.
-        streamed: whether pieces of text are returned as they are generated.
-        logprobs: of how many of the likeliest tokens log-probabilities are kept, besides the chosen one; None: of none.
-        deadline: time at which the answer ends as it is.
-        exact: it is to be that of dense decoding.
-        offsets: where the tokens of the prompt stand in its text, if passages are wanted.
-        settings: of the model's generation_config.json, which change its logits; None: nothing does.
-    """
-
-    ids: Sequence[int]
-    max_new_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    ends: Collection[int] = ()
-    stop_ids: Collection[int] = ()
-    stops: tuple[str, ...] = ()
-    streamed: bool = False
-    logprobs: int | None = None
-    deadline: float | None = None
-    exact: bool = False
-    offsets: TextOffsets | None = None
-    skip_special_tokens: bool | None = None
-    settings: GenerationSettings | None = None
-
-    def chooser(self, device: torch.device) -> Chooser | ConstrainedChooser:
-        """Return what chooses the tokens of the answer from logits on a device."""
-        chooser = self.sampling.chooser(device)
-        if self.settings is None or not self.settings.applied:
-            return chooser
-        return ConstrainedChooser(chooser, self.settings, self.ids, self.max_new_tokens, device)
-
-    @property
-    def length(self) -> int:
-        """Final number of cached tokens; the last generated token is not fed."""
-        return len(self.ids) + self.max_new_tokens - 1
 
 
 class TokenLogprobs(NamedTuple):
@@ -220,7 +170,7 @@ class TextOutput:
         self.transcript = Transcript(request, tokenizer) if transcript is None else transcript
         self.num_read = 0
         self.tell: Callable[[str], None] | None = None
-        self._choose = request.chooser(device)
+        self._chooser = request.chooser(device)
 
     def read(self, num_tokens: int) -> None:
         if self.tell is not None and num_tokens != self.num_read and not self.transcript.new_ids:
@@ -229,11 +179,19 @@ class TextOutput:
         self.num_read = num_tokens
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
-        return self._choose.foresee(logits, ahead)
+        return self._chooser.foresee(logits, ahead)
 
     def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
-        token = self._choose(logits)
+        token = self.choose(logits)
         piece = self.transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
+        self.pass_on(token, piece)
+        return token, self.transcript.finish_reason if self.transcript.done else ""
+
+    def choose(self, logits: Tensor | int) -> int:
+        """Choose the next token from logits [vocabulary], or take one that was chosen."""
+        return self._chooser(logits)
+
+    def pass_on(self, token: int, piece: str) -> None:
+        """Give the client a token of the transcript, and the text that is certain since then."""
         if piece and self.tell is not None:
             self.tell(piece)
-        return token, self.transcript.finish_reason if self.transcript.done else ""

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from kvsift.api.llm import LLM
+from kvsift.engine.request import Request
 from kvsift.engine.row import FinishReason, Row
 from kvsift.errors import InputError
 from kvsift.plan.plan import Plan
@@ -212,7 +213,7 @@ class HeldDocuments(Generic[Question]):
     def _read(self, document: HeldDocument[Question]) -> None:
         self._tell(document, "reading")
         row = self._row(document)
-        document.row, document.tokens = row, len(row.ids)
+        document.row, document.tokens = row, len(row.request.ids)
         self._reading[document] = row
         self._tell(document, "reading")
         while not self._submits(row):
@@ -249,7 +250,8 @@ class HeldDocuments(Generic[Question]):
 
         document.output = DocumentReading(on_end)
         plan = self._llm.composed_plan(self._plan)
-        row = Row(ids, plan, 1, document.output, client=document.client, salt=document.salt, holds=True)
+        request = Request(ids, 1, plan, client=document.client, salt=document.salt)
+        row = Row(request, document.output, holds=True)
         return row
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:

@@ -21,8 +21,8 @@ def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] |
         return None
     try:
         with SavedDocument(path) as saved:
-            saved.check(llm, row.plan)
-            if saved.ids != row.ids or saved.rotation != llm.rotation(row.length):
+            saved.check(llm, row.request.plan)
+            if saved.ids != row.request.ids or saved.rotation != llm.rotation(row.request.length):
                 raise InputError("it has other tokens, or other positions.")
     except InputError as error:
         drop(path, error)
@@ -38,11 +38,11 @@ def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] |
 def keep(path: Path, llm: LLM, row: Row, text: str) -> None:
     """Save the prompt of a row that was read just now; a failure is a line of the log."""
     assert row.cache is not None
-    if row.no_reuse or learns_from_prompt(row.plan):
+    if row.no_reuse or learns_from_prompt(row.request.plan):
         return
     try:
-        check_saving(llm, row.plan, len(row.ids), path)
-        save(path, llm, row.cache, DocumentText(text), row.ids, 0.0, {})
+        check_saving(llm, row.request.plan, len(row.request.ids), path)
+        save(path, llm, row.cache, DocumentText(text), row.request.ids, 0.0, {})
         path.chmod(0o600)
     except (InputError, OSError) as error:
         print(f"kvsift: what was read of {path.stem} is not kept: {error}", file=sys.stderr)

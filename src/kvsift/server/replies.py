@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsift.api.answer import Answer
-from kvsift.engine.row import FinishReason
-from kvsift.engine.transcript import Request, Transcript
+from kvsift.engine.request import Request
+from kvsift.engine.transcript import TextOutput
 
 
-class Reply:
-    """A ``RowOutput`` that keeps events until they are sent.
+class Reply(TextOutput):
+    """An output that keeps events until they are sent.
 
     Args:
         request: of the row.
@@ -29,41 +28,32 @@ class Reply:
         events: of each step that was not sent its token (None for one that ends the text), the text that is certain
             since then, and the log-probabilities of the tokens that text begins in: for each its label, bytes,
             log-probability, offset in the text and likeliest tokens.
-        num_read: tokens of the prompt that are cached; None: the row waits.
     """
 
     def __init__(
         self, request: Request, tokenizer: Any, device: torch.device, sent: Sequence[int] = (), strips: bool = False
     ) -> None:
-        self.transcript = Transcript(request, tokenizer)
+        super().__init__(request, tokenizer, device)
         self.events: deque[list[Any]] = deque()
-        self.num_read: int | None = None
-        self._sent, self._strips, self._num_described = sent, strips, 0
-        self._choose = request.chooser(device)
+        self._sent, self._strips, self._num_described = deque(sent), strips, 0
+        self._is_sent = False  # the token that was chosen last
 
-    def read(self, num_tokens: int) -> None:
-        """Keep how far the prompt is read."""
-        self.num_read = num_tokens
-
-    def foresee(self, logits: Tensor, ahead: int) -> int:
-        """Return the token that would be chosen ``ahead`` tokens from now."""
-        return self._choose.foresee(logits, ahead)
-
-    def take(self, logits: Tensor | int, probe_s: float) -> tuple[int, FinishReason]:
+    def choose(self, logits: Tensor | int) -> int:
         """Choose a token, or repeat the one that was sent."""
-        transcript, position = self.transcript, len(self.transcript.new_ids)
-        token = self._choose(logits)  # in any case: it counts random draws
-        if is_sent := position < len(self._sent):
-            token = self._sent[position]
-        piece = transcript.take(token, perf_counter() - probe_s, None if isinstance(logits, int) else logits)
+        token = super().choose(logits)  # in any case: it counts random draws
+        self._is_sent = bool(self._sent)
+        return self._sent.popleft() if self._is_sent else token
+
+    def pass_on(self, token: int, piece: str) -> None:
+        """Keep an event, unless the token was sent before."""
         if self._strips:
             piece = piece.lstrip()
             self._strips = not piece
-        first, self._num_described = self._num_described, transcript.num_decided
-        if not is_sent:
+        first, self._num_described = self._num_described, self.transcript.num_decided
+        if not self._is_sent:
             logprobs = [self._described(index) for index in range(first, self._num_described)]
-            self.events.append([token if len(transcript.new_ids) > position else None, piece, logprobs])
-        return token, transcript.finish_reason if transcript.done else ""
+            is_text = len(self.transcript.new_ids) == len(self.transcript.times)
+            self.events.append([token if is_text else None, piece, logprobs])
 
     def _described(self, index: int) -> list[Any]:
         """The token with an index and the likeliest ones in its place; -inf has no JSON."""

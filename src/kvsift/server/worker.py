@@ -22,12 +22,12 @@ from time import perf_counter, sleep
 from typing import Any
 
 from kvsift import threads
-from kvsift.api.generation import answer_of_row, log_of
+from kvsift.api.generation import answer_of_row, row_of
 from kvsift.api.llm import LLM
 from kvsift.engine.options import GenerateOptions
 from kvsift.engine.row import Row
 from kvsift.engine.sampling import Sampling
-from kvsift.engine.speculative.exactness import check_exact, exact_decoder
+from kvsift.engine.speculative.exactness import check_exact
 from kvsift.errors import InputError, KVSiftError
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.plan import Plan
@@ -131,7 +131,7 @@ class Worker:
             if self._has_worked and not self._rows:
                 self._has_worked = False
                 trim()
-            self._send({"op": "alive", "step_s": step_s, **self._llm.loop.books()._asdict()})
+            self._send({"op": "alive", "step_s": step_s, **self._llm.loop.counts()})
             sleep(ALIVE_S)
 
     def _submit(self, message: dict[str, Any]) -> None:
@@ -244,14 +244,12 @@ class Worker:
                 exact=message["exact"],
             )
             request = self._llm.request(
-                ids, options, streamed=True, offsets=offsets, ignores_ends=bool(message["ignore_eos"])
-            )
+                ids, runs_as, options, streamed=True, offsets=offsets, ignores_ends=bool(message["ignore_eos"]),
+                client=message["client"], salt=message["salt"],
+            )  # fmt: skip
             sent = message["sent"].get(str(index), ())
             reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips=is_chat)
-            who = {"client": message["client"], "salt": message["salt"]}
-            exact = exact_decoder(self._llm, request, plan)
-            row = Row(ids, runs_as, most, reply, observer=log_of(request), exact=exact, **who)
-            rows.append(OpenRow(message["id"], index, row, reply, started))
+            rows.append(OpenRow(message["id"], index, row_of(self._llm, reply), reply, started))
         return rows
 
     def _room(self, ids: Sequence[int], asked: int | None) -> int:
@@ -321,7 +319,7 @@ class Worker:
         row, reply = opened.row, opened.reply
         ended = row.is_ended  # before its events are fetched
         new: dict[str, Any] = {}
-        if reply.num_read != opened.num_read_sent:
+        if row.state != "waiting" and reply.num_read != opened.num_read_sent:
             new["read"] = opened.num_read_sent = reply.num_read
         if reply.events:
             new["tokens"] = [reply.events.popleft() for _ in range(len(reply.events))]

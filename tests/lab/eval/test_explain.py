@@ -165,7 +165,7 @@ def test_methods_have_the_same_budget_and_none_beats_the_oracle(tiny: LLM) -> No
 
 def test_watching_changes_no_token(tiny: LLM) -> None:
     ids = tiny.read(text_of(600)).check(QUESTION, 5)
-    alone = Transcript(tiny.request(ids, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
+    alone = Transcript(tiny.request(ids, tiny.plan, GenerateOptions(max_new_tokens=5)), tiny.tokenizer)
     cache = tiny.new_cache(parse_plan(QUEST), len(ids) + 5)
     tiny.prefill(cache, ids[:-1])
     cache.prepare()

@@ -205,9 +205,9 @@ def _answer(
     llm.load()
     plan = HiddenStatePlan(plan.prefill, plan.decode) if observer.wants_hidden else plan
     stop = None if llm.tokenizer.chat_template else STOP
-    request = llm.request(ids, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop))
+    request = llm.request(ids, plan, GenerateOptions(max_new_tokens=max_new_tokens, stop=stop))
     output = TextOutput(request, llm.tokenizer, llm.device)
-    row = Row(ids, plan, max_new_tokens, output, observer=observer, decode_from=len(ids) - 1)
+    row = Row(request, output, observer=observer, decode_from=len(ids) - 1)
     for _ in follow(llm.loop, [row], [output]):
         if progress is not None:
             progress(min(output.num_read, len(ids) - 1), len(ids) - 1)

@@ -31,7 +31,6 @@ from kvsift.engine.row import Row
 from kvsift.engine.sampling import CHOICES, Choice, Sampling, choice_of
 from kvsift.engine.speculative.decoder import Proposal
 from kvsift.engine.speculative.step import Checked
-from kvsift.engine.transcript import Request
 from kvsift.kernels.block_attention import reach
 from kvsift.layer.paged_decode import DecodeLayer, rule_of
 from kvsift.models.hf.cache import SparseCache
@@ -92,13 +91,13 @@ class BlockGroup(Group[RowBlocks]):
     def setup_s(self) -> float:
         return self._setup_s
 
-    def join(self, row: Row, request: Request) -> None:
+    def join(self, row: Row) -> None:
         cache = row.cache
         assert cache is not None
         pages = torch.tensor(cache.table.planned(0), dtype=torch.int32, device=cache.attentions[0].like.device)
         taken = {kept.place for each, kept in self._rows.items() if (each.exact is None) == (row.exact is None)}
         place = next(place for place in count() if place not in taken)
-        self._rows[row] = RowBlocks(cache, pages, request.sampling, rule_of(row.plan), place, self.setup_s)
+        self._rows[row] = RowBlocks(cache, pages, row.request.sampling, rule_of(row.request.plan), place, self.setup_s)
         self._source.need(cache.table.longest)
 
     def prepare(self, rule: Rule | None, num_rows: int, num_pages: int) -> int:
@@ -141,7 +140,7 @@ class BlockGroup(Group[RowBlocks]):
             step = launch_plain(slots, kind, places, 0)
         rests = all(row.exact is None or row.exact.rests for row in rows)
         after = None
-        if rests and step.number + 1 < PLAIN_STEPS and all(row.length - row.num_cached > 2 for row in rows):
+        if rests and step.number + 1 < PLAIN_STEPS and all(row.request.length - row.num_cached > 2 for row in rows):
             after = launch_plain(slots, kind, [], step.number + 1)
         step.clock.wait()
         every = tokens_of(step.chosen)
@@ -218,7 +217,8 @@ class BlockGroup(Group[RowBlocks]):
         if not longest:
             return list(proposals)
         slots = self._blocks(self._number(rows[0]), BLOCK)
-        most = [min(row.length - row.num_cached, self._most_verified(slots, row.num_cached)) - 1 for row in rows]
+        left = [row.request.length - row.num_cached for row in rows]
+        most = [min(one, self._most_verified(slots, row.num_cached)) - 1 for row, one in zip(rows, left)]
         return [each._replace(drafts=min(longest, one)) if each.drafts else each for each, one in zip(proposals, most)]
 
     def _following(
@@ -243,7 +243,7 @@ class BlockGroup(Group[RowBlocks]):
             if self._rows[place.row].drafting < FEW:
                 return False
             for num_cached in range(place.num_cached + 1, place.num_cached + verified + 2):
-                if asked >= min(place.row.length - num_cached, self._most_verified(slots, num_cached)):
+                if asked >= min(place.row.request.length - num_cached, self._most_verified(slots, num_cached)):
                     return False
         return True
 

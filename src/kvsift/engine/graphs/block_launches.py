@@ -53,7 +53,7 @@ class RowPlace(NamedTuple):
     @property
     def drawn(self) -> int:
         """Tokens of the answer so far, the next to feed included."""
-        return self.num_cached - len(self.row.ids) + 1
+        return self.num_cached - len(self.row.request.ids) + 1
 
 
 class Drafts(NamedTuple):

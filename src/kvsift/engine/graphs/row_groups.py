@@ -11,7 +11,6 @@ from kvsift.engine.graphs.captured_rows import CapturedRows
 from kvsift.engine.graphs.session import STEADY_SLOTS, Session
 from kvsift.engine.graphs.slots import Slots, StepKind
 from kvsift.engine.row import Row
-from kvsift.engine.transcript import Request
 from kvsift.layer.paged_decode import rule_of
 from kvsift.plan.plan import Rule
 from kvsift.stores.kv_pool import KVPool
@@ -148,13 +147,13 @@ class Group(ABC, Generic[GroupRow]):
     def takes(self, row: Row, rotation: int | None) -> bool:
         """Return whether a row may join: steps rank by one method, rows without a rule beside."""
         assert row.cache is not None
-        rule, rules = rule_of(row.plan), (rule_of(each.plan) for each in self._rows)
+        rule, rules = rule_of(row.request.plan), (rule_of(each.request.plan) for each in self._rows)
         methods = {each.method for each in rules if each is not None}
         fits = self._source.kv is row.cache.table.kv and rotation == self.rotation and len(self._rows) < STEADY_SLOTS
         return fits and (rule is None or not methods or methods == {rule.method})
 
     @abstractmethod
-    def join(self, row: Row, request: Request) -> None:
+    def join(self, row: Row) -> None:
         """Take a row whose prompt is read."""
 
     def forget(self, row: Row) -> None:
@@ -222,23 +221,22 @@ class RowGroup(Group[JoinedRow]):
         self._prepared: Rule | None = None  # for rows of its method steps were captured ahead, and are kept
 
     def takes(self, row: Row, rotation: int | None) -> bool:
-        rule = rule_of(row.plan)
+        rule = rule_of(row.request.plan)
         alike = rule is None or self._prepared is None or rule.method == self._prepared.method
         if alike and self._source.kv.steady:  # slots are made for the budgets that rows have, and may come to have
-            alike = not self._rows or (
-                not row.plan.is_guarded and all(row.plan.decode == each.plan.decode for each in self._rows)
-            )
+            plan, others = row.request.plan, {each.request.plan.decode for each in self._rows}
+            alike = not others or (not plan.is_guarded and others == {plan.decode})
         return alike and super().takes(row, rotation)
 
     @property
     def setup_s(self) -> float:
         return self._steps.setup_s
 
-    def join(self, row: Row, request: Request) -> None:
+    def join(self, row: Row) -> None:
         assert row.cache is not None
-        cache, stats, start, most = row.cache, row.counters, row.num_cached, row.max_new_tokens - 1
-        rule, guard = rule_of(row.plan), cache.run.guards.of(row.place)
-        steps = DecodeRow(cache, row.place, stats, start, most, row.token, rule, request.sampling, guard)
+        cache, stats, start, most = row.cache, row.counters, row.num_cached, row.request.max_new_tokens - 1
+        rule, guard = rule_of(row.request.plan), cache.run.guards.of(row.place)
+        steps = DecodeRow(cache, row.place, stats, start, most, row.token, rule, row.request.sampling, guard)
         before = [tally.sparse_queries for (_, phase), tally in stats.tallies.items() if phase == "decode"]
         steps.sparse_steps = max(before, default=0)
         self._rows[row] = JoinedRow(steps, self._steps.setup_s)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvsift.engine.model_runner import ModelRunner
+from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
-from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.plan.capabilities import ONLY_DRAFTS, PlanCase, check, reason
@@ -59,12 +59,13 @@ def check_exact(runner: ModelRunner, plan: Plan, exact: bool) -> None:
         raise InputError(f"exact=True: {why}")
 
 
-def exact_decoder(runner: ModelRunner, request: Request, plan: Plan) -> ExactDecoder | None:
+def exact_decoder(runner: ModelRunner, request: Request) -> ExactDecoder | None:
     """The decoder of a request's row; None if it is not to be exact."""
     if not request.exact:
         return None
     if request.logprobs is not None and runner.fast_path.enabled:
         raise InputError("exact=True: steps choose tokens on the GPU and keep no probabilities. Leave out logprobs.")
+    plan = request.plan
     learns = plan.decode is not None and plan.decode.method.traits.drafts_only
     pace = runner.paces.begin(str(plan), len(request.ids))
     return ExactDecoder(request.ids, pace, drafts=plan.decode is not None, learns=learns)

@@ -62,7 +62,7 @@ def step_exactly(model: ExactModel, rows: Sequence[Row], tell: Callable[[Row, Lo
             on; returns the token that was chosen, None if the answer has ended.
     """
     decoders = [row.exact for row in rows if row.exact is not None]
-    most = [min(row.length - row.num_cached, model.most_verified(row)) - 1 for row in rows]
+    most = [min(row.request.length - row.num_cached, model.most_verified(row)) - 1 for row in rows]
     ahead = [model.is_ahead(row) for row in rows]
     may = [number if each.drafts and not launched else 0 for each, number, launched in zip(decoders, most, ahead)]
     decide_together([each.pace for each in decoders], may)
