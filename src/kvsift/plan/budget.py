@@ -36,7 +36,7 @@ class Budget:
     tokens of the segment up to their own besides, as the papers count.
 
     Attributes:
-        tokens: the most visible tokens. 1024 when neither ``tokens``, ``ratio`` nor ``mass`` is given.
+        tokens: visible tokens, at most. 1024 when neither ``tokens``, ``ratio`` nor ``mass`` is given.
         ratio: the same as a share of the context, 0 < ratio <= 1; at least one unit is selected.
         mass: choose the smallest set whose estimated share of attention, always-visible tokens included, reaches
             this; 0 < mass <= 1. ``tokens`` or ``ratio`` beside it are a ceiling.
