@@ -96,7 +96,7 @@ class MethodStates:
         rule.method.prepare(self.of("decode", row), self.shape, candidates, counting, limit)
 
     def settle(self, row: int, store: Store, messages: LayerMessages) -> None:
-        """Let a method that seals build over a chunk of the prompt that was read."""
+        """Let a method that seals build over a chunk of the prompt that was prefilled."""
         if self.plan.decode is not None and self.plan.decode.traits.seals:
             self.prepare(row, store.reader(row), messages)
 

@@ -217,7 +217,7 @@ class SparseAttention(LayerCache):
         self.stats.probe_s += perf_counter() - started
 
     def _check_prompt(self, row: int) -> None:
-        """Refuse another prompt for a sequence of which something was evicted, unless prompts are read so."""
+        """Refuse another prompt for a sequence of which something was evicted, unless the plan evicts in prefill."""
         evicted = self.store.lengths[row] - self.store.num_stored(row)
         if evicted and not self.plan.evicts_prompt:
             raise InputError(

@@ -34,7 +34,7 @@ class Method:
     not_captured: ClassVar[Objections] = (  # to captured steps, of a rule with summaries of one kind
         (lambda rule: True, "{it.name} does not rank pages by features of the query; the kernels rank by nothing else"),
     )
-    not_in_batches: ClassVar[Objections] = (  # to prompts that are read under vLLM, of a rule
+    not_in_batches: ClassVar[Objections] = (  # to prefill under vLLM, of a rule
         (lambda rule: True,
          "{it.name} does not choose for all segments of a chunk at once; take quoka or critiprefill"),
     )  # fmt: skip

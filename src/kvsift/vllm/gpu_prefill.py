@@ -171,7 +171,7 @@ def attend_prompt(
 def compile_ahead(
     rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, max_length: int, dtype: torch.dtype
 ) -> None:
-    """Compile the kernels that read prompts by a rule, for queries of ``dtype``; else the first prompt waits."""
+    """Compile the kernels that prefill by a rule, for queries of ``dtype``; else the first prompt waits."""
     size, budget, device = rule.method.segment_size, rule.budget, layer.keys.device
     start = 2 * size + -(-(max(budget.limit(2 * size), budget.min_context) + budget.window) // size) * size
     last = max_length // size * size - 2 * size

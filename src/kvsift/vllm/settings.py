@@ -130,7 +130,7 @@ _BATCHES: Objections = (
      "its lists have one length there; give budget or ratio, and neither mass nor *_budgets"),
 )  # fmt: skip
 PLANS: Objections = (
-    (lambda plan: reason(plan.prefill, _BATCHES), "Under vLLM prompts cannot be read by {it.prefill}: {found}."),
+    (lambda plan: reason(plan.prefill, _BATCHES), "Under vLLM prompts cannot be prefilled by {it.prefill}: {found}."),
     (lambda plan: plan.is_guarded,
      "{it} probes its own answers, which is not done under vLLM. Leave out min_recovery."),
     (lambda plan: plan.decode is not None and plan.decode.method.reused,

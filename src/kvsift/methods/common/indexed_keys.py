@@ -131,7 +131,7 @@ class IndexedBlocks(IndexedKeys):
             yield FlatIndex(), at, candidates.stop
 
     def age(self, candidates: Candidates, length: int) -> int:
-        """Tokens since the first call, which depends on the prompt and not on who has read it."""
+        """Tokens since the first call, which depends on the prompt and not on which sequence has prefilled it."""
         if self.searched_from is None:
             self.searched_from = length - 1
         return length - 1 - self.searched_from

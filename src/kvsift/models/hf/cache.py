@@ -183,7 +183,8 @@ class SparseCache(DynamicCache):
         self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int,
         sealed: Sequence[Mapping[Phase, Any]] = (),
     ) -> None:  # fmt: skip
-        """Begin an empty cache of one sequence with ``length`` tokens that others have read; its table has their pages.
+        """Begin an empty cache of one sequence with ``length`` tokens that others have prefilled; its table has their
+        pages.
 
         Args:
             shapes: of the layers.
@@ -191,7 +192,7 @@ class SparseCache(DynamicCache):
             length: full pages.
             stale: some of the pages lack summaries that the plan needs.
             chunk_size: tokens that were read in one pass.
-            sealed: of a cache that has read the tokens under the same plan.
+            sealed: of a cache that has prefilled the tokens under the same plan.
         """
         for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
             layer.adopt(shape, like, length, stale, chunk_size, own)
