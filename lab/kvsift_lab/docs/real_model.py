@@ -142,47 +142,48 @@ def long_answers() -> str:
 
 
 def readme_results() -> str:
-    """Return the README's table of the embedded model, and a line on the real one."""
-    return f"{evaluated(quality.RESULT, quality.readme_table, quality.EXACT_MATCH)()}\n\n{line()}"
+    """Return the README's table of the real model, and that of the embedded one."""
+    return f"{readme_table()}\n\n{evaluated(quality.RESULT, quality.readme_table, quality.EXACT_MATCH)()}"
 
 
-def line() -> str:
-    """Return how close plans are to dense attention on the real model, and what they cost."""
+def readme_table() -> str:
+    """Return how close plans are to dense attention on the real model, what they find, and what they cost."""
     result, length, budgets = result_of(FIDELITY), 4096, (128, quality.README_BUDGET)
     samples = [sample for sample in compared(result)[length] if sample["budget"] in budgets]
-    parts = []
+    found, num_tokens = _found(budgets)
+    rows = [["dense", *["0"] * 2, *["100 %"] * 2, *[f"{found['dense', None]:.0f} %"] * 2]]
     for name in PLANS:
         own = grouped((sample for sample in samples if sample["name"] == name), "budget")
-        divergences = " / ".join(f"{fmean(sample['kl'] for sample in own[budget]):.3f}" for budget in budgets)
-        same = " / ".join(f"{100 * fmean(sample['agreement'] for sample in own[budget]):.0f}" for budget in budgets)
-        parts.append(f"`{name}` {divergences} ({same} %)")
+        divergences = [f"{fmean(sample['kl'] for sample in own[budget]):.3f}" for budget in budgets]
+        same = [f"{100 * fmean(sample['agreement'] for sample in own[budget]):.0f} %" for budget in budgets]
+        rows.append([name, *divergences, *same, *(f"{found[name, budget]:.0f} %" for budget in budgets)])
     times = []
     for name in DECODE[:2]:
         seconds = {own: median(variant["tpot_s"]) for own, variant in decode_variants(name).items()}
         ratio = seconds["dense"] / seconds["sifted"]
         times.append(f"`{name.split('-')[2]}` {1e3 * seconds['sifted']:.2f} ms ({ratio:.2f}x)")
     number, last = len({sample["seed"] for sample in samples}), DECODE[0]
+    heads = [f"{what}, {budget}" for what in ("KL to dense", "same token", "RULER") for budget in budgets]
     return (
-        f"**A language model**, SmolLM2-135M-Instruct, on {number} texts of {length:,} tokens, no layer dense: "
-        f"KL to dense attention at budgets {budgets[0]} / {budgets[1]}, and how often the likeliest token is the same: "
-        f"{', '.join(parts)}. {needles()} It is too small and its contexts too short for a speed-up on a GPU: a token "
-        f"after {stored.load(RESULTS / last)['points'][0]['context']:,} takes {' and '.join(times)} on an H100. "
+        f"{table(['SmolLM2-135M, budget', *heads], rows)}\n\n"
+        f"**A language model**, SmolLM2-135M-Instruct, on {number} texts of {length:,} tokens, no layer dense: KL to "
+        f"dense attention in nats and how often the likeliest token is the same, and RULER's numbers found in "
+        f"{num_tokens:,} tokens. It is too small and its contexts too short for a speed-up on a GPU: a token after "
+        f"{stored.load(RESULTS / last)['points'][0]['context']:,} takes {' and '.join(times)} on an H100. "
         f"`results/{FIDELITY}`, `results/{RULER}`, `results/{last}`."
     )
 
 
-def needles() -> str:
-    """Return how much of RULER's tasks plans solve, of those that dense attention solves."""
-    result, budgets = result_of(RULER), (128, quality.README_BUDGET)
+def _found(budgets: tuple[int, ...]) -> tuple[dict[tuple[str, int | None], float], int]:
+    """How much of RULER's tasks plans solve, in percent, of those that dense attention solves; and in how many
+    tokens."""
+    result = result_of(RULER)
     names = {row["plan"]: row["name"] for row in result["rows"]}
     scores: dict[tuple[str, int | None], list[float]] = {}
     for sample in result["samples"]:
         scores.setdefault((names[sample["plan"]], sample["budget"]), []).append(100 * sample["score"])
-    parts = [f"`dense` {fmean(scores['dense', None]):.0f}"]
-    for name in PLANS:
-        parts.append(f"`{name}` " + " / ".join(f"{fmean(scores[name, budget]):.0f}" for budget in budgets))
     [length] = {sample["length"] for sample in result["samples"]}
-    return f"Of RULER's numbers in {length:,} tokens, percent at the same budgets: {', '.join(parts)}."
+    return {key: fmean(values) for key, values in scores.items()}, length
 
 
 BLOCKS: dict[str, dict[str, Render]] = {

@@ -147,4 +147,4 @@ def test_plans_without_samples_are_named_under_the_table_of_the_real_model() -> 
     assert re.search(r"\| sketch \| .* \| fewer than 128 \|", text)
     assert "| streaming_llm |" in text
     assert "more than 2,048" in text
-    assert "of 4,096 tokens, no layer dense: KL to dense attention at budgets 128 / 512" in real_model.line()
+    assert "of 4,096 tokens, no layer dense: KL to dense attention in nats" in real_model.readme_table()
