@@ -29,7 +29,7 @@ class EngineState:
         summary_bytes: of all layers, besides vLLM's KV cache.
         max_length: of a request, in tokens.
         on_gpu: one kernel decodes all sequences, so that their plans have much in common.
-        held: memory on a GPU for summaries to come (``gpu_memory``).
+        held: memory on a GPU for summaries to come (``gpu_backend.hold``).
         compiled: dtypes of caches whose kernels are.
         reader: of plans for this model; None: they name none.
     """
