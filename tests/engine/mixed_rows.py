@@ -45,13 +45,13 @@ def decode(
         token = sampling.chooser(model.device)(logits[0, -1])
         rows.append(DecodeRow(cache, number, stats, len(prompt), num_new - 1, token, rule, sampling))
     session = Session(DecoderStep(model), cache, lambda *_: dense_below, capture, rules)
-    captured, tokens = CapturedRows(session), {row.row: [row.token] for row in rows}
+    captured, tokens = CapturedRows(session), {row.place: [row.token] for row in rows}
     while running := [row for row in rows if not row.done]:
         for row, token in zip(running, captured.step(running)):
-            tokens[row.row].append(token)
+            tokens[row.place].append(token)
             if row.steps == row.most:
                 captured.leave(row)
     if doubled is not None:
         doubled += [[widening.after for widening in row.stats.widenings] for row in rows]
     reports = [row.stats.report()["phases"]["decode"] for row in rows]
-    return [(tokens[row.row], {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]
+    return [(tokens[row.place], {key: report[key] for key in KEYS}) for row, report in zip(rows, reports)]

@@ -26,7 +26,7 @@ class DecodeRow:
 
     Attributes:
         cache: that it is a row of.
-        row: its number there.
+        place: its row there.
         stats: its counters.
         start: tokens cached before the first step.
         most: steps that may be needed.
@@ -50,7 +50,7 @@ class DecodeRow:
     """
 
     cache: SparseCache
-    row: int
+    place: int
     stats: RunStats
     start: int
     most: int
@@ -125,7 +125,7 @@ class DecodeRow:
     def write_summaries(self) -> None:
         """Write the summaries that dense steps have left out."""
         for attention in self.cache.attentions:
-            attention.store.advance(self.row, self.written, self.stale_from)
+            attention.store.advance(self.place, self.written, self.stale_from)
         self.stale_from = None
 
     def widen(self) -> None:
@@ -135,7 +135,7 @@ class DecodeRow:
         assert self._planned is not None
         assert self.rule is not None
         if widening := self.guard.settle(self.written, self._planned.budget):
-            self.stats.widenings.append(widening._replace(row=self.row))
+            self.stats.widenings.append(widening._replace(row=self.place))
         rule = widened_rule(self._planned, self.guard)
         self.stays_dense = rule is None  # the rule stays: dense steps leave summaries to be written by it
         if rule is not None and rule != self.rule:

@@ -240,7 +240,7 @@ def _follow_summaries(row: DecodeRow, kind: StepKind) -> None:
 
 
 def _assignment(row: DecodeRow) -> Assignment:
-    pages = row.cache.table.planned(row.row)
+    pages = row.cache.table.planned(row.place)
     return Assignment(pages, row.written, row.token, row.sampling, row.steps + 1, row.rule, row.dense_below)
 
 
