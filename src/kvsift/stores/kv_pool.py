@@ -73,13 +73,12 @@ class LayerPool:
         return self.pages.num_pages <= self.keys.shape[1]
 
     def fit(self, exactly: bool = False, spare: int = 0) -> None:
-        """Allocate memory for every page, and by default for as many again as there were; ``exactly``: for so many to
-        ``spare``."""
+        """Allocate memory for every page, and by default for as many again as there were; ``exactly``: for ``spare``
+        more pages."""
         present, needed = self.keys.shape[1], self.pages.num_pages
         if needed <= present:
             return
-        fixed = exactly or self.pages.size is not None
-        target = needed + spare if fixed else max(needed, 2 * present)
+        target = needed + spare if exactly else max(needed, 2 * present)
         keys, values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
         summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
         self.keys, self.values, self.summaries = keys, values, summaries  # all or none, should memory be short
@@ -133,11 +132,6 @@ class KVPool:
     pages: PagePool = field(default_factory=PagePool)
     layers: dict[int, LayerPool] = field(default_factory=dict)
     steady: bool = False
-
-    @classmethod
-    def of_size(cls, num_pages: int) -> KVPool:
-        """A pool that is allocated once and never grows."""
-        return cls(PagePool(num_pages))
 
     def layer(self, index: int, page_size: int, make: Callable[[PagePool], LayerPool]) -> LayerPool:
         """Tensors of a layer, made when they are first needed."""

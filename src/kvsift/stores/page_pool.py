@@ -30,19 +30,15 @@ class OutOfPages(MemoryError):
 
 
 class PagePool:
-    """Pages of a pool, by number; threads may share it.
-
-    Args:
-        size: pages of a pool of fixed size; None: it grows on demand.
+    """Pages of a pool, by number, which grows on demand; threads may share it.
 
     Attributes:
         num_pages: pages that the tensors behind the pool must have room for.
         lock: held while the pool changes.
     """
 
-    def __init__(self, size: int | None = None) -> None:
+    def __init__(self) -> None:
         self.num_pages = self._num_free = 0
-        self.size = size
         self._abandoned: deque[list[Run]] = deque()
         self._holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._references: list[int] = []
@@ -50,13 +46,11 @@ class PagePool:
         self._start_of: dict[int, int] = {}  # and the other way round
         self._by_size: list[tuple[int, int]] = []  # (count, start) of every free run, ascending
         self.lock = PoolLock()
-        if size:
-            self._add(size)
 
     @property
     def limit(self) -> int | None:
-        """Pages that the pool may have: its size, or those it has while somebody holds it."""
-        return self.num_pages if self._holders and self.size is None else self.size
+        """Pages that the pool may have: those it has, while it has a holder; else None."""
+        return self.num_pages if self._holders else None
 
     def hold(self, holder: object) -> None:
         """Do not grow, so that no tensor moves, while the holder exists and has not let go."""
@@ -145,7 +139,7 @@ class PagePool:
         """Forget free pages at the end, until there are so many in all."""
         with self.lock:
             start = self._start_of.get(self.num_pages)
-            if self.size is not None or start is None or self.num_pages <= num_pages:
+            if start is None or self.num_pages <= num_pages:
                 return
             end = max(start, num_pages)
             self._remove(start)
