@@ -247,10 +247,9 @@ def trial(self: Any, plan: Plan, model: Any, fails: Any = None) -> str | None:
 
 
 def of_row(made: ModelRunner, plan: Plan, **row: Any) -> str | None:
-    request = SimpleNamespace(logprobs=row.pop("logprobs", None))
+    request = SimpleNamespace(logprobs=row.pop("logprobs", None), plan=plan)
     settings = {"observer": None, "exact": None, "in_pool": True, "no_reuse": "", "prefix": None, **row}
-    output = SimpleNamespace(transcript=SimpleNamespace(request=request))
-    found: Any = RunnerRows(made)._composed_reason(SimpleNamespace(plan=plan, output=output, **settings))  # type: ignore[arg-type]
+    found: Any = RunnerRows(made)._composed_reason(SimpleNamespace(request=request, **settings))  # type: ignore[arg-type]
     return None if found is None else str(found)
 
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvsift import LLM
-from kvsift.cli.options import RAW
+from kvsift.cli.files import RAW
 from kvsift.errors import InputError
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 

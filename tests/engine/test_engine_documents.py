@@ -12,7 +12,7 @@ from engine.tiny_directory import CHAT_TEMPLATE, text_of
 from kvsift import LLM, InputError
 from kvsift.api.answer import Answer
 from kvsift.api.llm import Document
-from kvsift.methods.common import kmeans
+from kvsift.methods import pqcache
 
 TEXT = text_of(700)
 QUESTIONS = ("How many sacks?", "Which of the mills by the river grinds the least corn in a day?")
@@ -203,14 +203,14 @@ def test_a_dense_answer_is_the_same_in_both_question_phases(family: str, request
 def test_building_an_index_is_in_ttft_whether_its_plan_comes_first_or_not(
     llama: Path, monkeypatch: pytest.MonkeyPatch, first: str
 ) -> None:
-    fit = kmeans.fit
+    fit = pqcache.fit_centroids
 
     def slow(*args: Any) -> Any:
         sleep(0.1)
         return fit(*args)
 
     document = LLM(llama, first).read(TEXT)
-    monkeypatch.setattr(kmeans, "fit", slow)
+    monkeypatch.setattr(pqcache, "fit_centroids", slow)
     if first == "dense":
         document.ask(QUESTIONS[0], max_new_tokens=2)
         assert document.read_s > 0

@@ -9,11 +9,11 @@ import pytest
 import torch
 from engine.apart import GPU, llm
 from engine.tiny_directory import text_of
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.split_measure import measure_captured
 
 from kvsift import LLM, InputError
 from kvsift.api.answer import Answer
-from kvsift.models.hf.random_models import random_model
 from kvsift.plan.placement import Placement
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores import transfers

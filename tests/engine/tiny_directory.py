@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvsift.methods.common import anchors
 from kvsift.methods.common.anchors import AnchorMap, Reuse
-from kvsift.models.hf.origin import origin_of
+from kvsift.models.hf.adapter import origin_of
 
 SPECIAL = ("<bos>", "<eos>", "<pad>")
 POSITIONS = 4096

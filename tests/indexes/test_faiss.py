@@ -11,8 +11,7 @@ import torch
 from indexes.brute_force import Layers, assert_exact
 
 from kvsift.errors import InputError
-from kvsift.indexes.hnsw import HNSWIndex
-from kvsift.indexes.ivf import IVFIndex
+from kvsift.indexes.faiss_index import HNSWIndex, IVFIndex
 
 ALL = 10**6
 WIDE: list[Any] = [

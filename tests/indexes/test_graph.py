@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.errors import InputError
+from kvsift.indexes.from_samples import sample_lists
 from kvsift.indexes.graph import GraphIndex
 from kvsift.indexes.knn import knn
-from kvsift.indexes.sample_lists import sample_lists
 from kvsift.indexes.samples import QuerySamples
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.why_missing())

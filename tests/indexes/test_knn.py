@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.indexes import knn as module
+from kvsift.indexes.from_samples import sample_lists
 from kvsift.indexes.knn import knn
-from kvsift.indexes.sample_lists import sample_lists
 from kvsift.indexes.samples import QuerySamples
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvsift.kernels.page_spans import page_spans_triton
 from kvsift.kernels.page_summary import SUMMARIES
-from kvsift.kernels.space_shapes import SpaceShape
+from kvsift.kernels.paged import SpaceShape
 from kvsift.kernels.split_attention import ESTIMATED_WHOLE
 from kvsift.kernels.triton_shim import HAVE_TRITON
 from kvsift.layer.accounting import RunStats

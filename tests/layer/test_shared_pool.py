@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from contracts.harness import Runner, Tokens, answers, assert_same_answer, draw_tokens
+from stores.pools import fixed_pool
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import SUMMARIES
@@ -35,7 +36,7 @@ def runner(plan: str, kv: KVPool) -> Runner:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_documents_in_one_pool_answer_as_each_does_alone(plan: str) -> None:
-    kv, texts = KVPool.of_size(80), [draw_tokens(length, seed) for seed, length in enumerate((90, 60, 75))]
+    kv, texts = KVPool(fixed_pool(80)), [draw_tokens(length, seed) for seed, length in enumerate((90, 60, 75))]
     page_size = parse_plan(plan).page_size or 16
     readers = [runner(plan, kv) for _ in texts]
     outputs: list[list[torch.Tensor]] = [[] for _ in texts]
@@ -53,7 +54,7 @@ def test_documents_in_one_pool_answer_as_each_does_alone(plan: str) -> None:
 
 
 def test_a_closed_document_returns_its_pages_to_the_pool() -> None:
-    kv = KVPool.of_size(24)
+    kv = KVPool(fixed_pool(24))
     one, other = (runner(PLANS[0], kv) for _ in range(2))
     for each in (one, other):
         each.feed(draw_tokens(44, 0))
@@ -98,7 +99,7 @@ def test_a_pool_that_is_held_does_not_grow() -> None:
 
 
 def test_a_pool_has_one_page_size() -> None:
-    kv = KVPool.of_size(40)
+    kv = KVPool(fixed_pool(40))
     runner(PLANS[0], kv)
     with pytest.raises(InputError, match="the pool has pages of 4 tokens, and the plan needs pages of 8"):
         runner("quest:budget=40:sinks=4:window=8:dense_layers=none:page_size=8", kv)

@@ -145,7 +145,7 @@ def test_what_is_outside_the_window_is_seen_from_one_distance(positions: Any, ph
 
 
 def test_no_position_depends_on_the_length_of_the_context() -> None:
-    moved = InfLLM().move(torch.tensor([10**6, 10**6 + 1]), [(128, 10**6 - 4096)])
+    moved = InfLLM().reposition(torch.tensor([10**6, 10**6 + 1]), [(128, 10**6 - 4096)])
     assert (moved.queries.tolist(), moved.keys) == ([4096, 4096], 0)
 
 

@@ -11,7 +11,7 @@ from contracts.harness import SHAPE, Runner, draw_tokens, phase_plan
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods.common import kmeans
+from kvsift.methods import pqcache
 from kvsift.methods.common.token_rows import settled
 from kvsift.methods.pqcache import PQCache, cut
 from kvsift.plan.budget import Budget
@@ -40,25 +40,28 @@ def choose(method: PQCache, shape: LayerShape, queries: Tensor, keys: Tensor, un
 def test_kmeans_by_hand() -> None:
     points = torch.tensor([[0.0], [1.0], [9.0], [10.0], [11.0]])
     first = torch.randperm(5, generator=torch.Generator().manual_seed(0))[:2]
-    assert sorted(kmeans.fit(points, 2, 0, seed=0).flatten().tolist()) == sorted(points[first].flatten().tolist())
-    assert sorted(kmeans.fit(points, 2, 9, seed=0).flatten().tolist()) == [0.5, 10.0]
-    assert kmeans.nearest(points, torch.tensor([[0.5], [10.0]])).tolist() == [0, 0, 1, 1, 1]
-    assert kmeans.nearest(torch.tensor([[3.0]]), torch.tensor([[2.0], [4.0], [2.0]])).tolist() == [0], "a tie"
+    drawn = pqcache.fit_centroids(points, 2, 0, seed=0)
+    assert sorted(drawn.flatten().tolist()) == sorted(points[first].flatten().tolist())
+    assert sorted(pqcache.fit_centroids(points, 2, 9, seed=0).flatten().tolist()) == [0.5, 10.0]
+    assert pqcache.nearest_centroids(points, torch.tensor([[0.5], [10.0]])).tolist() == [0, 0, 1, 1, 1]
+    assert pqcache.nearest_centroids(torch.tensor([[3.0]]), torch.tensor([[2.0], [4.0], [2.0]])).tolist() == [0], (
+        "a tie"
+    )
 
 
 def test_kmeans_never_gets_worse_and_keeps_lonely_centroids() -> None:
     points = torch.randn(2, 3, 200, 4, generator=torch.Generator().manual_seed(1))
     costs = []
     for iterations in range(6):
-        centroids = kmeans.fit(points, 16, iterations, seed=2)
-        mine = kmeans.nearest(points, centroids)
+        centroids = pqcache.fit_centroids(points, 16, iterations, seed=2)
+        mine = pqcache.nearest_centroids(points, centroids)
         picked = centroids.gather(-2, mine.unsqueeze(-1).expand(*points.shape))
         costs.append(float((points - picked).square().sum()))
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < 0.9 * costs[0]
     same = torch.zeros(10, 2)  # all points alike: every centroid but the first is nearest to none
-    assert bool(kmeans.fit(same, 4, 3, seed=0).isfinite().all())
-    assert kmeans.fit(same, 64, 3, seed=0).shape == (10, 2), "no more centroids than points"
+    assert bool(pqcache.fit_centroids(same, 4, 3, seed=0).isfinite().all())
+    assert pqcache.fit_centroids(same, 64, 3, seed=0).shape == (10, 2), "no more centroids than points"
 
 
 def test_the_approximate_logits_by_hand() -> None:
@@ -147,8 +150,10 @@ def test_what_has_settled_grows_by_a_seventh_to_a_quarter() -> None:
 
 def test_new_tokens_get_the_centroids_there_are_until_a_refit(monkeypatch: pytest.MonkeyPatch) -> None:
     fits: list[int] = []
-    fit = kmeans.fit
-    monkeypatch.setattr(kmeans, "fit", lambda points, *how: (fits.append(points.shape[-2]), fit(points, *how))[1])
+    fit = pqcache.fit_centroids
+    monkeypatch.setattr(
+        pqcache, "fit_centroids", lambda points, *how: (fits.append(points.shape[-2]), fit(points, *how))[1]
+    )
     method = PQCache(bits=2)
     runner = Runner(phase_plan(method, Budget(tokens=20, sinks=2, window=4, dense_layers=()), "decode"))
     state = runner.attention._states.of("decode", 0)
@@ -171,7 +176,7 @@ def test_prepare_fits_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     state = method.new_state(SHAPE)
     method.prepare(state, SHAPE, candidates, reader, Limit(9))  # type: ignore[arg-type]
     expected = choose(method, SHAPE, query, keys, 9)
-    monkeypatch.setattr(kmeans, "fit", None)
+    monkeypatch.setattr(pqcache, "fit_centroids", None)
     again = method.select(state, SHAPE, query, 100, candidates, Limit(9), reader)  # type: ignore[arg-type]
     assert torch.equal(again.units, expected.units)
 

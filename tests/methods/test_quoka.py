@@ -11,7 +11,7 @@ from contracts.harness import SHAPE, Asked, Runner, Tokens, draw_tokens, poison,
 from torch import Tensor
 
 from kvsift.kernels.unlikeness import unlikeness
-from kvsift.methods.common.key_norms import KeyNorms
+from kvsift.methods.common.token_rows import KeyNorms
 from kvsift.methods.quoka import QuoKA, kept_queries, key_scores
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
@@ -152,14 +152,14 @@ def test_inverse_norms_are_those_of_the_keys_however_they_came() -> None:
     expected = 1 / keys.norm(dim=-1).clamp_min(1e-6)
     norms, reader = KeyNorms(), cached(keys)
     for start, stop in ((0, 1), (0, 2), (1, 40), (40, 60)):
-        torch.testing.assert_close(norms.read(reader, start, stop), expected[:, start:stop])
+        torch.testing.assert_close(norms.norms(reader, start, stop), expected[:, start:stop])
     other, longer = norms.fork(), torch.cat([keys[:, :60], 2 * keys[:, 60:]], 1)
-    torch.testing.assert_close(norms.read(cached(longer), 50, 70), other.read(cached(longer), 50, 70))
+    torch.testing.assert_close(norms.norms(cached(longer), 50, 70), other.norms(cached(longer), 50, 70))
     norms.crop(50)
-    torch.testing.assert_close(norms.read(reader, 0, 70), expected)
-    torch.testing.assert_close(other.read(cached(longer), 60, 70), expected[:, 60:] / 2)
-    torch.testing.assert_close(norms.read(reader, 60, 70), expected[:, 60:])
-    assert not norms.read(reader, 0, 70).isinf().any()
+    torch.testing.assert_close(norms.norms(reader, 0, 70), expected)
+    torch.testing.assert_close(other.norms(cached(longer), 60, 70), expected[:, 60:] / 2)
+    torch.testing.assert_close(norms.norms(reader, 60, 70), expected[:, 60:])
+    assert not norms.norms(reader, 0, 70).isinf().any()
 
 
 @pytest.mark.parametrize("mode", MODES)

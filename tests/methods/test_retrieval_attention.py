@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvsift import native
 from kvsift.errors import InputError
-from kvsift.indexes.recorder import QueryRecorder
+from kvsift.indexes.samples import QueryRecorder
 from kvsift.methods import retrieval_attention
 from kvsift.methods.retrieval_attention import RetrievalAttention
 from kvsift.plan.plan import Plan

@@ -11,8 +11,7 @@ from contracts.harness import SHAPE, Runner, Tokens, draw_tokens
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.methods.common.value_mean import ValueMean
-from kvsift.methods.sparq import SparQ
+from kvsift.methods.sparq import SparQ, ValueMean
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
 from kvsift.plan.syntax import parse_plan
@@ -141,8 +140,8 @@ class Values:
 
 def test_the_mean_of_long_contexts_reads_a_block_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """In any steps, after a roll-back into a block and in a fork."""
-    monkeypatch.setattr("kvsift.methods.common.value_mean.BLOCK", 8)
-    monkeypatch.setattr("kvsift.methods.common.value_mean.AT_ONCE", 3)
+    monkeypatch.setattr("kvsift.methods.sparq.BLOCK", 8)
+    monkeypatch.setattr("kvsift.methods.sparq.AT_ONCE", 3)
     reader, mean = Values(draw_tokens(100, 1).values), ValueMean()
 
     def check(mean: ValueMean, stop: int) -> None:

@@ -102,7 +102,7 @@ def test_no_position_reaches_the_number_of_tokens_seen(start: int, tokens: int, 
     budget = Budget(tokens=tokens, sinks=sinks)
     positions = torch.arange(start, start + count)
     spans = [budget.always(int(position), 1, fill=True) for position in positions]
-    moved = StreamingLLM("cache").move(positions, spans)
+    moved = StreamingLLM("cache").reposition(positions, spans)
     assert moved.keys is None, "sinks stand at 0, 1, 2, where they are"
     assert int(moved.queries.max()) < tokens
     assert all(position - window_start < tokens - sinks for position, (_, window_start) in zip(positions, spans))

@@ -14,7 +14,7 @@ from kvsift.kernels.rotary import _rotate_reference
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled core is missing")
 
 if native.available():
-    from kvsift.native.extremes import page_extremes
+    from kvsift.native.pages import page_extremes
     from kvsift.native.product import product, rotate
 
 DTYPES = [torch.bfloat16, torch.float32]

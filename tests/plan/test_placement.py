@@ -16,10 +16,9 @@ from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 from kvsift.stores.base import Store
-from kvsift.stores.catalogue import STORES, open_store
-from kvsift.stores.host import HostStore
+from kvsift.stores.catalogue import STORES
 from kvsift.stores.offload import OffloadStore
-from kvsift.stores.paged import PagedStore
+from kvsift.stores.paged import HostStore, PagedStore
 from kvsift.stores.split import SplitStore
 from kvsift.types import LayerShape
 
@@ -74,7 +73,7 @@ def test_a_sparse_prefill_needs_its_kv_on_the_device(placement: str | Placement)
 
 def opened(placement: str | Placement, like: torch.Tensor) -> Store:
     place = Placement.of(placement)
-    return open_store(place.name, SHAPE, 1, 4, like, ["minmax"], **dict(place.knobs))
+    return place.store(SHAPE, 1, 4, like, ["minmax"], **dict(place.knobs))
 
 
 def test_every_placement_has_its_store() -> None:

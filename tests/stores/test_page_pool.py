@@ -8,6 +8,7 @@ from time import perf_counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stores.pools import fixed_pool
 
 from kvsift.stores.page_pool import OutOfPages, PagePool, Run
 
@@ -29,7 +30,7 @@ def check(pool: PagePool, references: dict[int, int]) -> None:
 
 @given(st.data(), st.sampled_from([None, 60]))
 def test_pages_are_free_or_referred_to_and_never_lost(data: st.DataObject, size: int | None) -> None:
-    pool, references, held = PagePool(size), dict[int, int](), list[list[Run]]()
+    pool, references, held = PagePool() if size is None else fixed_pool(size), dict[int, int](), list[list[Run]]()
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["allocate", "allocate", "share", "release"]))
         if action == "allocate":
@@ -60,7 +61,7 @@ def test_pages_are_free_or_referred_to_and_never_lost(data: st.DataObject, size:
 
 
 def test_the_smallest_run_that_is_large_enough_comes_first() -> None:
-    pool = PagePool(100)
+    pool = fixed_pool(100)
     runs = [pool.allocate(count)[0] for count in (10, 1, 30, 1, 20, 1)]
     pool.release([runs[0], runs[2], runs[4]])  # free runs of 10, 30 and 20 pages
     assert pool.allocate(15) == [Run(42, 57)]
@@ -90,7 +91,7 @@ def test_a_pool_grows_by_what_is_missing_at_its_end() -> None:
 def test_taking_thousands_of_pages_is_fast() -> None:
     """8,192 pages of 65,536 in under a millisecond, in a pool of a thousand free runs (the bound here is generous, the
     machine may be busy; ``results/page-pool-cpu`` has the measurement)."""
-    pool, choose = PagePool(65_536), random.Random(0)
+    pool, choose = fixed_pool(65_536), random.Random(0)
     rows = [pool.allocate(choose.randint(1, 128))[0] for _ in range(1000)]
     for row in rows[::2]:
         pool.release([row])

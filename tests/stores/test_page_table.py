@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stores.pools import fixed_pool
 
 from kvsift.stores.kv_pool import KVPool
-from kvsift.stores.page_pool import PagePool, Run
+from kvsift.stores.page_pool import Run
 from kvsift.stores.page_table import SPARE_PAGES, PageTable
 
 Operation = tuple[str, int, int]
@@ -113,7 +114,7 @@ def test_a_reserved_row_stays_consecutive_up_to_its_reserve() -> None:
 
 
 def test_rows_that_say_what_they_need_stay_consecutive_in_a_pool_of_fixed_size() -> None:
-    table = PageTable(2, KVPool(PagePool(64)))
+    table = PageTable(2, KVPool(fixed_pool(64)))
     for num_pages in range(1, 21):
         for row in range(2):
             table.grow(row, num_pages, reserve=20)
@@ -203,7 +204,7 @@ def test_rows_are_opened_adopt_pages_and_are_closed_one_at_a_time() -> None:
 
 
 def test_a_fragmented_row_is_its_runs() -> None:
-    table = PageTable(2, KVPool(PagePool(8)))
+    table = PageTable(2, KVPool(fixed_pool(8)))
     for num_pages in range(1, 5):
         for row in range(2):
             table.grow(row, num_pages)

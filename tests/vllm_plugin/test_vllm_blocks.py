@@ -11,9 +11,7 @@ from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.plan.syntax import parse_plan
 from kvsift.types import Chunk, LayerShape
-from kvsift.vllm.block_cache import BlockCache
-from kvsift.vllm.block_layout import BlockLayout
-from kvsift.vllm.decode import attend_token
+from kvsift.vllm.block_cache import BlockCache, BlockLayout, attend_token
 
 HEADS, DIM, BLOCK = 2, 32, 32
 SHAPE = LayerShape(3, 4, HEADS, DIM, DIM**-0.5)

@@ -48,8 +48,8 @@ class DecodeRecipe(r.BenchRecipe):
     def __post_init__(self) -> None:
         from kvsift.layer.paged_decode import reason_against, rule_of
         from kvsift.methods.common.anchors import AnchoredMethod
-        from kvsift.models.hf.random_models import SHAPES
         from kvsift.plan.syntax import parse_plan
+        from kvsift_lab.bench.random_models import SHAPES
 
         r.require_known("shape", [self.model] if self.random else [], SHAPES)
         r.require_some(self.contexts, self.batches, names="context and batch")

@@ -21,7 +21,7 @@ from kvsift.layer.accounting import RunStats, Tally
 from kvsift.layer.layer_cache import DEFAULT_PAGE_SIZE
 from kvsift.layer.paged_decode import rule_of
 from kvsift.methods.common.anchors import AnchoredMethod, AnchorMap, Reuse, write
-from kvsift.models.hf.origin import origin_of
+from kvsift.models.hf.adapter import origin_of
 from kvsift.models.hf.sparse import SparseCache, feeding, make_cache
 from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule

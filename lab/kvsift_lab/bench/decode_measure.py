@@ -22,7 +22,6 @@ from kvsift.errors import InputError
 from kvsift.layer.paged_decode import rule_of
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.hf.model_directory import ModelDirectory, choose_dtype
-from kvsift.models.hf.random_models import random_model
 from kvsift.models.hf.step import TransformersStep, kind_of_step
 from kvsift.models.step import Step
 from kvsift.plan.plan import Plan, Rule
@@ -40,6 +39,7 @@ from kvsift_lab.bench.decode_case import (
     weight_bytes,
     with_anchors,
 )
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.timing import gpu_seconds, rotated
 from kvsift_lab.numbers import digits
 

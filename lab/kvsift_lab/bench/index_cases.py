@@ -13,12 +13,10 @@ from torch import Tensor
 from kvsift import native
 from kvsift.errors import InputError
 from kvsift.indexes.auto import AutoIndex
-from kvsift.indexes.faiss_index import load_faiss
+from kvsift.indexes.faiss_index import HNSWIndex, IVFIndex, load_faiss
 from kvsift.indexes.flat import FlatIndex
 from kvsift.indexes.from_samples import lists_for
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.hnsw import HNSWIndex
-from kvsift.indexes.ivf import IVFIndex
 from kvsift.indexes.samples import QuerySamples
 from kvsift.types import Rope
 from kvsift_lab.bench.index_data import index_data

@@ -38,7 +38,7 @@ class PrefillRecipe(r.BenchRecipe):
     max_seconds: float | None = r.max_seconds()
 
     def __post_init__(self) -> None:
-        from kvsift.models.hf.random_models import SHAPES
+        from kvsift_lab.bench.random_models import SHAPES
 
         r.require_known("shape", [self.shape], SHAPES)
         r.require_some(self.contexts, self.plans, self.chunks, names="context, plan and chunk size")

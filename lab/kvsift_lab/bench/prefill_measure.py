@@ -26,7 +26,6 @@ from kvsift.layer.sparse_attention import SparseAttention
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.hf.model_directory import choose_device
-from kvsift.models.hf.random_models import random_model
 from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
@@ -35,6 +34,7 @@ from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.decode_case import pool_bytes
 from kvsift_lab.bench.prefill import CEILING, PrefillLayerRecipe, PrefillRecipe, point_text
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.recipe import COLD_BYTES
 from kvsift_lab.bench.timing import gpu_seconds, interleaved, rotated, synchronize
 from kvsift_lab.numbers import digits

@@ -40,8 +40,8 @@ class SplitRecipe(r.BenchRecipe):
     threads: int | None = r.threads()
 
     def __post_init__(self) -> None:
-        from kvsift.models.hf.random_models import SHAPES
         from kvsift.plan.placement import Placement
+        from kvsift_lab.bench.random_models import SHAPES
 
         Placement("split", host_values=self.host_values)
         r.require_known("shape", [self.shape], SHAPES)

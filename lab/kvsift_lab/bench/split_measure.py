@@ -24,13 +24,12 @@ from kvsift.engine.graphs.session import row_lengths
 from kvsift.engine.memory import GIB, RUNTIME_BYTES, SUMMARY_SHARE, available_bytes
 from kvsift.errors import InputError
 from kvsift.indexes.base import Index
+from kvsift.indexes.faiss_index import IVFIndex
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.ivf import IVFIndex
 from kvsift.methods.common.indexed_keys import IndexedSpan
 from kvsift.models.decoder_step import DecoderStep
 from kvsift.models.fused_model import FusedModel
 from kvsift.models.hf.model_directory import choose_device
-from kvsift.models.hf.random_models import SHAPES, random_model
 from kvsift.models.hf.sparse import SparseCache, make_cache
 from kvsift.plan.placement import Placement
 from kvsift.plan.plan import Plan
@@ -38,6 +37,7 @@ from kvsift.plan.syntax import parse_plan
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Bench, first_line
 from kvsift_lab.bench.decode_case import FixedSlots, decode, new_slots, weight_bytes
+from kvsift_lab.bench.random_models import SHAPES, random_model
 from kvsift_lab.bench.split import CAPTURED, SplitRecipe, point_text
 from kvsift_lab.bench.timeline import timeline
 from kvsift_lab.bench.timing import gpu_seconds, synchronize

@@ -10,8 +10,9 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.cli.escaping import plain
+from kvsift.cli.printing import plain
 from kvsift.errors import InputError
 from kvsift_lab.bench import BENCHES, load
 from kvsift_lab.bench.recipe import BenchRecipe
@@ -69,11 +70,11 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
     if output is not None and stored.is_folder(output):
         stored.check(output)
     else:
-        o.require_writable(output, "--out")
+        files.require_writable(output, "--out")
     recipe = kind.from_options(given)
     chart = getattr(recipe, "chart_path", None)
     chart_path = Path(chart) if chart else None
-    o.require_writable(chart_path, "--chart")
+    files.require_writable(chart_path, "--chart")
     o.use_threads(getattr(recipe, "threads", None))
     from kvsift_lab.bench.machine import opening
     from kvsift_lab.stored import document
@@ -89,12 +90,12 @@ def measure(kind: type[BenchRecipe], given: dict[str, Any], output: Path | None,
         result["points"].append(point)
         say(bench.text(point, result))
         if output is not None and stored.is_folder(output):
-            with o.writing(output):
+            with files.writing(output):
                 stored.save(output, result)
         elif output is not None:
-            o.write_whole(output, document(result) + "\n")
+            files.write_whole(output, document(result) + "\n")
     if chart_path is not None:
-        o.write_whole(chart_path, bench.chart(result))
+        files.write_whole(chart_path, bench.chart(result))
     say(bench.closing(result))
     if as_json:
         print(document(result))
@@ -109,10 +110,10 @@ def chart(
     from kvsift_lab.bench.chart import attention_chart
     from kvsift_lab.stored import load as load_result
 
-    o.require_writable(output, "--out")
+    files.require_writable(output, "--out")
     if output.suffix not in (".svg", ".png"):
         raise InputError(f"--out {output}: charts are drawn as .svg or .png.")
     measured = load_result(result)
     if not isinstance(measured, dict) or measured.get("kind") != "attention":
         raise InputError(f"the result {result} is not a result of kvsift bench attention.")
-    o.write_whole(output, attention_chart(measured, output.suffix.removeprefix(".")))
+    files.write_whole(output, attention_chart(measured, output.suffix.removeprefix(".")))

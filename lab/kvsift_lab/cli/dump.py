@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.cli.escaping import plain
-from kvsift.cli.progress import prefill_progress
+from kvsift.cli.printing import ProgressBar, plain
 from kvsift.errors import InputError, unknown
 from kvsift_lab.bench.recipe import token_counts
 
@@ -46,7 +46,7 @@ def dump(
     chunk_size: o.ChunkOption = None,
 ) -> None:
     """Write queries, keys and values of a model over one document: the data of kvsift bench index --data P."""
-    o.require_writable(output, "--out", [context])
+    files.require_writable(output, "--out", [context])
     tokens, numbers, text = _length(length), _layer_numbers(layers), _text(context, question)
     from kvsift.api.llm import LLM
 
@@ -63,8 +63,8 @@ def _write(llm: LLM, document: DumpInput, output: Path, **limits: Any) -> None:
 
     from kvsift_lab.bench.qk_dump import dump_attention
 
-    with prefill_progress("reading") as progress, o.writing(output, SafetensorError):
-        about = dump_attention(llm, document, output, progress=progress, **limits)
+    with ProgressBar(what="reading") as progress, files.writing(output, SafetensorError):
+        about = dump_attention(llm, document, output, progress=progress.reading, **limits)
     layers = ", ".join(str(layer["layer"]) for layer in about["layers"])
     size = f"{output.stat().st_size / 2**20:.0f} MiB"
     source = f"{about['length']:,} tokens of {about['source']} through {about['model']}"
@@ -82,7 +82,7 @@ def _text(context: Path | None, question: list[str] | None) -> str | None:
         return None
     if not question:
         raise InputError("--context needs at least one --question: an index is searched for the queries of its tokens.")
-    return o.read_text(context, "context")
+    return files.read_text(context, "context")
 
 
 def _length(text: str | None) -> int | None:

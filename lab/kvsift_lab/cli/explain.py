@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.demo import FACTS, make_document
-from kvsift.cli.escaping import cell, plain
-from kvsift.cli.option_groups import DeviceOptions, expand
-from kvsift.cli.progress import ProgressBar
+from kvsift.cli.printing import ProgressBar, cell, plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ PLAN = "quest:budget=256:dense_layers=none"
 METHODS = "sketch,quest,streaming_llm,random"
 
 
-@expand
+@o.expand
 def explain(
     context: Annotated[
         str | None,
@@ -54,21 +53,21 @@ def explain(
     plan: o.PlanOption = PLAN,
     max_new_tokens: o.NewTokensOption = 32,
     *,
-    engine: DeviceOptions,
+    engine: o.DeviceOptions,
     threads: o.ThreadsOption = None,
     as_json: o.JsonOption = False,
 ) -> None:
     """Explain one token of an answer: the passages that each layer and head read for it, and what other methods would
     have read, next to exact attention."""
-    o.require_writable(html, "--html", [context])
+    files.require_writable(html, "--html", [context])
     if context is not None and question is None:
         raise InputError("--context needs a --question: it is the answer that is explained.")
     names = [] if methods == "none" else [name.strip() for name in methods.split(",")]
     if not all(names):
         raise InputError(f"--methods {methods}: a name is missing; write for instance quest,loki, or none.")
     tokens = _tokens(token)
-    text = None if context is None else o.read_texts([context], "context")
-    spec = o.read_plan(plan)
+    text = None if context is None else files.read_texts([context], "context")
+    spec = files.read_plan(plan)
     o.use_threads(threads)
     with ProgressBar() as progress:
         from kvsift.plan.syntax import is_auto, parse_plan
@@ -96,7 +95,7 @@ def explain(
         return
     from kvsift_lab.eval.explain.page import page
 
-    o.write_whole(html, page(*explanations))  # last: a page that cannot be written loses no output
+    files.write_whole(html, page(*explanations))  # last: a page that cannot be written loses no output
     if not as_json:
         print(plain(f"heat maps and all passages: {html}"))
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvsift.cli import options as o
-from kvsift.cli.escaping import plain
+from kvsift.cli import files
+from kvsift.cli.printing import plain
 from kvsift.errors import InputError
 
 
@@ -35,8 +35,8 @@ def report(
     source = context.get_parameter_source("out")
     if out.exists() and source is not None and source.name == "DEFAULT":
         raise InputError(f"{out} exists. Give --out {out} to replace it, or another name.")
-    o.require_writable(out, "--out")
+    files.require_writable(out, "--out")
     from kvsift_lab.eval.page import page
 
-    o.write_whole(out, page(loaded))
+    files.write_whole(out, page(loaded))
     print(plain(str(out)))

@@ -26,11 +26,11 @@ from kvsift.engine.memory import available_bytes
 from kvsift.engine.request import Request
 from kvsift.engine.row import FinishReason, Row
 from kvsift.models.embedded import embedded_model
-from kvsift.models.hf.random_models import random_model
 from kvsift.plan.syntax import parse_plan
 from kvsift.threads import report
 from kvsift_lab.bench import machine
 from kvsift_lab.bench.bench import Study
+from kvsift_lab.bench.random_models import random_model
 from kvsift_lab.bench.timing import rotated
 from kvsift_lab.numbers import digits, grouped, table, tokens
 from kvsift_lab.studies.recipes import ChatsRecipe

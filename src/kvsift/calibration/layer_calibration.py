@@ -136,7 +136,7 @@ class LayerPairs:
 
 @dataclass
 class LastQueries:
-    """Queries of the newest tokens of a row."""
+    """Queries of the newest tokens of a sequence."""
 
     queries: Tensor | None = None
 

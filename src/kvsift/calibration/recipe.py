@@ -23,7 +23,7 @@ from kvsift.kernels.rerotate import rerotate
 from kvsift.methods.base import Method, Phase
 from kvsift.methods.common.calibration import write
 from kvsift.methods.traits import Traits
-from kvsift.models.hf.origin import origin_of
+from kvsift.models.hf.adapter import origin_of
 from kvsift.plan.plan import Plan, Rule
 from kvsift.types import LayerShape, Origin, Rope
 
@@ -167,7 +167,7 @@ def before_rope(keys: Tensor, start: int, rope: Rope) -> Tensor:
 
 
 def pieces_of_texts(runner: ModelRunner, texts: Mapping[str, str], tokens: int, length: int) -> Iterator[Sequence[int]]:
-    """At most so many token ids of texts, in pieces of at most ``length``."""
+    """At most ``tokens`` token ids of texts, in pieces of at most ``length``."""
     left = tokens
     for text in texts.values():
         ids = runner.encode(text)[:left]

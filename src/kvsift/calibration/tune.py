@@ -216,7 +216,7 @@ class Tuner:
             chosen = self._with_anchors(chosen, target, tried)
         is_met = chosen is not None
         if tpot_s is not None and (chosen is None or chosen.tpot_s > tpot_s):
-            chosen, is_met = self._closest([each for each in tried if each.tpot_s <= tpot_s], target), False
+            chosen, is_met = self._closest([each for each in tried if each.tpot_s <= tpot_s]), False
         found = chosen or dense
         summary, measure, exactly = found.summary(), target.measure, 0.0 if target.measure == "kl" else 1.0
         if found is dense:
@@ -327,7 +327,7 @@ class Tuner:
             self._notebook.save()
         return kept[plan]
 
-    def _closest(self, tried: Sequence[Tried], target: Target) -> Tried | None:
+    def _closest(self, tried: Sequence[Tried]) -> Tried | None:
         """The candidate that is closest to dense, by successive halving on more and more tokens."""
         tokens = FIRST_TOKENS
         while tried:

@@ -10,23 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.cli.comparison import (
-    Column,
-    Reading,
-    cut_mark,
-    print_answers,
-    print_bold,
-    print_guard,
-    print_numbers,
-    print_reading,
-    print_slower,
-)
-from kvsift.cli.escaping import plain
-from kvsift.cli.option_groups import PrintOptions, SamplingOptions
-from kvsift.cli.progress import ProgressBar
-from kvsift.cli.questions import lines_to, write_line
-from kvsift.cli.stripped_text import StrippedText
+from kvsift.cli.comparison import Column, Reading, cut_mark, print_answers, print_guard, print_reading, print_slower
+from kvsift.cli.numbers_table import print_numbers
+from kvsift.cli.printing import ProgressBar, StrippedText, cell, console, plain
 
 if TYPE_CHECKING:
     from kvsift.api.answer import Answer
@@ -37,7 +25,7 @@ if TYPE_CHECKING:
 Item = dict[str, Any]  # a question with the other fields of its line
 
 NO_PROMPT: Mapping[str, str | None] = {}  # kvsift's own
-GREEDY, ALL_PRINTED = SamplingOptions(), PrintOptions()
+GREEDY, ALL_PRINTED = o.SamplingOptions(), o.PrintOptions()
 
 
 class Output(NamedTuple):
@@ -51,7 +39,7 @@ class Output(NamedTuple):
 
     file: Path | None = None
     by_line: bool = False
-    printed: PrintOptions = ALL_PRINTED
+    printed: o.PrintOptions = ALL_PRINTED
 
     @property
     def lines(self) -> bool:
@@ -67,7 +55,7 @@ def answer_all(
     *,
     model: Mapping[str, Any],
     prompt: Mapping[str, str | None] = NO_PROMPT,
-    sampling: SamplingOptions = GREEDY,
+    sampling: o.SamplingOptions = GREEDY,
     max_new_tokens: int = 64,
     question_phase: Literal["prefill", "decode"] = "prefill",
     strict: bool = False,
@@ -114,7 +102,7 @@ def answer_all(
             document.check(item["question"], max_new_tokens, plan)
         if note and not quiet:
             print(f"kvsift: WARNING: {note}", file=sys.stderr)
-        lines = stack.enter_context(lines_to(output.file)) if output.lines else None
+        lines = stack.enter_context(files.lines_to(output.file)) if output.lines else None
         progress.loading("loading the model")
         if save is not None:
             document.save(save)
@@ -130,7 +118,7 @@ def answer_all(
                 printer.end(answer)
                 answers.append(answer)
                 if lines is not None:
-                    write_line(lines, item, answer)
+                    files.write_line(lines, item, answer)
             read = Reading(document.open_s or document.read_s, document.read_stats["phases"]["prefill"]["density"])
             columns.append(Column(plan, answers, read))
     _finish(llm, document, items, columns, output)
@@ -199,7 +187,7 @@ class AnswerPrinter:
             return
         if not self._done:
             print_reading(self._llm, self._document)
-        print_bold(self._question)
+        console().print(cell(self._question, "bold"))
 
 
 def _finish(llm: LLM, document: Document, items: Sequence[Item], columns: Sequence[Column], output: Output) -> None:
@@ -210,7 +198,7 @@ def _finish(llm: LLM, document: Document, items: Sequence[Item], columns: Sequen
         if output.file is None or output.by_line:
             print(text)
         else:
-            o.write_whole(output.file, text + "\n")
+            files.write_whole(output.file, text + "\n")
     if printed.as_json:
         return
     if len(columns) > 1 and not output.by_line:

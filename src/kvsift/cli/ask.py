@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
-from kvsift.cli.option_groups import EngineOptions, PrintOptions, SamplingOptions, expand
-from kvsift.cli.questions import read_questions
 from kvsift.errors import InputError, unknown
 
 
-@expand
+@o.expand
 def ask(
     context: Annotated[
         list[str],
@@ -55,8 +54,8 @@ def ask(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="No template: the context, a blank line, the question.")] = False,
     *,
-    sampling: SamplingOptions,
-    engine: EngineOptions,
+    sampling: o.SamplingOptions,
+    engine: o.EngineOptions,
     threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     out: Annotated[
@@ -66,7 +65,7 @@ def ask(
         Path | None,
         typer.Option("--save", help="Save the document in this file once it is read; --context opens it again."),
     ] = None,
-    printed: PrintOptions,
+    printed: o.PrintOptions,
 ) -> None:
     """Ask questions about a long document.
 
@@ -79,25 +78,25 @@ def ask(
     """
     if questions_file == "-" and "-" in context:
         raise InputError("standard input (-) cannot be both the context and the questions. Give one of them as a file.")
-    items = read_questions(question or [], questions_file)
-    specs = [o.read_plan(spec) for spec in (plan, *(compare or ()))]
+    items = files.read_questions(question or [], questions_file)
+    specs = [files.read_plan(spec) for spec in (plan, *(compare or ()))]
     if question_phase not in ("prefill", "decode"):
         raise unknown("phase", question_phase, ("prefill", "decode"))
-    template = o.read_template(prompt_template, raw)
+    template = files.read_template(prompt_template, raw)
     read = [*context, questions_file, prompt_template]
-    o.require_writable(out, "--out", read)
-    o.require_writable(save, "--save", read)
-    o.require_replaceable(save, "--save")
+    files.require_writable(out, "--out", read)
+    files.require_writable(save, "--save", read)
+    files.require_replaceable(save, "--save")
     if out is not None and save is not None and out.resolve() == save.resolve():
         raise InputError(f"--out and --save are both {out}, and one would replace the other. Name two files.")
-    saved = o.saved_document(context)
+    saved = files.saved_document(context)
     if saved is not None and (template is not None or system is not None):
         raise InputError(
             f"{saved} is saved with its prompt. Leave out --system, --prompt-template and --raw, or give the text."
         )
     o.use_threads(threads)
     answer_all(
-        o.read_texts(context, "context") if saved is None else saved,
+        files.read_texts(context, "context") if saved is None else saved,
         items,
         specs,
         Output(out, questions_file is not None, printed),

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvsift.cli.escaping import cell
-from kvsift.cli.numbers_table import print_columns, print_numbers_table
+from kvsift.cli.numbers_table import print_columns
+from kvsift.cli.printing import cell, console, counted
 from kvsift.errors import NothingSkipped
 
 if TYPE_CHECKING:
@@ -131,12 +131,7 @@ def print_reading(llm: LLM, document: Document) -> None:
     by = f"{llm.directory.name} on {llm.device} ({dtype})"
     read = f"read in {document.read_s:.1f} s"
     how = f"opened in {document.open_s:.1f} s, once {read}" if document.open_s else read
-    _console().print(cell(f"{document.num_tokens:,} tokens {how} by {by}\n"))
-
-
-def print_bold(text: str) -> None:
-    """Print a heading, such as a question."""
-    _console().print(cell(text, "bold"))
+    console().print(cell(f"{document.num_tokens:,} tokens {how} by {by}\n"))
 
 
 def print_answers(questions: Sequence[str], columns: Sequence[Column]) -> None:
@@ -145,12 +140,7 @@ def print_answers(questions: Sequence[str], columns: Sequence[Column]) -> None:
         [column.answers[0].plan, *((answer.text or "(nothing)") + cut_mark(answer) for answer in column.answers)]
         for column in columns
     ]
-    print_columns(_console(), ["question", *questions], texts, between_rows=True)
-
-
-def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool) -> None:
-    """Print the table of numbers."""
-    print_numbers_table(_console(to_stderr), rows, verbose)
+    print_columns(console(), ["question", *questions], texts, between_rows=True)
 
 
 def print_slower(columns: Sequence[Column], to_stderr: bool) -> None:
@@ -163,7 +153,7 @@ def print_slower(columns: Sequence[Column], to_stderr: bool) -> None:
         numbers = column.summary()
         if not column.decodes_sparsely or numbers["density"] == 1 or (numbers["tpot_s"] or 0.0) <= NOISE * least:
             continue
-        _console(to_stderr).print(cell(
+        console(to_stderr).print(cell(
             f"At {numbers['prompt_tokens']:,} tokens this plan saves no time here: a token took "
             f"{1e3 * numbers['tpot_s']:.1f} ms under {numbers['plan']} and {1e3 * least:.1f} ms under dense. Plans pay "
             "in longer contexts; --dense-below N decodes those below N tokens densely, which on a CPU nothing does by "
@@ -179,23 +169,12 @@ def print_guard(columns: Sequence[Column], to_stderr: bool) -> None:
             name = f"answer {number} under {answer.plan}: " if several else ""
             for event in answer.guard:
                 low = f"recovery {event['recovery']:.2f} < {event['min_recovery']:g} at token {event['token']}"
-                _console(to_stderr).print(cell(f"{name}{low}: {event['from']} -> {event['to']}"), soft_wrap=True)
+                console(to_stderr).print(cell(f"{name}{low}: {event['from']} -> {event['to']}"), soft_wrap=True)
 
 
 def cut_mark(answer: Answer) -> str:
     """Return the mark after the text of an answer that ``max_new_tokens`` has cut."""
     return f" [cut after {counted(len(answer.token_ids), 'token')}]" if answer.finish_reason == "length" else ""
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number of things: ``1 token``, ``2 tokens``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def _console(stderr: bool = False) -> Any:
-    from rich.console import Console
-
-    return Console(stderr=stderr, highlight=False)
 
 
 def _mean(answers: Sequence[Answer], key: str) -> float | None:

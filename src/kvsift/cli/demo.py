@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
 from kvsift.cli.answers import Output, answer_all
-from kvsift.cli.option_groups import PrintOptions
-from kvsift.cli.progress import ProgressBar
+from kvsift.cli.printing import ProgressBar
 from kvsift.errors import InputError
 
 # (fact, depth in the document, question)
@@ -38,14 +38,14 @@ def demo(
     threads: o.ThreadsOption = None,
 ) -> None:
     """Hide facts in a long English document and ask for them, dense and sifted side by side."""
-    o.require_writable(document, "--document")
-    spec = o.read_plan(plan)
+    files.require_writable(document, "--document")
+    spec = files.read_plan(plan)
     with ProgressBar(quiet, "making a document"):
         text = make_document(tokens)
     if document is not None:
         if document.exists() and document.read_bytes() != text.encode():
             raise InputError(f"--document {document}: another file is there. Give another name, or remove it.")
-        o.write_whole(document, text)
+        files.write_whole(document, text)
     if not quiet:
         print(
             f"A document of about {tokens:,} tokens, from the language reference and library documentation of Python, "
@@ -59,7 +59,7 @@ def demo(
         text,
         [{"question": question} for _, _, question in FACTS],
         [spec, "dense"],
-        Output(printed=PrintOptions(quiet, verbose)),
+        Output(printed=o.PrintOptions(quiet, verbose)),
         model={"device": device},
     )
 

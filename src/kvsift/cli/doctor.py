@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kvsift.cli import options as o
-from kvsift.cli.numbers_table import print_columns
+from kvsift.cli.numbers_table import print_rows
 
 PACKAGES = ("kvsift", "torch", "transformers", "tokenizers", "safetensors", "numpy", "triton", "cuda-bindings")
 
@@ -21,15 +21,12 @@ def doctor(device: o.DeviceOption = "auto", as_json: o.JsonOption = False) -> No
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    from rich.console import Console
-
     rows = [
         (f"{group} {key}".strip(), str(value))
         for group, values in facts.items()
         for key, value in (values.items() if isinstance(values, dict) else [("", values)])
     ]
-    labels, values = zip(("", ""), *rows)
-    print_columns(Console(highlight=False), labels, [values])
+    print_rows([("", ""), *rows])
 
 
 def _versions() -> dict[str, str]:

@@ -9,15 +9,15 @@ from typing import Annotated
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.cli.comparison import Column, Reading, cut_mark, print_guard, print_numbers
-from kvsift.cli.escaping import plain
-from kvsift.cli.option_groups import EngineOptions, PrintOptions, SamplingOptions, expand
-from kvsift.cli.progress import ProgressBar
+from kvsift.cli.comparison import Column, Reading, cut_mark, print_guard
+from kvsift.cli.numbers_table import print_numbers
+from kvsift.cli.printing import ProgressBar, plain
 from kvsift.errors import InputError
 
 
-@expand
+@o.expand
 def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", help="Text to continue.")] = None,
     prompt_file: Annotated[
@@ -28,15 +28,15 @@ def generate(
     max_new_tokens: o.NewTokensOption = 128,
     stop: o.StopOption = None,
     *,
-    sampling: SamplingOptions,
-    engine: EngineOptions,
+    sampling: o.SamplingOptions,
+    engine: o.EngineOptions,
     threads: o.ThreadsOption = None,
     strict: o.StrictOption = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "--output", help="Write the text, or what --json prints, to this file."),
     ] = None,
-    printed: PrintOptions,
+    printed: o.PrintOptions,
 ) -> None:
     """Continue a text, exactly as given: no template, no instructions added.
 
@@ -46,9 +46,9 @@ def generate(
     """
     if (prompt is None) == (prompt_file is None):
         raise InputError("give the text to continue with either --prompt or --prompt-file.")
-    spec = o.read_plan(plan)
-    o.require_writable(out, "--out", [prompt_file])
-    text = o.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
+    spec = files.read_plan(plan)
+    files.require_writable(out, "--out", [prompt_file])
+    text = files.read_texts([prompt_file], "prompt") if prompt_file is not None else str(prompt)
     o.use_threads(threads)
     with ProgressBar(printed.quiet) as progress:
         from kvsift.plan.syntax import parse_unless_auto
@@ -85,7 +85,7 @@ def generate(
         }
         content = json.dumps({**column.summary(), **fields}, indent=2) + "\n"
     if out is not None:
-        o.write_whole(out, content)
+        files.write_whole(out, content)
     else:
         print(content if printed.as_json else "", end="" if printed.as_json else "\n")
     if not printed.as_json and not printed.quiet:

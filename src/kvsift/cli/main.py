@@ -22,9 +22,9 @@ from kvsift.cli.calibrate import calibrate
 from kvsift.cli.chat import chat
 from kvsift.cli.demo import demo
 from kvsift.cli.doctor import doctor
-from kvsift.cli.escaping import plain
 from kvsift.cli.generate import generate
 from kvsift.cli.methods import methods
+from kvsift.cli.printing import plain
 from kvsift.cli.serve import serve
 from kvsift.cli.tune import tune
 from kvsift.errors import InputError, KVSiftError
@@ -144,4 +144,4 @@ def main() -> None:
         if error.errno == errno.ENOSPC:
             print("kvsift: the output is cut: the disk that it goes to is full.", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed at exit
-        sys.exit(2 if error.errno == errno.ENOSPC else 1)  # nobody reads on: as typer ends
+        sys.exit(2 if error.errno == errno.ENOSPC else 1)  # the reader has closed the pipe: as typer ends

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsift.cli import options as o
-from kvsift.cli.escaping import plain
+from kvsift.cli.printing import plain
 from kvsift.errors import InputError
 
 if TYPE_CHECKING:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvsift.cli.escaping import cell, plain
+from kvsift.cli.printing import cell, console, plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 MAIN_ROWS = 8
 LONGEST = 24  # characters of a word, or of a part of a plan, that is not broken
@@ -15,7 +18,7 @@ PARTS = re.compile(r"[^\s:,]+[:,]*|[:,]+")  # of a plan, which may begin a line
 EDGE = 3  # characters of an edge and the spaces beside it
 
 
-def print_numbers_table(console: Any, rows: Sequence[dict[str, Any]], verbose: bool = False) -> None:
+def print_numbers(rows: Sequence[dict[str, Any]], verbose: bool, to_stderr: bool) -> None:
     """Print the table of numbers, a column per plan, without empty rows."""
     lines: dict[str, list[str]] = {}
     for name, show in {**MAIN, **MORE}.items():
@@ -24,34 +27,40 @@ def print_numbers_table(console: Any, rows: Sequence[dict[str, Any]], verbose: b
             lines[name] = [text or "-" for text in shown]
     names = list(lines) if verbose else [name for name in MAIN if name in lines][:MAIN_ROWS]
     columns = [[row["plan"], *(lines[name][number] for name in names)] for number, row in enumerate(rows)]
-    print_columns(console, ["", *names], columns)
+    print_columns(console(to_stderr), ["", *names], columns)
+
+
+def print_rows(rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, the first row of which is its header and the first column its labels."""
+    labels, *columns = zip(*rows)
+    print_columns(console(), labels, columns)
 
 
 def print_columns(
-    console: Any, labels: Sequence[str], columns: Sequence[Sequence[str]], between_rows: bool = False
+    out: Console, labels: Sequence[str], columns: Sequence[Sequence[str]], between_rows: bool = False
 ) -> None:
     """Print a table on a terminal of any width: nothing is left out, and neither words nor numbers are broken.
 
     As many columns as have room are side by side, then the next ones below, each time after the labels.
 
     Args:
-        console: where to print.
+        out: where to print.
         labels: the first column, with its header.
         columns: the others, each a header, which may be a plan, and a text for each label.
         between_rows: whether to draw lines between rows.
     """
     from rich.table import Column, Table
 
-    for group in side_by_side(labels, columns, console.width):
+    for group in side_by_side(labels, columns, out.width):
         shown = [labels, *group]
         heads = [
             Column(cell(_broken(column[0], width)), width=width, overflow="fold")
-            for column, width in zip(shown, _widths(shown, console.width))
+            for column, width in zip(shown, _widths(shown, out.width))
         ]
         table = Table(*heads, show_lines=between_rows, show_header=any(column[0] for column in shown))
         for row in list(zip(*shown))[1:]:
             table.add_row(*map(cell, row))
-        console.print(table)
+        out.print(table)
 
 
 def side_by_side(

@@ -1,18 +1,17 @@
-"""Options that several commands share, and the files and plans that they name."""
+"""Options that several commands share, alone and in groups: a group is a dataclass, and one parameter of a command."""
 
 from __future__ import annotations
 
-import os
-import sys
-import tomllib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, cleandoc, signature
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsift.errors import InputError, unknown
+if TYPE_CHECKING:
+    from kvsift.engine.sampling import Sampling
 
 ModelOption = Annotated[
     str | None,
@@ -98,52 +97,88 @@ PlacementOption = Annotated[
     ),
 ]
 
-RAW = "{context}\n\n{question}"  # the prompt template of --raw
 EMBEDDED_NOTE = (
     "the embedded model only copies planted facts (codes, names, dates) out of a text and is no language model. For "
     "real answers name one, for instance --model Qwen/Qwen3-4B."
 )
 
 
-def read_template(template: str | None, raw: bool) -> str | None:
-    """Return a prompt template, from a file unless the option is a template itself.
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Options of ``LLM`` about the device."""
 
-    Raises:
-        InputError: if the file cannot be read, or both options are given.
-    """
-    if raw and template is not None:
-        raise InputError("--raw and --prompt-template are two prompts; give one of them.")
-    if raw or template is None:
-        return RAW if raw else None
-    is_text = "{context}" in template or "{question}" in template
-    return template if is_text else read_text(Path(template), "prompt template")
+    device: DeviceOption = "auto"
+    dtype: DtypeOption = "auto"
+    chunk_size: ChunkOption = None
 
-
-def read_texts(names: Sequence[str], what: str) -> str:
-    """Return the text of files in order, with a blank line between them; - is standard input.
-
-    Raises:
-        InputError: as ``read_text``.
-    """
-    if "-" in names and sys.stdin is None:
-        raise InputError(f"standard input is closed, and the {what} was to be read from it.")
-    texts = [_decoded(sys.stdin.buffer.read(), f"{what} on", "standard input") if name == "-" else
-             read_text(Path(name), what) for name in names]  # fmt: skip
-    return texts[0] if len(texts) == 1 else "\n\n".join(text.strip("\n") for text in texts)
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of ``LLM``."""
+        return asdict(self)
 
 
-def saved_document(names: Sequence[str]) -> Path | None:
-    """Return the file of a saved document; None if the files are texts.
+@dataclass(frozen=True)
+class EngineOptions(DeviceOptions):
+    """Options of ``LLM`` about the device, decode and the placement."""
 
-    Raises:
-        InputError: if there are other files with it.
-    """
-    from kvsift.api.saved_header import is_saved_document
+    probe_every: ProbeOption = 16
+    dense_below: DenseBelowOption = "auto"
+    placement: PlacementOption = "device"
+    deterministic: DeterministicOption = False
 
-    saved = [path for path in map(Path, names) if is_saved_document(path)]
-    if saved and len(names) > 1:
-        raise InputError(f"--context {saved[0]} is a saved document, which other files cannot be joined with.")
-    return saved[0] if saved else None
+    def keywords(self, exact: bool = False) -> dict[str, Any]:
+        """Return the keywords of ``LLM``, which answers exactly if asked to."""
+        is_number = self.dense_below.isdecimal()
+        dense_below = int(self.dense_below) if is_number else self.dense_below
+        return {**asdict(self), "dense_below": dense_below, "deterministic": self.deterministic or exact}
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options of ``Sampling``, and how what is sampled becomes an answer."""
+
+    temperature: TemperatureOption = 0.0
+    top_p: TopPOption = 1.0
+    seed: SeedOption = 0
+    exact: ExactOption = False
+    skip_special_tokens: SpecialTokensOption = None
+
+    def sampling(self) -> Sampling:
+        """Return the sampling; imports torch."""
+        from kvsift.engine.sampling import Sampling
+
+        return Sampling(self.temperature, self.top_p, self.seed)
+
+
+@dataclass(frozen=True)
+class PrintOptions:
+    """Options about what a command prints."""
+
+    quiet: QuietOption = False
+    verbose: VerboseOption = False
+    as_json: JsonOption = False
+
+
+def expand(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of a command that is a group by the options of the group, in its place."""
+    parameters = signature(command, eval_str=True).parameters
+    annotations: dict[str, Any] = {name: parameter.annotation for name, parameter in parameters.items()}
+    groups = {name: group for name, group in annotations.items() if isinstance(group, type) and is_dataclass(group)}
+    options: list[Parameter] = []
+    for name, parameter in parameters.items():
+        members = signature(groups[name], eval_str=True).parameters.values() if name in groups else [parameter]
+        options += [member.replace(kind=Parameter.KEYWORD_ONLY) for member in members]
+
+    @wraps(command)
+    def expanded(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    expanded.__signature__ = signature(command).replace(parameters=options)  # type: ignore[attr-defined]
+    expanded.__annotations__ = {option.name: option.annotation for option in options}
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")  # of --help, which would keep the ends of their lines
+    expanded.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return expanded
 
 
 def use_threads(threads: int | None) -> None:
@@ -152,148 +187,3 @@ def use_threads(threads: int | None) -> None:
         from kvsift.threads import use
 
         use(threads)
-
-
-def read_text(path: Path, what: str) -> str:
-    """Return the text of a file.
-
-    Raises:
-        InputError: if it is missing, a directory, not text, or without anything but white space.
-    """
-    try:
-        if not path.exists():
-            raise InputError(f"the {what} file {path} does not exist.")
-        if path.is_dir():
-            raise InputError(
-                f"the {what} {path} is a folder. Name the text files in it: --context and --text may be given several "
-                "times, with a file each."
-            )
-        if not path.is_file() and not path.is_fifo():  # a pipe: --context <(pdftotext manual.pdf -)
-            raise InputError(f"the {what} {path} is not a file.")
-        data = path.read_bytes()
-    except OSError as error:  # no permission, or a text instead of a file's name
-        raise InputError(f"the {what} file {_shortened(path)} cannot be read: {error.strerror}.") from None
-    return _decoded(data, f"{what} file", str(path))
-
-
-def _decoded(data: bytes, what: str, path: str) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"the {what} {path} is not UTF-8 text (byte {error.start} is {data[error.start]:#04x}). Convert it to "
-            "plain text first, for instance with pdftotext or iconv."
-        ) from None
-    if "\0" in text:
-        raise InputError(f"the {what} {path} holds zero bytes: it is binary, not text.")
-    if not text:
-        raise InputError(f"the {what} {path} is empty.")
-    if not text.strip():
-        raise InputError(f"the {what} {path} has {len(text):,} characters, all of them white space.")
-    return text
-
-
-def _shortened(path: Path) -> str:
-    return name if len(name := str(path)) <= 80 else name[:80] + "..."
-
-
-def require_writable(path: Path | None, option: str, read: Sequence[str | Path | None] = ()) -> None:
-    """Refuse a path that cannot be written, before the work whose result it is for.
-
-    Args:
-        path: to write to.
-        option: that names it.
-        read: what the command reads: files, standard input, or text that is no name of a file.
-
-    Raises:
-        InputError: if its directory is missing, it is a directory, writing is not allowed, or it is read.
-    """
-    if path is None:
-        return
-    if any(_is_same(path, name) for name in read if name is not None):
-        raise InputError(f"{option} {path} would replace a file that this command reads. Give it another name.")
-    if not path.parent.is_dir():
-        raise InputError(f"{option} {path}: the directory {path.parent} does not exist.")
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise InputError(f"{option} {path}: no file can be written there.")
-
-
-def _is_same(path: Path, name: str | Path) -> bool:
-    try:
-        return path.samefile(name)
-    except (OSError, ValueError):  # one of them is no file
-        return False
-
-
-def require_replaceable(path: Path | None, option: str) -> None:
-    """Refuse to replace a file that is no saved document by one (``InputError``)."""
-    from kvsift.api.saved_header import is_saved_document
-
-    if path is not None and path.exists() and not is_saved_document(path):
-        raise InputError(
-            f"{option} {path}: a file that is no saved document is there. Give another name, or remove it."
-        )
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file, or the one that a link leads to, atomically; into a device or a pipe, write.
-
-    Raises:
-        InputError: if that fails, for instance because the disk is full; the old file stays.
-    """
-    from kvsift.atomic_files import write_atomically
-
-    data = content if isinstance(content, bytes) else content.encode(errors="replace")  # names may hold surrogates
-    with writing(path):
-        if path.exists() and not path.is_file():
-            path.write_bytes(data)
-        else:
-            write_atomically(path.resolve(), data)
-
-
-@contextmanager
-def writing(path: Path, *errors: type[Exception]) -> Iterator[None]:
-    """Turn an OSError, or one of ``errors``, of a block that writes a file into a message, and remove the partial file.
-
-    Raises:
-        InputError: if the block raised such an error.
-    """
-    from kvsift.atomic_files import reason
-
-    caught: tuple[type[Exception], ...] = (OSError, *errors)
-    try:
-        yield
-    except caught as error:
-        path.with_name(path.name + ".partial").unlink(missing_ok=True)
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise InputError(
-            f"{path} is not written: {why}. Make room or name another place, and give the command again."
-        ) from None
-
-
-def read_plan(text: str) -> str | dict[str, Any]:
-    """Return a plan of the command line: its text, or the [plan] table of a TOML file."""
-    if not text.endswith(".toml"):
-        _check_names(text)
-        return text
-    try:
-        tables = tomllib.loads(read_text(Path(text), "plan"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"{text} is not TOML: {error}") from None
-    if "plan" not in tables:
-        raise InputError(f"{text} has no plan; it needs plan = 'quest:budget=1024' or a [plan] table.")
-    plan: str | dict[str, Any] = tables["plan"]
-    return plan
-
-
-def _check_names(plan: str) -> None:
-    """Refuse unknown methods before torch is imported, which takes seconds; everything else is checked after it."""
-    from kvsift.methods import catalogue
-
-    if plan.strip() == "auto":
-        return
-    for rule in plan.split(","):
-        phase, equals, name = (part.strip() for part in rule.partition(":")[0].rpartition("="))
-        named = phase in ("prefill", "decode", "both") if equals else "," not in plan
-        if named and name and name != "auto" and name not in catalogue():
-            raise unknown("method", name, catalogue())

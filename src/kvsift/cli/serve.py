@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.cli.option_groups import EngineOptions, expand
 from kvsift.errors import InputError, unknown
 
 SERVER = "kvsift.vllm.serve_command"
@@ -30,7 +30,7 @@ SHARED = "model", "engine", "plan", "allow", "dense_below", "names"  # options o
 PASSED_ON = "host", "port", "dtype"  # vLLM has them by the same names
 
 
-@expand
+@o.expand
 def serve(
     ctx: typer.Context,
     model: Annotated[
@@ -53,7 +53,7 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Port; 0 is any free one.")] = 8000,
     *,
-    options: EngineOptions,
+    options: o.EngineOptions,
     threads: o.ThreadsOption = None,
     keep_tokens: Annotated[
         int, typer.Option("--keep-tokens", min=0, help="Tokens of answered prompts that stay cached.")
@@ -113,8 +113,8 @@ def serve(
         print(f"kvsift: {o.EMBEDDED_NOTE.replace('--model ', 'kvsift serve ')}", file=sys.stderr)
     settings = ServerSettings(
         model={"model": model, **options.keywords()},
-        plan=o.read_plan(plan),
-        plans=[o.read_plan(each) for each in allow or ()],
+        plan=files.read_plan(plan),
+        plans=[files.read_plan(each) for each in allow or ()],
         threads=threads,
         keep_tokens=keep_tokens,
         reserve_tokens=reserve_tokens,
@@ -146,7 +146,7 @@ def _replace_by_vllm(
         raise InputError(f"{names}: options of --engine kvsift, which vLLM does not have. Leave them out.")
     if dense_below != "auto" and not dense_below.isdecimal():
         raise InputError(f"--dense-below {dense_below} must be a number of tokens under --engine vllm.")
-    settings: dict[str, Any] = {"plan": o.read_plan(plan), "plans": list(allow)}
+    settings: dict[str, Any] = {"plan": files.read_plan(plan), "plans": list(allow)}
     if dense_below != "auto":
         settings["dense_below"] = int(dense_below)
     command = server_command(model, settings, passed_on)

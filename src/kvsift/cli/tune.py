@@ -10,11 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsift.cli import files
 from kvsift.cli import options as o
-from kvsift.cli.escaping import plain
-from kvsift.cli.numbers_table import print_columns
-from kvsift.cli.option_groups import DeviceOptions, expand
-from kvsift.cli.progress import ProgressBar
+from kvsift.cli.numbers_table import print_rows
+from kvsift.cli.printing import ProgressBar, plain
 
 PIECES, SCORED = 8, 256  # texts, and tokens after each that are scored: 2,048 in all
 MOST_SCORED_CONTEXT = {"cpu": 4096, "cuda": 16_384}  # tokens before them: prefilling more takes longer than the rest
@@ -23,7 +22,7 @@ FILE = "kvsift-plan.json"
 PROBE_EVERY = 8  # steps, for a target of recovery
 
 
-@expand
+@o.expand
 def tune(
     *,
     model: Annotated[
@@ -62,7 +61,7 @@ def tune(
         typer.Option("--out", "--output", help="File for the plan, for instance kvsift-plan.json beside the model; by "
                      "default in the user's cache, where plan=auto finds it."),
     ] = None,
-    device: DeviceOptions,
+    device: o.DeviceOptions,
     threads: o.ThreadsOption = None,
     quiet: o.QuietOption = False,
     as_json: o.JsonOption = False,
@@ -73,8 +72,8 @@ def tune(
     measured has to meet the target. plan=auto then takes the plan that was found. An interrupted search goes on where
     it was stopped when the command is given again.
     """
-    o.require_writable(out, "--out", text or ())
-    texts = {str(path): o.read_text(path, "text") for path in text} if text else None
+    files.require_writable(out, "--out", text or ())
+    texts = {str(path): files.read_text(path, "text") for path in text} if text else None
     o.use_threads(threads)
     from kvsift.api.llm import LLM
     from kvsift.calibration.tune import Notebook, Target, Tuner, digest
@@ -96,7 +95,7 @@ def tune(
         pieces = windows(llm, texts, before, SCORED, PIECES, seed)
     made_for = fingerprint(llm.directory.path)
     path = out or default_path(made_for, llm.device.type)
-    with o.writing(path):
+    with files.writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     recipe = {
         "texts": sorted(texts or {"prose, program text and questions": ""}), "seed": seed, "context": asked,
@@ -109,7 +108,7 @@ def tune(
         tuner = Tuner(llm, pieces, asked, notebook, path.with_suffix(".anchors.json"), progress.working)
         found = tuner.search(wanted, None if tpot is None else tpot / 1e3)
     report = {key: value for key, value in {**found, **recipe}.items() if key != "plan"}
-    with o.writing(path):
+    with files.writing(path):
         write(path, TunedPlan(parse_plan(found["plan"]), llm.directory.name, made_for, llm.device.type, report))
     tuner.remove_anchors()  # the file of the plan has them inside
     notebook.remove()
@@ -128,8 +127,6 @@ def _default_context(positions: int | None) -> int:
 
 def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> None:
     """Print the plans that no other beats in both time and distance, and what was found."""
-    from rich.console import Console
-
     measure = found["target"].partition("=")[0]
     rows = [("plan", "ms", measure, "90 % bounds", "agreement", "tokens")]
     for each in _front(found["candidates"], found["plan"], measure):
@@ -140,8 +137,7 @@ def _print(found: Mapping[str, Any], path: Path, is_cached: bool, name: str) -> 
             f"{low:.4f} to {high:.4f}" if "tokens" in each else "", f"{each.get('agreement', 1.0):.3f}",
             f"{each['tokens']:,}" if "tokens" in each else "",
         ))  # fmt: skip
-    labels, *columns = zip(*rows)
-    print_columns(Console(highlight=False), labels, columns)
+    print_rows(rows)
     faster = found["dense_tpot_s"] / found["tpot_s"]
     if found["plan"] == "dense":
         print(plain(f"No plan that was tried meets {found['target']} on this text; dense does."))

@@ -12,8 +12,7 @@ from kvsift.engine.pinned_prefix import PinnedPrefix
 from kvsift.engine.prefix_tree import Node
 from kvsift.engine.request import Request
 from kvsift.engine.speculative.decoder import ExactDecoder
-from kvsift.layer.accounting import RunStats
-from kvsift.layer.observer import Observer
+from kvsift.layer.accounting import Observer, RunStats
 from kvsift.models.hf.cache import SparseCache
 from kvsift.plan.plan import Plan
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from math import ceil, isqrt
 from time import perf_counter
 from typing import Any, ClassVar
 
@@ -17,6 +18,9 @@ from torch import Tensor
 from kvsift.errors import InputError
 from kvsift.indexes.base import SearchCount, best, check_search, merged
 from kvsift.indexes.flat import exact_search
+
+BUILD_BEAM = 200
+PROBED = 0.3  # share of the clusters by default: queries are distributed unlike keys and need about as many
 
 
 def load_faiss() -> Any:
@@ -114,3 +118,89 @@ class FaissIndex(ABC):
             "searches": self._count.searches,
             "scanned": self._count.mean,
         }
+
+
+class HNSWIndex(FaissIndex):
+    """A hierarchical graph of keys, per KV head.
+
+    Args:
+        links: neighbours per key, M; twice as many on the lowest level.
+        beam: size of the candidate list of a search, ef; 4 k by default.
+    """
+
+    kind: ClassVar[str] = "hnsw"
+    counter: ClassVar[str] = "hnsw_stats"
+
+    def __init__(self, links: int = 32, beam: int | None = None) -> None:
+        super().__init__()
+        if links < 2 or (beam is not None and beam < 1):
+            raise InputError(f"links={links} must be 2 or more, and beam={beam} 1 or more, or left out.")
+        self.links, self.beam = links, beam
+
+    @classmethod
+    def build(cls, keys: Tensor, *, links: int = 32, beam: int | None = None) -> HNSWIndex:
+        """Build over keys [num_kv_heads, n, head_dim]."""
+        index = cls(links, beam)
+        index._build(keys)
+        return index
+
+    def fork(self) -> HNSWIndex:
+        copy = HNSWIndex(self.links, self.beam)
+        self._copy_to(copy)
+        return copy
+
+    def _train(self, rows: Any) -> Any:
+        index = self._faiss.IndexHNSWFlat(rows.shape[1], self.links, self._faiss.METRIC_INNER_PRODUCT)
+        index.hnsw.efConstruction = BUILD_BEAM
+        index.add(rows)
+        return index
+
+    def _parameters(self, k: int, selector: Any) -> Any:
+        return self._faiss.SearchParametersHNSW(efSearch=max(self.beam or 4 * k, k), sel=selector)
+
+
+class IVFIndex(FaissIndex):
+    """Clusters of keys, per KV head.
+
+    Args:
+        nlist: clusters; the square root of the number of rows by default.
+        nprobe: clusters scanned per query; three in ten by default.
+    """
+
+    kind: ClassVar[str] = "ivf"
+    counter: ClassVar[str] = "indexIVF_stats"
+
+    def __init__(self, nlist: int | None = None, nprobe: int | None = None) -> None:
+        super().__init__()
+        if (nlist is not None and nlist < 1) or (nprobe is not None and nprobe < 1):
+            raise InputError(f"nlist={nlist} and nprobe={nprobe} must be 1 or more clusters, or left out.")
+        self.nlist, self.nprobe = nlist, nprobe
+
+    @classmethod
+    def build(cls, keys: Tensor, *, nlist: int | None = None, nprobe: int | None = None) -> IVFIndex:
+        """Build over keys [num_kv_heads, n, head_dim]."""
+        index = cls(nlist, nprobe)
+        index._build(keys)
+        return index
+
+    def fork(self) -> IVFIndex:
+        copy = IVFIndex(self.nlist, self.nprobe)
+        self._copy_to(copy)
+        return copy
+
+    @property
+    def num_lists(self) -> int:
+        """Clusters in use."""
+        return min(self.nlist or isqrt(self._built), self._built)
+
+    def _train(self, rows: Any) -> Any:
+        faiss, width = self._faiss, rows.shape[1]
+        index = faiss.IndexIVFFlat(faiss.IndexFlatIP(width), width, self.num_lists, faiss.METRIC_INNER_PRODUCT)
+        index.cp.min_points_per_centroid = 1  # silences a warning of faiss
+        index.train(rows)
+        index.add(rows)
+        return index
+
+    def _parameters(self, k: int, selector: Any) -> Any:
+        probed = min(self.nprobe or ceil(PROBED * self.num_lists), self.num_lists)
+        return self._faiss.SearchParametersIVF(nprobe=probed, sel=selector)

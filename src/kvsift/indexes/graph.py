@@ -18,8 +18,8 @@ from torch import Tensor
 from kvsift import native
 from kvsift.errors import InputError
 from kvsift.indexes.base import SearchCount, check_keys, check_search
+from kvsift.indexes.from_samples import sample_lists
 from kvsift.indexes.graph_build import NUM_ENTRIES, Per, build_graphs, check_form, check_per
-from kvsift.indexes.sample_lists import sample_lists
 from kvsift.indexes.samples import QuerySamples
 from kvsift.types import Rope
 

@@ -3,7 +3,7 @@
 Pages get numbers that are linear in memory, so that one stride leads from each to the next in every layout: page i of a
 block is ``block * step + i``. Blocks of one page, and those whose tokens follow each other for all heads, have as many
 numbers as pages; where each head has its tokens side by side, the pages of the other heads lie between two blocks and
-take numbers too, which nobody uses.
+take numbers too, which are not used.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class SplitSpace(NamedTuple):
 
     @classmethod
     def make(cls, rows: int, splits: int, group: int, head_dim: int, device: torch.device) -> SplitSpace:
-        """For so many splits, records of estimates included."""
+        """Workspace of ``splits`` splits, records of estimates included."""
         record = -(-(group * head_dim + 2 * group + 1) // 32) * 32
         return cls(
             torch.empty(rows, splits, record, device=device), torch.zeros(rows, dtype=torch.int32, device=device)

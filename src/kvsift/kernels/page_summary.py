@@ -30,7 +30,7 @@ from torch import Tensor
 from kvsift.kernels import summary_twins as twins
 from kvsift.kernels.sketch import SKETCHES, sketch_rows
 from kvsift.kernels.summary_twins import FP8_SCALE
-from kvsift.native.extremes import page_extremes, takes_pages
+from kvsift.native.pages import page_extremes, takes_pages
 from kvsift.native.sketch_format import sketch_layout
 
 FP8_LARGEST = FP8_SCALE * torch.finfo(torch.float8_e4m3fn).max  # 3584

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SpaceShape = tuple[tuple[int, ...], torch.dtype]
+
 
 class PagedKV(NamedTuple):
     """Keys and values of one layer for a batch of sequences."""
@@ -46,3 +48,8 @@ class PagedKV(NamedTuple):
         length = int(self.lengths[row])
         keys, values = (pool[:, pages].flatten(1, 2)[:, :length] for pool in (self.keys, self.values))
         return keys, values
+
+
+def new_space(shapes: tuple[SpaceShape, ...], device: torch.device) -> list[Tensor]:
+    """Return tensors of these shapes. Flags must be zero, and the whole is small, so all are."""
+    return [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]

@@ -27,7 +27,7 @@ class RecoverySpace(NamedTuple):
 
     listed: SplitSpace
     every: SplitSpace
-    out: Tensor  # [batch, num_query_heads, head_dim], which nobody reads
+    out: Tensor  # [batch, num_query_heads, head_dim], which is not read
 
     @classmethod
     def make(cls, kv: PagedKV, queries: Tensor, units: Tensor, unit_size: int) -> RecoverySpace:

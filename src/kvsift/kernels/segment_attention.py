@@ -10,19 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvsift.kernels.attention import attention_reference
-from kvsift.kernels.integer_rows import IntegerRows
 from kvsift.kernels.split_attention import capped
 from kvsift.kernels.triton_shim import jit, jit_for_any, power_of_two, runs_on_triton, tl
 from kvsift.types import Part
 
 LOG2E = math.log2(math.e)
 ROWS, TOKENS, STAGES, WARPS = 128, 32, 4, 8  # of a tile; the fastest of those tried at head_dim 128
+Row = TypeVar("Row", bound=tuple[int, ...])
+
+
+class IntegerRows(tuple[Row, ...]):
+    """Rows of small integers that the host knows, of equal length. A device gets them once, whichever layers of a model
+    read them."""
+
+    def on(self, device: torch.device) -> Tensor:
+        """int32 [num_rows, width]; only the stream that is current at the first call may read it."""
+        copies: dict[torch.device, Tensor] = vars(self).setdefault("copies", {})
+        if device not in copies:
+            copies[device] = torch.tensor(self, dtype=torch.int32).to(device, non_blocking=True)
+        return copies[device]
 
 
 class Rows(NamedTuple):

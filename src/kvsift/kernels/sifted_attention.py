@@ -16,9 +16,8 @@ from torch import Tensor
 from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
 from kvsift.kernels.page_attention import page_attention, page_attention_reference
 from kvsift.kernels.page_summary import Kind, find_kind
-from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
 from kvsift.kernels.score_pages import score_pages, score_pages_reference
-from kvsift.kernels.space_shapes import SpaceShape, new_space
 from kvsift.kernels.top_pages import visible_pages, visible_pages_reference
 from kvsift.kernels.triton_shim import power_of_two
 

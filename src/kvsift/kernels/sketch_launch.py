@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsift.kernels.cuda_module import Kernel, compile_kernel, have_nvrtc
-from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.paged import PagedKV, SpaceShape, new_space
 from kvsift.kernels.sketch import ERROR
-from kvsift.kernels.space_shapes import SpaceShape, new_space
 from kvsift.native.sketch_format import SketchLayout
 
 SOURCES = tuple(

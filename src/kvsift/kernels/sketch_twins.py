@@ -34,7 +34,7 @@ def estimated_keys(
     FACTORS: tl.constexpr, MEAN: tl.constexpr, SCALES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rotated keys as the row that begins at byte ``start`` tells them, [TILE, DP], and factors of their codes."""
+    """Rotated keys as the row that begins at byte ``start`` codes them, [TILE, DP], and factors of their codes."""
     word = tl.arange(0, DP // 32)
     mask = inside[:, None] & (word < WORDS)[None, :]
     index = tl.zeros((TILE, DP), tl.int32)

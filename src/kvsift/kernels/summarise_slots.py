@@ -1,7 +1,7 @@
 """Summaries of the pages that tokens fill, from the cache, for a whole step in one launch, which may write the tokens.
 
 A page's row is computed when its last token is written: until then the page is in the window of every query that sees
-it, so nobody reads its row. Nothing is kept between steps, so that a page may be filled in chunks, or again.
+it, so its row is not read. Nothing is kept between steps, so that a page may be filled in chunks, or again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def summarise_slots(
 
 
 def compile_ahead(kind: str, keys: Tensor, values: Tensor, rows: Tensor, pages: BlockPages) -> None:
-    """Compile what ``summarise_slots`` runs, for any number of tokens: Triton tells 1 and multiples of 16 apart."""
+    """Compile what ``summarise_slots`` runs, for any number of tokens: Triton specializes 1 and multiples of 16."""
     new = torch.empty(2, FEW + 16, 3, *keys.shape[::3], dtype=keys.dtype, device=keys.device)  # strides as of a model's
     for count in (1, 2, 16, FEW + 1, FEW + 16):
         slots, tokens = torch.full((count,), -1, device=keys.device), tuple(new[:, :count, 0])

@@ -6,19 +6,32 @@ import weakref
 from copy import copy
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kvsift.layer.observer import Observer
 from kvsift.layer.segments import SegmentGroup
 from kvsift.methods.base import Phase
 from kvsift.plan.guard import Widening
 from kvsift.stores.base import Segment, Store, seen_densely
-from kvsift.types import Part, Selection
+from kvsift.types import Chunk, LayerShape, Part, Selection
 
 RECALL_TOP_K = 10  # Quest's figure: share of the true top-10 tokens kept
+
+
+class Observer(Protocol):
+    """The value of ``RunStats.observer``: called before a chunk is stored and after a segment is attended; changes
+    nothing."""
+
+    def before_chunk(self, shape: LayerShape, chunk: Chunk, decode_tokens: int) -> None:
+        """Called before a layer stores and attends a chunk, whose last ``decode_tokens`` are generated tokens."""
+
+    def after_segment(
+        self, shape: LayerShape, row: int, segment: Segment, spans: tuple[int, int], selection: Selection | None
+    ) -> None:
+        """Called after a layer attended queries to everything before ``spans[0]`` and from ``spans[1]`` on, and to the
+        selection. Not called for segments of a prompt that are attended together."""
 
 
 @dataclass
@@ -79,7 +92,7 @@ class Tally:
         Args:
             group: segments, which were attended together.
             store: of their keys and values.
-            selected: tokens per head beside those that are always visible, summed over queries.
+            selected: tokens per head besides those that are always visible, summed over queries.
             read: tokens read for that, a mean over KV heads, summed over segments.
         """
         self.queries += group.num_queries
@@ -148,7 +161,7 @@ class RunStats:
     """Counters of one cache. One thread at a time writes them.
 
     Attributes:
-        probe_every: compare every so many sparse decode steps with exact attention, for recall and recovery; 0 never.
+        probe_every: compare every Nth sparse decode step with exact attention, for recall and recovery; 0 never.
         probe_s: seconds spent on that, which are not part of the method.
         observer: called around every chunk and segment, if there is one.
     """

@@ -1,4 +1,4 @@
-"""The guards of a batch, a row each, which all layers of a cache share (``plan.guard``)."""
+"""The guards of a batch, a sequence each, which all layers of a cache share (``plan.guard``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvsift.plan.plan import Rule
 
 
 class Guards:
-    """Guards by row. All layers take the same steps; what has been done for one of them changes nothing again.
+    """Guards by sequence. All layers take the same steps; what has been done for one of them changes nothing again.
 
     Attributes:
-        forks: of the rows so far.
+        forks: of the sequences so far.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Guards:
         self.forks = 0
 
     def of(self, row: int) -> Guard:
-        """The guard of a row."""
+        """The guard of a sequence."""
         return self._rows.setdefault(row, Guard())
 
     def begin(self, row: int, position: int, rule: Rule | None) -> None:
@@ -46,15 +46,15 @@ class Guards:
             self._rows[row].crop(length)
 
     def fork(self, sources: Sequence[int], taken: int) -> int:
-        """Row i becomes a copy of row ``sources[i]``, unless another layer has done it; forks that the caller has now
-        taken, ``taken`` before."""
+        """Sequence i becomes a copy of sequence ``sources[i]``, unless another layer has done it; forks that the caller
+        has now taken, ``taken`` before."""
         if taken == self.forks:
             self._rows = {row: self._rows[source].fork() for row, source in enumerate(sources) if source in self._rows}
             self.forks += 1
         return taken + 1
 
     def clear(self) -> None:
-        """Begin all rows anew, since the plan is another."""
+        """Begin all sequences anew, since the plan is another."""
         self._rows.clear()
 
 

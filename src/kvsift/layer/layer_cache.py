@@ -20,7 +20,7 @@ from kvsift.plan.placement import Placement, PlacementSpec
 from kvsift.plan.plan import PHASES, Plan
 from kvsift.stores.background import submit
 from kvsift.stores.base import Store
-from kvsift.stores.catalogue import evicting, not_evicting, open_store
+from kvsift.stores.evicting import EvictingStore
 from kvsift.stores.page_table import PageTable
 from kvsift.stores.paged import PagedStore
 from kvsift.types import Chunk, LayerShape
@@ -37,11 +37,11 @@ class LayerCache:
         num_rows: sequences in the batch.
         like: a tensor with the device and dtype of the keys.
         stats: counters.
-        reserve: tokens a row is expected to reach.
+        reserve: tokens a sequence is expected to reach.
         messages: of all layers of the model, for methods that send some upwards; by default this layer is alone.
         placement: where KV is (``plan.placement``).
-        table: pages of the rows, which all layers of a cache share; by default this layer has its own.
-        guards: of the rows, likewise.
+        table: pages of the sequences, which all layers of a cache share; by default this layer has its own.
+        guards: of the sequences, likewise.
 
     Attributes:
         store: keys, values and page summaries.
@@ -62,10 +62,10 @@ class LayerCache:
         if evicts and self.plan.evicts_prompt:
             reserve = 0  # not even the prompt is ever stored as a whole
         arguments = shape, num_rows, page_size, like, self.plan.summaries, reserve
-        table = None if evicts else table  # rows that evict have pages of their own
-        self.store: Store = open_store(place.name, *arguments, table, **dict(place.knobs))
+        table = None if evicts else table  # sequences that evict have pages of their own
+        self.store: Store = place.store(*arguments, table, **dict(place.knobs))
         if evicts:
-            self.store = evicting(self.store)
+            self.store = EvictingStore.of(self.store)
         self._like = like.new_empty(0)
         self._preparer: ThreadPoolExecutor | None = None  # is to prepare for decode once the next chunk is attended
         self._preparing: Future[None] | None = None
@@ -79,7 +79,7 @@ class LayerCache:
         return start
 
     def stored(self, row: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens of a row, each [num_kv_heads, tokens, head_dim], on the store's device.
+        """Keys and values of all tokens of a sequence, each [num_kv_heads, tokens, head_dim], on the store's device.
 
         Raises:
             InputError: if some were evicted.
@@ -99,11 +99,11 @@ class LayerCache:
         return self._like
 
     def sealed(self, length: int) -> dict[Phase, Any]:
-        """What methods remember of the first ``length`` tokens of the only row, for ``adopt``."""
+        """What methods remember of the first ``length`` tokens of the only sequence, for ``adopt``."""
         return self._states.sealed(0, length)
 
     def adopt(self, length: int, stale: bool, chunk_size: int, sealed: Mapping[Phase, Any]) -> None:
-        """Begin the only row with ``length`` tokens of pages that the table has adopted, some without summaries if
+        """Begin the only sequence with ``length`` tokens of pages that the table has adopted, some without summaries if
         ``stale``. Methods start from what others have ``sealed``, or observe them in chunks, as if they were read."""
         assert isinstance(self.store, PagedStore), "rows that share pages keep them in a pool"
         self.store.adopt(0, length, stale)
@@ -111,21 +111,21 @@ class LayerCache:
         self._states.adopt(0, sealed)
 
     def begin_as(self, other: LayerCache, length: int) -> None:
-        """Begin the only row as a copy of the first ``length`` tokens of another one, whose pages the table has
+        """Begin the only sequence as a copy of the first ``length`` tokens of another one, whose pages the table has
         adopted."""
         assert isinstance(self.store, PagedStore), "rows that share pages keep them in a pool"
         self.store.begin_copy(0, length)
         self._states.begin_as(other._states, length)
 
     def summaries(self, row: int) -> dict[str, Tensor]:
-        """Summaries of all pages of a row that are maintained: kind -> [num_kv_heads, num_pages, width]."""
+        """Summaries of all pages of a sequence that are maintained: kind -> [num_kv_heads, num_pages, width]."""
         self._wait()
         reader, num_pages = self.store.reader(row), -(-self.store.lengths[row] // self.store.page_size)
         return {kind: reader.summary(kind, slice(0, num_pages)) for kind in self.store.kinds}
 
     def restore(self, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor], chunk_size: int) -> None:
-        """Begin the only row with tokens that were ``stored`` elsewhere and the summaries of its pages; methods observe
-        them in chunks, as if they were read."""
+        """Begin the only sequence with tokens that were ``stored`` elsewhere and the summaries of its pages; methods
+        observe them in chunks, as if they were read."""
         self.store.restore(0, keys, values, summaries)
         self._observe_stored(chunk_size)
 
@@ -176,16 +176,16 @@ class LayerCache:
             self._states.prepare(row, self.store.reader(row), self.messages)
 
     def state(self, phase: Phase, row: int) -> Any:
-        """The state of a phase's method for a row."""
+        """The state of a phase's method for a sequence."""
         return self._states.of(phase, row)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The decode method's report on every row."""
+        """The decode method's report on every sequence."""
         return self._states.describe()
 
     @property
     def table(self) -> PageTable | None:
-        """Pages of the rows; None where every row has pages of its own, because it may evict."""
+        """Pages of the sequences; None where every sequence has pages of its own, because it may evict."""
         return self.store.table
 
     def replan(self, plan: Plan, table: PageTable | None = None) -> None:
@@ -197,10 +197,11 @@ class LayerCache:
             return
         self.guards.clear()
         self.store.repage(plan.page_size or self.store.page_size, plan.summaries)
-        if plan.evicts_in(self.shape.layer):
-            self.store = evicting(self.store)
-        elif self.store.evicts:
-            self.store = not_evicting(self.store, table)
+        evicts = plan.evicts_in(self.shape.layer)
+        if evicts and not self.store.evicts:
+            self.store = EvictingStore.of(self.store)
+        elif not evicts and isinstance(self.store, EvictingStore):
+            self.store = self.store.whole(table)
         self.plan = plan
         self._states, new = self._states.under(plan, self.store.num_rows)
         for row in range(self.store.num_rows):
@@ -209,7 +210,7 @@ class LayerCache:
                 self._states.observe(row, None, reader.keys(), reader.values(), 0, new)
 
     def fork(self, sources: Sequence[int]) -> None:
-        """Row i becomes a copy of row ``sources[i]``."""
+        """Sequence i becomes a copy of sequence ``sources[i]``."""
         self._wait()
         self.store.fork(sources)
         self.messages.clear()
@@ -217,7 +218,7 @@ class LayerCache:
         self._states.fork(sources)
 
     def crop(self, row: int, length: int) -> None:
-        """Forget the tokens of a row from position ``length`` on."""
+        """Forget the tokens of a sequence from position ``length`` on."""
         self._wait()
         self.store.crop(row, length)
         self.messages.clear()
@@ -225,7 +226,7 @@ class LayerCache:
         self._states.crop(row, length)
 
     def checkpoint(self) -> None:
-        """Remember the present lengths: rows may be rolled back to them."""
+        """Remember the present lengths: sequences may be rolled back to them."""
         self._states.checkpoint()
         self.store.checkpoint()
 

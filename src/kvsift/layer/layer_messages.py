@@ -16,7 +16,7 @@ class Message(NamedTuple):
 
 
 class LayerMessages:
-    """Messages of the current forward pass, row by row; the layers of one model share them.
+    """Messages of the current forward pass, sequence by sequence; the layers of one model share them.
 
     Nothing outlives its pass: layers come in ascending order, so one that is not above the layer before it begins
     another pass. A new message replaces the one under its key, so that those of a single layer are kept.
@@ -26,7 +26,7 @@ class LayerMessages:
         self._rows: dict[int, tuple[int, dict[Any, Message]]] = {}  # row -> last layer that began, messages by key
 
     def begin(self, row: int, layer: int) -> None:
-        """A layer begins to attend a row's new tokens."""
+        """A layer begins to attend a sequence's new tokens."""
         last, messages = self._rows.get(row, (layer, {}))
         self._rows[row] = (layer, messages if layer > last else {})
 
@@ -48,5 +48,5 @@ class LayerMessages:
         return content
 
     def clear(self) -> None:
-        """End the pass of all rows: their order or lengths are about to change."""
+        """End the pass of all sequences: their order or lengths are about to change."""
         self._rows.clear()

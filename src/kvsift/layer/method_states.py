@@ -19,7 +19,7 @@ from kvsift.types import LayerShape, Limit
 
 
 class MethodStates:
-    """One state per phase and row; phases without a rule have none. Both phases share their states where decode
+    """One state per phase and sequence; phases without a rule have none. Both phases share their states where decode
     continues with what prefill has left (``Plan.evicts_prompt``).
 
     Args:
@@ -48,7 +48,7 @@ class MethodStates:
             self._states["prefill"] = self._states["decode"] = shared
 
     def of(self, phase: Phase, row: int) -> Any:
-        """The state of a row."""
+        """The state of a sequence."""
         return self._states[phase][row]
 
     def under(self, plan: Plan, num_rows: int) -> tuple[MethodStates, set[Phase]]:
@@ -64,7 +64,7 @@ class MethodStates:
         self, row: int, queries: Tensor | None, keys: Tensor, values: Tensor, start: int,
         phases: Collection[Phase] = PHASES,
     ) -> None:  # fmt: skip
-        """Let the methods observe new tokens of a row."""
+        """Let the methods observe new tokens of a sequence."""
         for phase, rule in self._observing:
             if phase in phases:
                 rule.method.observe(self.of(phase, row), self.shape, queries, keys, values, start)
@@ -76,7 +76,7 @@ class MethodStates:
     def follow(
         self, row: int, num_new: int, phase: Phase, store: Store, messages: LayerMessages, stats: RunStats
     ) -> None:
-        """Let methods follow the newest tokens of a row, which were attended in a phase."""
+        """Let methods follow the newest tokens of a sequence, which were attended in a phase."""
         for rule_phase, rule in self._following:
             started, tally, reader = perf_counter(), stats.tally(self.shape.layer, phase), store.reader(row)
             start, stop = reader.length - num_new, reader.length
@@ -86,7 +86,7 @@ class MethodStates:
             tally.select_s += perf_counter() - started
 
     def prepare(self, row: int, reader: RowReader, messages: LayerMessages) -> None:
-        """Let the method of decode build its structures over what is stored of a row."""
+        """Let the method of decode build its structures over what is stored of a sequence."""
         rule, length = self.plan.decode, reader.length
         if rule is None or not length or rule.is_dense(self.shape.layer, length, length + 1):
             return
@@ -96,12 +96,12 @@ class MethodStates:
         rule.method.prepare(self.of("decode", row), self.shape, candidates, counting, limit)
 
     def settle(self, row: int, store: Store, messages: LayerMessages) -> None:
-        """Let a method that seals build over a chunk of the prompt that was read."""
+        """Let a method that seals build over a chunk of the prompt that was prefilled."""
         if self.plan.decode is not None and self.plan.decode.traits.seals:
             self.prepare(row, store.reader(row), messages)
 
     def sealed(self, row: int, length: int) -> dict[Phase, Any]:
-        """Copies of the states that other rows can start from, as they are after ``length`` tokens."""
+        """Copies of the states that other sequences can start from, as they are after ``length`` tokens."""
         found = {}
         for phase, rule in self._rules:
             if rule.traits.seals:
@@ -110,7 +110,7 @@ class MethodStates:
         return found
 
     def adopt(self, row: int, sealed: Mapping[Phase, Any]) -> None:
-        """Start a row from such copies."""
+        """Start a sequence from such copies."""
         for phase, state in sealed.items():
             self._states[phase][row] = state.fork()
 
@@ -122,12 +122,12 @@ class MethodStates:
             self.crop(row, length)
 
     def describe(self) -> list[dict[str, Any]]:
-        """The decode method's report on every row."""
+        """The decode method's report on every sequence."""
         rule = self.plan.decode
         return [] if rule is None else [rule.method.describe(state) for state in self._states["decode"]]
 
     def fork(self, sources: Sequence[int]) -> None:
-        """Row i gets a copy of the states of row ``sources[i]``."""
+        """Sequence i gets a copy of the states of sequence ``sources[i]``."""
         forked = {
             id(states): [None if states[source] is None else states[source].fork() for source in sources]
             for states in self._states.values()
@@ -135,13 +135,13 @@ class MethodStates:
         self._states = {phase: forked[id(states)] for phase, states in self._states.items()}
 
     def crop(self, row: int, length: int) -> None:
-        """Forget the tokens of a row from position ``length`` on."""
+        """Forget the tokens of a sequence from position ``length`` on."""
         for states in self._states.values():
             if states[row] is not None:
                 states[row].crop(length)
 
     def checkpoint(self) -> None:
-        """Remember the present lengths, in states that forget: rows may be rolled back to them."""
+        """Remember the present lengths, in states that forget: sequences may be rolled back to them."""
         for phase, states in self._states.items():
             rule = self.plan.rule(phase)
             assert rule is not None

@@ -2,10 +2,10 @@
 
 The composed path (``layer.sparse_attention``) is the specification; this is its fast twin for methods that rank pages
 by a summary, and for sketches, whose units are tokens. Everything that changes from step to step is a tensor on the
-device, so a step can be captured in a CUDA graph and replayed. Each row has a budget of its own and is dense or sparse
-by itself.
+device, so a step can be captured in a CUDA graph and replayed. Each sequence has a budget of its own and is dense or
+sparse by itself.
 
-A table says where the pages of a row are, and strides how a page lies in memory, so that the cache may be that of
+A table says where the pages of a sequence are, and strides how a page lies in memory, so that the cache may be that of
 another host: the plugin for vLLM attends vLLM's blocks.
 """
 
@@ -23,11 +23,10 @@ from kvsift.kernels import sketch_launch
 from kvsift.kernels.block_attention import block_attention, new_parts
 from kvsift.kernels.page_attention import SplitSpace, page_attention, split_count
 from kvsift.kernels.page_spans import page_spans as spans_of
-from kvsift.kernels.paged import PagedKV
+from kvsift.kernels.paged import PagedKV, SpaceShape
 from kvsift.kernels.sifted_attention import SiftSpace, sifted_attention, single_launch_runs
 from kvsift.kernels.sketch_attention import sketch_attention
 from kvsift.kernels.sketch_launch import SketchSpace
-from kvsift.kernels.space_shapes import SpaceShape
 from kvsift.methods.base import Method
 from kvsift.methods.pages import PagedMethod
 from kvsift.methods.sketch import Sketch
@@ -39,8 +38,8 @@ from kvsift.types import LayerShape, Objections
 MOST_TOKENS = 128  # in a page: shared memory holds keys and values of two tiles of whole pages
 CAPTURED = (PagedMethod, Sketch)
 
-ALWAYS = (1 << 31) - 1  # tokens, more than a context has: a row that is dense below this is dense
-StepMode = Literal["dense", "sparse", "mixed"]  # of all rows in a step; mixed: each row by its own length and rule
+ALWAYS = (1 << 31) - 1  # tokens, more than a context has: a sequence that is dense below this is dense
+StepMode = Literal["dense", "sparse", "mixed"]  # of a step; mixed: each sequence by its own length and rule
 Space = TypeVar("Space")
 
 
@@ -53,20 +52,20 @@ class DecodeBatch:
     """Batch of sequences that decode together: the buffers that their layers share, on the device.
 
     Args:
-        table: int32 [batch, max_pages], physical pages of each row, enough for all tokens to come.
-        lengths: tokens cached per row so far.
+        table: int32 [batch, max_pages], physical pages of each sequence, enough for all tokens to come.
+        lengths: tokens cached per sequence so far.
         page_size: tokens per page.
-        budgets: of each row's decode rule; None where the row is dense.
+        budgets: of each sequence's decode rule; None where the sequence is dense.
         capacity: units that a list can hold; by default what ``budgets`` need.
         unit_size: tokens per unit of the lists; a page by default.
-        block: unless 0, so many rows side by side are consecutive tokens of one sequence, and the bits of a row do not
-            depend on other rows (``kernels.block_attention``).
+        block: unless 0, number of neighbouring rows that are consecutive tokens of one sequence, and the bits of a row
+            do not depend on other rows (``kernels.block_attention``).
 
     Attributes:
-        sizes: how many rows a step may have, which are the first ones then; by default all.
+        sizes: how many sequences a step may have, which are the first ones then; by default all.
         ranked: most units of a list of which some are left out; None: as many as it holds.
-        dense_bytes: of the workspace of dense rows, at most; None: as many as fill the device.
-        launches: workspaces of single launches, by kind and shape of a layer, then by number of rows.
+        dense_bytes: of the workspace of dense sequences, at most; None: as many as fill the device.
+        launches: workspaces of single launches, by kind and shape of a layer, then by number of sequences.
     """
 
     objections: ClassVar[Objections] = (  # to plans
@@ -99,7 +98,7 @@ class DecodeBatch:
         return max(needs, default=0)
 
     def set_budgets(self, budgets: Sequence[Budget | None]) -> None:
-        """Replace the budgets of the first rows, without waiting for the device."""
+        """Replace the budgets of the first sequences, without waiting for the device."""
         numbers = [_numbers(budget) for budget in budgets]
         pinned = torch.tensor(numbers, dtype=torch.float64, pin_memory=self.budgets.is_cuda)
         self.budgets[: len(numbers)].copy_(pinned, non_blocking=True)
@@ -113,14 +112,14 @@ class DecodeBatch:
     def launch_space(
         self, kind: type, shapes: Callable[[int], tuple[SpaceShape, ...] | None], rows: int, key: tuple[Any, ...]
     ) -> Any:
-        """Return the workspace of a single launch that attends so many rows; None if it does not run.
+        """Return the workspace of a single launch that attends ``rows`` sequences; None if it does not run.
 
         A graph may be captured for each of ``sizes``. Launches run one after the other, so all share the memory that
         the largest takes; it never moves.
 
         Args:
             kind: a named tuple of tensors.
-            shapes: number of rows -> shapes of the tensors; None if the launch does not run.
+            shapes: number of sequences -> shapes of the tensors; None if the launch does not run.
             rows: number of them.
             key: of the layers that share the workspace.
         """
@@ -150,7 +149,7 @@ class DecodeBatch:
         main.wait_stream(self._side)
 
     def advance(self) -> None:
-        """Add a token to every row: lengths and spans move on. Call before the layers of a step."""
+        """Add a token to every sequence: lengths and spans move on. Call before the layers of a step."""
         self.lengths += 1
         if self.capacity:
             spans_of(self.lengths, self.unit_size, self.budgets, self.spans)
@@ -167,8 +166,8 @@ class DecodeLayer:
         method: of the decode rules.
         table: physical pages, if this layer's differ from the batch's.
         sink_logit: [num_query_heads].
-        dense_below: int32 [batch], lengths below which each row is dense here; mixed steps read it.
-        visible: int64 [batch], to which the visible tokens of each row's lists are added, step by step.
+        dense_below: int32 [batch], lengths below which each sequence is dense here; mixed steps read it.
+        visible: int64 [batch], to which the visible tokens of each sequence's lists are added, step by step.
         estimated: int64 [batch], to which the shares of attention that are estimated are added, head by head
             (``kernels.sketch_attention``); None: they are not counted.
         anchor: the layer whose lists this one attends, instead of a summary.
@@ -232,7 +231,7 @@ class DecodeLayer:
         return isinstance(self.method, Sketch) and self.method.rest and self.anchor is None
 
     def attend(self, queries: Tensor, mode: StepMode, early: bool = False, out: Tensor | None = None) -> Tensor:
-        """Return attention of the first rows, [batch or fewer, num_query_heads, head_dim] like ``queries``.
+        """Return attention of the first sequences, [batch or fewer, num_query_heads, head_dim] like ``queries``.
 
         Every token is visible if ``dense``. With ``early`` the launch may start while the kernel before still runs, see
         ``sifted_attention``. ``out`` is written, a new one by default.
@@ -298,9 +297,9 @@ class DecodeLayer:
     def _attend_dense(
         self, queries: Tensor, rows: int, out: Tensor | None, dense_below: Tensor | None = None
     ) -> Tensor:
-        """Attend all pages of dense rows, cut so that ``rows`` of them fill the device.
+        """Attend all pages of dense sequences, cut so that ``rows`` of them fill the device.
 
-        Mixed steps cut for one row: few rows would leave the device idle, and many cost nothing more.
+        Mixed steps cut for one sequence: few sequences would leave the device idle, and many cost nothing more.
         """
         space = self._split_space(rows)
         return page_attention(
@@ -320,7 +319,7 @@ class DecodeLayer:
         return {"scale": self.shape.scale, "softcap": self.shape.softcap, "sink_logit": self.sink_logit}
 
     def _first(self, rows: int) -> PagedKV:
-        """Return the cache of the first rows."""
+        """Return the cache of the first sequences."""
         kv = self.kv
         return kv if rows == kv.batch else kv._replace(table=kv.table[:rows], lengths=kv.lengths[:rows])
 
@@ -347,13 +346,14 @@ class DecodeLayer:
 
 
 def page_spans(budget: Budget, lengths: Tensor, unit_size: int) -> Tensor:
-    """Return the spans of rows that share a budget, computed on the device (``kernels.page_spans``)."""
+    """Return the spans of sequences that share a budget, computed on the device (``kernels.page_spans``)."""
     budgets = torch.tensor([_numbers(budget)] * len(lengths), dtype=torch.float64, device=lengths.device)
     return spans_of(lengths, unit_size, budgets)
 
 
 def _numbers(budget: Budget | None) -> tuple[float, ...]:
-    """Return a budget as ``kernels.page_spans`` reads it; the smallest for a dense row, whose lists are not read."""
+    """Return a budget as ``kernels.page_spans`` reads it; the smallest for a dense sequence, whose lists are not
+    read."""
     if budget is None:
         return 0, 1, 1, 1.0, 0
     tokens = -1 if budget.tokens is None else min(budget.tokens, ALWAYS)
@@ -362,7 +362,7 @@ def _numbers(budget: Budget | None) -> tuple[float, ...]:
 
 
 def list_capacity(budget: Budget, max_units: int, unit_size: int) -> int:
-    """Return the most units that a row can see, for contexts of up to ``max_units`` units."""
+    """Return the most units that a sequence can see, for contexts of up to ``max_units`` units."""
     units = ceil(max(budget.limit(max_units * unit_size), budget.min_context) / unit_size)
     if budget.tokens is None:  # a ratio may come to less than sinks, window and one unit, which are visible anyway
         units = max(units + 1, ceil(budget.sinks / unit_size) + ceil(budget.window / unit_size) + 2)

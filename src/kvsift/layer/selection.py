@@ -1,4 +1,4 @@
-"""Selection for the segments of one row, within a rule's budget, and the reader that counts what it reads."""
+"""Selection for the segments of one sequence, within a rule's budget, and the reader that counts what it reads."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from math import prod
 from time import perf_counter
 from typing import Any
 
+import torch
 from torch import Tensor, logit
+from torch.nn.functional import pad
 
+from kvsift.kernels.list_slots import list_slots
 from kvsift.kernels.merge import merge
+from kvsift.kernels.segment_attention import segment_attention
 from kvsift.layer.accounting import Tally
 from kvsift.layer.layer_messages import LayerMessages
 from kvsift.layer.segments import SegmentGroup
@@ -20,7 +24,6 @@ from kvsift.methods.segment_batch import SegmentRequests, SegmentSelections
 from kvsift.native.shapes import HeadRows, PooledRows
 from kvsift.plan.plan import Rule
 from kvsift.stores.base import Segment, Select, Store, View
-from kvsift.stores.joined_segments import attend_segments, is_plain, list_units
 from kvsift.stores.parts import past_lse
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Limit, Part, Selection
@@ -54,7 +57,7 @@ class CountingReader:
     """A ``KVReader``: what a method may read, with the bytes that it read to select.
 
     Args:
-        reader: of the row.
+        reader: of the sequence.
         messages: between the layers.
         address: (row, layer, key) of these queries' messages.
     """
@@ -137,10 +140,10 @@ class CountingReader:
 
 @dataclass(frozen=True)
 class Selector:
-    """Selects for one row in one layer and phase; bytes and seconds go to the tally.
+    """Selects for one sequence in one layer and phase; bytes and seconds go to the tally.
 
     Attributes:
-        state: the method's memory of the row.
+        state: the method's memory of the sequence.
     """
 
     shape: LayerShape
@@ -204,8 +207,25 @@ class Selector:
         size, num_kv_heads = choices.unit_size, self.shape.num_kv_heads
         read = listed * size * max(units.shape[1], num_kv_heads) // num_kv_heads
         self.tally.add_group(group, store, selected * size * choices.num_queries, read)
-        spans, rows = group.spans, reader.paged()
-        return selections, attend_segments(self.shape, queries, group.start, spans, units, counts, size, rows)
+        shape, rows = self.shape, reader.paged()
+        slots, counts = list_slots(units, counts, size, rows, max(num_kv_heads, units.shape[1]))
+        return selections, segment_attention(
+            queries, rows, group.start, group.spans, slots, counts, shape.scale, shape.softcap
+        )
 
     def _counting(self, reader: RowReader, start: int, stop: int) -> CountingReader:
         return CountingReader(reader, self.messages, (self.row, self.shape.layer, (self.phase, start, stop)))
+
+
+def is_plain(selection: Selection) -> bool:
+    """Whether a selection is nothing but a list of units."""
+    return selection.log_weight is selection.extra is selection.rest is None and not selection.for_above
+
+
+def list_units(sink_units: int, selections: Sequence[Selection]) -> tuple[Tensor, Tensor]:
+    """Return units int32 [num_segments, num_heads, capacity] of plain selections, behind ``sink_units`` units of sinks,
+    and how many of a list count, int32 [num_segments, num_heads]."""
+    most, device = max(selection.units.shape[1] for selection in selections), selections[0].units.device
+    units = torch.stack([pad(each.units, (0, most - each.units.shape[1]), value=-1) for each in selections])
+    sinks = torch.arange(sink_units, device=device).expand(*units.shape[:2], -1)
+    return torch.cat([sinks, units], 2).to(torch.int32), ((units >= 0).sum(2) + sink_units).to(torch.int32)

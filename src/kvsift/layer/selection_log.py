@@ -1,4 +1,4 @@
-"""How often the generated tokens of one row have selected each token before them, layer by layer."""
+"""How often the generated tokens of one sequence have selected each token before them, layer by layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LayerSelections:
 
 
 class SelectionLog:
-    """An ``Observer`` of the cache of one row. Sinks and the local window, which every step sees, are left out.
+    """An ``Observer`` of the cache of one sequence. Sinks and the local window, which every step sees, are left out.
 
     A step that failed and is repeated counts once: what a layer selected last is counted when its next step comes.
 

@@ -30,8 +30,8 @@ from kvsift.types import Chunk, Exact, Part, Selection
 
 
 def steps_of(length: int, decode_tokens: int, together: int = 1) -> list[tuple[int, int, Phase]]:
-    """(start, stop, phase) of the prompt in a row of so many new tokens, and of the generated ones, each alone or so
-    many ``together``."""
+    """(start, stop, phase) of the prompt in a sequence of ``length`` new tokens, and of the generated ones, each alone
+    or so many ``together``."""
     prompt = max(length - decode_tokens, 0)
     steps: list[tuple[int, int, Phase]] = [(0, prompt, "prefill")] if prompt else []
     return [*steps, *((token, min(token + together, length), "decode") for token in range(prompt, length, together))]
@@ -40,7 +40,7 @@ def steps_of(length: int, decode_tokens: int, together: int = 1) -> list[tuple[i
 class SparseAttention(LayerCache):
     """One attention layer of a running batch; arguments as for ``LayerCache``.
 
-    Rows are attended one at a time, so that a row's answer cannot depend on its neighbours.
+    Sequences are attended one at a time, so that a sequence's answer cannot depend on its neighbours.
 
     Attributes:
         joins: segments of a prefill chunk are attended together; None: on a GPU.
@@ -55,8 +55,8 @@ class SparseAttention(LayerCache):
         """Store a chunk and attend it.
 
         Args:
-            chunk: new tokens of every row.
-            decode_tokens: how many tokens at the end of each row are generated ones; each is attended as if it had
+            chunk: new tokens of every sequence.
+            decode_tokens: how many tokens at the end of each sequence are generated ones; each is attended as if it had
                 come alone. The others are prompt.
             sink_logit: [num_query_heads], a learned extra logit, if the model has one.
             first_row: row of the batch that the chunk's first row belongs to.
@@ -198,7 +198,7 @@ class SparseAttention(LayerCache):
     def _probe_if_due(
         self, segment: Segment, row: int, spans: tuple[int, int], selection: Selection | None, selector: Selector
     ) -> None:
-        """Compare a sparse step, which is counted, with exact attention every so many steps."""
+        """Compare a sparse step, which is counted, with exact attention every Nth step."""
         tally, every = selector.tally, self.stats.probe_every
         guarded = selector.rule.budget.min_recovery is not None
         if not guarded and (every <= 0 or (tally.sparse_queries - 1) % every):
@@ -217,7 +217,7 @@ class SparseAttention(LayerCache):
         self.stats.probe_s += perf_counter() - started
 
     def _check_prompt(self, row: int) -> None:
-        """Refuse another prompt for a row of which something was evicted, unless prompts are read so."""
+        """Refuse another prompt for a sequence of which something was evicted, unless the plan evicts in prefill."""
         evicted = self.store.lengths[row] - self.store.num_stored(row)
         if evicted and not self.plan.evicts_prompt:
             raise InputError(
@@ -228,7 +228,8 @@ class SparseAttention(LayerCache):
             )
 
     def attend_padding(self, row: int, queries: Tensor, length: int, sink_logit: Tensor | None = None) -> Tensor:
-        """Attend the first ``length`` tokens of a row with a query of padding, which is neither stored nor counted.
+        """Attend the first ``length`` tokens of a sequence with a query of padding, which is neither stored nor
+        counted.
 
         queries [num_query_heads, 1, head_dim] -> the same shape; 0 for no tokens.
         """

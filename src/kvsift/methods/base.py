@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format
 from kvsift.methods.checks import whole
-from kvsift.methods.old_names import adopt, mark, moved, read
 from kvsift.methods.segment_batch import SegmentRequests
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Moved, Objections, Part, Selection
@@ -35,19 +34,10 @@ class Method:
     not_captured: ClassVar[Objections] = (  # to captured steps, of a rule with summaries of one kind
         (lambda rule: True, "{it.name} does not rank pages by features of the query; the kernels rank by nothing else"),
     )
-    not_in_batches: ClassVar[Objections] = (  # to prompts that are read under vLLM, of a rule
+    not_in_batches: ClassVar[Objections] = (  # to prefill under vLLM, of a rule
         (lambda rule: True,
          "{it.name} does not choose for all segments of a chunk at once; take quoka or critiprefill"),
     )  # fmt: skip
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        adopt(cls)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            return read(self, name)
 
     @property
     def traits(self) -> Traits:
@@ -96,8 +86,8 @@ class Method:
         return None
 
     def state_bytes_per_token(self, shape: LayerShape) -> float:
-        """Bytes that one layer needs per cached token beside its keys and values: those of page summaries by default. A
-        method whose state grows adds to them."""
+        """Bytes that one layer needs per cached token besides its keys and values: those of page summaries by default.
+        A method whose state grows adds to them."""
         widths = [row_format(kind, shape.head_dim, self.summary_page_size) for kind in self.summaries]
         row_bytes = sum(width * (2 if dtype is None else dtype.itemsize) for width, dtype in widths)
         return shape.num_kv_heads * row_bytes / self.summary_page_size
@@ -113,7 +103,6 @@ class Method:
     def checkpoint(self, state: Any) -> None:
         """Remember the present length: the sequence may be rolled back to it. Only states that discard something need
         this; ``crop`` alone rolls back the others."""
-        mark(state)
 
     def follow(self, state: Any, shape: LayerShape, start: int, stop: int, phase: Phase, reader: KVReader) -> None:
         """Receive the span of tokens that were answered in a phase, for states that depend on the phase or on earlier
@@ -195,9 +184,3 @@ def seen_by_all(start: int, num_queries: int) -> int:
     """Return how many tokens every query of a segment sees. A single query sees itself; in a longer segment the last
     token must not influence the first."""
     return start + 1 if num_queries == 1 else start
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        return moved(name)

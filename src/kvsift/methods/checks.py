@@ -105,6 +105,12 @@ def one_of(name: str, value: object, choices: Sequence[str]) -> None:
         raise InputError(f"{name}={value!r} must be {_listed([repr(choice) for choice in choices])}.")
 
 
+def compat(value: object, *modes: str) -> None:
+    """Check the name of a compatibility mode, which may be left out."""
+    if value is not None and value not in modes:
+        raise InputError(f"compat={value!r} must be {_listed([*map(repr, modes), 'left out'])}.")
+
+
 def flag(name: str, value: object) -> None:
     """Check a flag."""
     if not isinstance(value, bool):

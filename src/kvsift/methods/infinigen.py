@@ -114,8 +114,7 @@ class InfiniGen(ScoringMethod):
         checks.share("partial", self.partial)
         if self.calibration is not None:
             calibration.check("calibration", self.calibration)
-        if self.compat not in (None, "code"):
-            raise InputError(f"compat={self.compat!r} must be 'code' or left out.")
+        checks.compat(self.compat, "code")
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

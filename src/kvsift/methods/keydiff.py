@@ -20,7 +20,7 @@ from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase, seen_by_all
 from kvsift.methods.common.dropped_tokens import DroppedTokens, keys_of, select_remaining
 from kvsift.methods.common.dropping import dropped_report
-from kvsift.methods.common.key_norms import SMALLEST_NORM, KeyNorms
+from kvsift.methods.common.token_rows import SMALLEST_NORM, KeyNorms, inverse_norms
 from kvsift.methods.scoring import top_units
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
@@ -60,7 +60,7 @@ class KeyDiff(ChunkedMethod):
         if self.evict:
             return _select_remaining(state, start, candidates, limit, reader, queries.device)
         stop = seen_by_all(start, queries.shape[1])
-        scores = unlike_mean(reader.keys(0, stop), state.read(reader, 0, stop))[:, candidates.tokens]
+        scores = unlike_mean(reader.keys(0, stop), state.norms(reader, 0, stop))[:, candidates.tokens]
         return Selection(top_units(scores, limit.units) + candidates.first, 1, full=True)
 
 
@@ -69,8 +69,7 @@ def _select_remaining(
 ) -> Selection:
     def worth(left: Tensor) -> Tensor:
         keys = keys_of(reader, left, start)
-        norms = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
-        return unlike_mean(keys, norms.clamp_min(SMALLEST_NORM).reciprocal())
+        return unlike_mean(keys, inverse_norms(keys))
 
     return select_remaining(drops, candidates, limit, start, device, worth)
 

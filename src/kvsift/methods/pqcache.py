@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvsift.methods import checks
-from kvsift.methods.common import kmeans
 from kvsift.methods.common.token_rows import TokenRows, settled
 from kvsift.methods.scoring import ScoringMethod, top_units
 from kvsift.methods.traits import Traits
@@ -117,12 +116,12 @@ class ProductCodes:
         if span != self._span:
             method = self._method
             points = cut(reader.keys(*span), method.parts)
-            self.centroids = kmeans.fit(points, 1 << method.bits, method.iterations, method.seed)
+            self.centroids = fit_centroids(points, 1 << method.bits, method.iterations, method.seed)
             self._span, self._rows = span, TokenRows()
         return self._rows.read(reader, candidates.first, candidates.stop, self._coded)
 
     def _coded(self, keys: Tensor) -> Tensor:
-        return kmeans.nearest(cut(keys, self._method.parts), self.centroids).mT.to(torch.uint8)
+        return nearest_centroids(cut(keys, self._method.parts), self.centroids).mT.to(torch.uint8)
 
     def fork(self) -> ProductCodes:
         copy = ProductCodes(self._method)
@@ -140,3 +139,27 @@ def cut(vectors: Tensor, parts: int) -> Tensor:
     zeros."""
     missing = -vectors.shape[-1] % parts
     return pad(vectors, (0, missing)).unflatten(-1, (parts, -1)).transpose(1, 2)
+
+
+def fit_centroids(points: Tensor, count: int, iterations: int, seed: int) -> Tensor:
+    """Fit centroids to points [.., n, dim] by k-means, for each leading index: float64 [.., min(count, n), dim].
+
+    They start at points drawn by ``seed`` and move to the mean of their nearest points, ``iterations`` times; one
+    without points stays. float64, so that no tie depends on the memory layout of the points.
+    """
+    points = points.double()
+    drawn = torch.randperm(points.shape[-2], generator=torch.Generator().manual_seed(seed))[:count]
+    centroids = points[..., drawn.to(points.device), :]
+    for _ in range(iterations):
+        assigned = nearest_centroids(points, centroids)  # [.., n]
+        sums = torch.zeros_like(centroids).scatter_add_(-2, assigned.unsqueeze(-1).expand_as(points), points)
+        sizes = torch.zeros_like(centroids[..., 0]).scatter_add_(-1, assigned, torch.ones_like(points[..., 0]))
+        centroids = torch.where(sizes.unsqueeze(-1) > 0, sums / sizes.clamp_min(1).unsqueeze(-1), centroids)
+    return centroids
+
+
+def nearest_centroids(points: Tensor, centroids: Tensor) -> Tensor:
+    """Return the nearest centroid of each point, ties to the first: [.., n, dim], [.., count, dim] -> int64 [.., n]."""
+    # |x - c|^2 without |x|^2, which is the same for all centroids
+    distances = centroids.double().square().sum(-1).unsqueeze(-2) - 2 * points.double() @ centroids.double().mT
+    return distances.argmin(-1)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from kvsift.errors import InputError
+from kvsift.methods import checks
 from kvsift.methods.pages import SummaryMethod
 
 
@@ -34,8 +35,7 @@ class Quest(SummaryMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compat not in (None, "paper", "code"):
-            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        checks.compat(self.compat, "paper", "code")
         if self.compat is not None and (self.heads == "kv" or self.score_by != "minmax" or self.prefilter):
             raise InputError(
                 f"compat={self.compat!r} means heads='query' and score_by='minmax' without prefilter; leave those "

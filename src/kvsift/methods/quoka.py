@@ -29,7 +29,7 @@ from kvsift.kernels.unlikeness import unlikeness
 from kvsift.methods import checks
 from kvsift.methods.base import ChunkedMethod, Phase
 from kvsift.methods.common.blocks import pages_in, whole_blocks
-from kvsift.methods.common.key_norms import KeyNorms
+from kvsift.methods.common.token_rows import KeyNorms
 from kvsift.methods.scoring import top_units
 from kvsift.methods.segment_batch import SegmentRequests, best_of_segments
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
@@ -106,7 +106,7 @@ class QuoKA(ChunkedMethod):
         if not cosine:
             kept = kept * shape.scale  # the largest number in half precision is 65504
         num_heads, tokens = shape.group_size if exact else 1, candidates.tokens
-        norms = state.read(reader, tokens.start, tokens.stop) if cosine else None
+        norms = state.norms(reader, tokens.start, tokens.stop) if cosine else None
         pages = whole_blocks(candidates, self.page_size)
         keep = ceil(self.prefilter * limit.units / self.page_size)
         if not self.prefilter or keep >= len(pages):

@@ -30,24 +30,19 @@ from kvsift.errors import InputError
 from kvsift.indexes.audits import is_due
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index, best_of_groups, merged
-from kvsift.indexes.block_recorder import BlockRecorder
-from kvsift.indexes.faiss_index import load_faiss
+from kvsift.indexes.faiss_index import HNSWIndex, IVFIndex, load_faiss
 from kvsift.indexes.flat import FlatIndex, exact_search
 from kvsift.indexes.from_samples import DECODE_POSITIONS, LEAST_SAMPLES, lists_for, why_no_graph
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.hnsw import HNSWIndex
-from kvsift.indexes.ivf import IVFIndex
-from kvsift.indexes.recorder import QueryRecorder
-from kvsift.indexes.samples import QuerySamples
+from kvsift.indexes.samples import BlockRecorder, QueryRecorder, QuerySamples
 from kvsift.methods import checks
 from kvsift.methods.base import Method
-from kvsift.methods.common.indexed_blocks import IndexedBlocks
-from kvsift.methods.common.indexed_keys import IndexedKeys, IndexedSpan
+from kvsift.methods.common.indexed_keys import IndexedBlocks, IndexedKeys, IndexedSpan
 from kvsift.methods.traits import Traits
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Selection
 
 BLOCK = 16384  # tokens of a block that is recommended
-SPACING = 8  # a block keeps so many times fewer queries than tokens; 16 found 0.01 less than 4 (2026-11-25)
+SPACING = 8  # a block keeps one query for every 8 tokens; 16 found 0.01 less than 4 (2026-11-25)
 TAIL = 8192  # newer tokens than an index covers that are scanned, before they get an index of their own
 WANTED = 100  # keys per query that an index is tuned for when it is built before the first query
 
@@ -69,13 +64,13 @@ class RetrievalAttention(Method):
             the usual indexes, through faiss.
         heads: each "query" head has its own selection, or the query heads of a "kv" head share one.
         per: a graph per "kv_head" or per "query_head".
-        block: tokens of a block, 64 or more; 0: one index over the prompt. Rows whose prompts begin alike can share
-            blocks; prompts that are kept for later rows then keep their queries and indexes, too.
+        block: tokens of a block, 64 or more; 0: one index over the prompt. Sequences whose prompts share a prefix can
+            share blocks; prompts that are kept for later sequences then keep their queries and indexes, too.
         samples: queries of the prompt, per query head, that a graph is built from, at most.
         degree: links per key of the graph.
         beam: keys that a search of the graph follows; chosen for 95 % recall by "auto", four times the selection
             in "graph" when it is left out.
-        audit: every so many tokens, and more often at first, a scan of all keys answers a step, and heads whose graph
+        audit: tokens between two audits, fewer at first: a scan of all keys answers a step, and heads whose graph
             would have missed more than 2 % widen their search until none does; 0 never.
         compat: "paper": a graph per query head, built from unrotated queries and the keys before them; no audits.
     """
@@ -107,8 +102,7 @@ class RetrievalAttention(Method):
         if self.beam is not None:
             checks.whole("beam", self.beam, 1)
         checks.whole("audit", self.audit, 0)
-        if self.compat not in (None, "paper"):
-            raise InputError(f"compat={self.compat!r} must be 'paper' or left out.")
+        checks.compat(self.compat, "paper")
         if self.compat is not None:
             if self.index not in ("auto", "graph") or self.heads != "query":
                 raise InputError(

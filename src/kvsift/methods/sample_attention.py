@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
 from kvsift.methods.common.softmax_share import ShareMethod
@@ -43,8 +42,7 @@ class SampleAttention(ShareMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         checks.whole("queries", self.queries, 1)
-        if self.compat not in (None, "paper"):
-            raise InputError(f"compat={self.compat!r} must be 'paper' or left out.")
+        checks.compat(self.compat, "paper")
         if self.compat is not None:
             self._imply(heads="query", queries=ceil(PAPER_SHARE * self.chunk))
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsift.kernels.integer_rows import IntegerRows
+from kvsift.kernels.segment_attention import IntegerRows
 from kvsift.kernels.top_pages import visible_pages
 from kvsift.types import Candidates, KVReader, Limit, Selection
 

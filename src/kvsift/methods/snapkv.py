@@ -84,8 +84,7 @@ class SnapKV(DroppingMethod):
         checks.whole("kernel", self.kernel, 1)
         checks.one_of("pooling", self.pooling, ("avg", "max"))
         checks.one_of("heads", self.heads, ("kv", "query"))
-        if self.compat not in (None, "paper", "code"):
-            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        checks.compat(self.compat, "paper", "code")
         if self.kernel % 2 == 0:
             raise InputError(f"kernel={self.kernel} has no middle; give an odd number such as {self.kernel + 1}.")
         if self.compat is not None:

@@ -22,16 +22,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvsift.errors import InputError
 from kvsift.methods import checks
 from kvsift.methods.base import Phase
-from kvsift.methods.common.channel_rows import ChannelRows
 from kvsift.methods.common.softmax_share import ShareMethod, mean_shares
-from kvsift.methods.common.value_mean import BLOCK, ValueMean
 from kvsift.methods.scoring import chosen_units, top_units, units_per_head
 from kvsift.types import Candidates, KVReader, LayerShape, Limit, Rest, Selection
 
 MOST_SHARE = 1 - 2.0**-20  # of the other tokens: a part with infinitely more weight than another cannot be merged
+BLOCK = 256  # tokens
+AT_ONCE = 16  # blocks that are summed together, which bounds temporary memory
 
 
 @dataclass
@@ -76,8 +75,7 @@ class SparQ(ShareMethod):
         checks.whole("channels", self.channels, 1)
         checks.flag("mean_value", self.mean_value)
         checks.flag("second_copy", self.second_copy)
-        if self.compat not in (None, "paper", "code"):
-            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        checks.compat(self.compat, "paper", "code")
 
     @property
     def budget_defaults(self) -> dict[str, Any]:
@@ -134,3 +132,80 @@ def kept_channels(shape: LayerShape, queries: Tensor, count: int) -> Tensor:
     """Channels with the largest |q| in a group, summed over queries, int64 [num_kv_heads, count], ascending."""
     size = queries.float().abs().unflatten(0, (shape.num_kv_heads, -1))
     return top_units(size.sum((1, 2)), count)
+
+
+@dataclass
+class ValueMean:
+    """Mean value of one sequence in one layer."""
+
+    sums: Tensor | None = None  # float64 [num_kv_heads, n + 1, head_dim], of the first 0 to n blocks; never written to
+
+    def read(self, reader: KVReader, stop: int) -> Tensor:
+        """Mean of the first ``stop`` values, float32 [num_kv_heads, head_dim]."""
+        while self.num_blocks < stop // BLOCK:
+            self._append(reader, min(self.num_blocks + AT_ONCE, stop // BLOCK))
+        whole = stop // BLOCK
+        total = reader.values(whole * BLOCK, stop).double().sum(1)
+        if self.sums is not None:
+            total = total + reader.counted(self.sums[:, whole])
+        return (total / stop).float()
+
+    @property
+    def num_blocks(self) -> int:
+        return 0 if self.sums is None else self.sums.shape[1] - 1
+
+    @torch.inference_mode()  # the sums outlive the caller's inference mode
+    def _append(self, reader: KVReader, stop_block: int) -> None:
+        first = self.num_blocks
+        values = reader.values(first * BLOCK, stop_block * BLOCK).double()
+        added = values.unflatten(1, (-1, BLOCK)).sum(2).cumsum(1)
+        if self.sums is None:
+            self.sums = torch.nn.functional.pad(added, (0, 0, 1, 0))
+        else:
+            self.sums = torch.cat([self.sums, self.sums[:, -1:] + added], 1)
+
+    def fork(self) -> ValueMean:
+        return ValueMean(self.sums)  # shared: never written to
+
+    def crop(self, length: int) -> None:
+        if self.sums is not None:
+            self.sums = self.sums[:, : length // BLOCK + 1]
+
+
+class ChannelRows:
+    """Keys of one sequence in one layer by channel, copied when they are read, in a buffer that grows."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._buffer: Tensor | None = None  # [num_kv_heads, head_dim, capacity], in the dtype of the keys
+
+    @torch.inference_mode()  # the buffer outlives the caller's inference mode
+    def read(self, reader: KVReader, stop: int, channels: Tensor) -> Tensor:
+        """Chosen channels of the first ``stop`` keys, [num_kv_heads, count, stop].
+
+        channels int64 [num_kv_heads, count].
+        """
+        if self.length < stop:
+            self._append(reader.keys(self.length, stop))
+        assert self._buffer is not None
+        chosen = [rows[own, :stop] for rows, own in zip(self._buffer, channels)]
+        return reader.counted(torch.stack(chosen))
+
+    def _append(self, keys: Tensor) -> None:
+        stop = self.length + keys.shape[1]
+        if self._buffer is None or self._buffer.shape[2] < stop:
+            buffer = keys.new_empty(keys.shape[0], keys.shape[2], max(stop, 2 * self.length))
+            if self._buffer is not None:
+                buffer[..., : self.length] = self._buffer[..., : self.length]
+            self._buffer = buffer
+        self._buffer[..., self.length : stop] = keys.mT
+        self.length = stop
+
+    def fork(self) -> ChannelRows:
+        copy = ChannelRows()
+        if self._buffer is not None:
+            copy.length, copy._buffer = self.length, self._buffer[..., : self.length].clone()  # both append to it
+        return copy
+
+    def crop(self, length: int) -> None:
+        self.length = min(self.length, length)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from kvsift.errors import InputError
+from kvsift.methods import checks
 from kvsift.methods.common.dropped_tokens import keys_of
 from kvsift.methods.common.dropping import DroppingMethod, DroppingState, attention_weights
 from kvsift.types import KVReader, LayerShape
@@ -42,8 +42,7 @@ class TOVA(DroppingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.compat not in (None, "paper", "code"):
-            raise InputError(f"compat={self.compat!r} must be 'paper', 'code' or left out.")
+        checks.compat(self.compat, "paper", "code")
 
     @property
     def budget_defaults(self) -> dict[str, Any]:

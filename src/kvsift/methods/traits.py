@@ -21,8 +21,8 @@ class Traits(NamedTuple):
         compares_heads: ``Method.select`` follows ``Limit.adaptive``.
         follows: ``Method.follow`` is called after tokens are answered.
         wants_queries: the method learns from the queries of the prompt, not only from its keys.
-        seals: what a state has learned when a chunk of the prompt is read depends on the tokens up to there alone, so
-            rows whose prompts begin alike can start from it; ``Method.prepare`` is called after every chunk.
+        seals: what a state has learned when a chunk of the prompt is prefilled depends on the tokens up to there alone,
+            so sequences whose prompts share a prefix can start from it; ``Method.prepare`` is called after every chunk.
         to_share: settings with which the method seals, if it does not with the present ones.
         wants_hidden: in decode, ``KVReader.from_below`` returns the query foreseen from the layer below.
         on_host: decode reads keys in host memory, and only there.

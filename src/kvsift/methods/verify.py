@@ -91,7 +91,7 @@ class Verify(Method):
     def _rest(
         self, state: Verified, shape: LayerShape, start: int, candidates: Candidates, units: Tensor, reader: KVReader
     ) -> Rest | None:
-        """What the last verified token before ``start`` saw beside the units and what is always visible."""
+        """Return what the last verified token before ``start`` saw besides the units and what is always visible."""
         in_place = getattr(reader, "in_place", None)
         assert state.queries is not None
         assert state.part is not None

@@ -48,7 +48,7 @@ class FusedModel:
     def prefill(
         self, tokens: Tensor, cache: SparseCache, phase: Phase, pause: Callable[[], bool] | None = None
     ) -> Tensor:
-        """Store and attend the next tokens of the row that ``SparseCache.turn_to`` chose.
+        """Store and attend the next tokens of the sequence that ``SparseCache.turn_to`` chose.
 
         Args:
             tokens: int64 [num_new].
@@ -116,7 +116,7 @@ class FusedModel:
         return step.head(last, step.norm).unsqueeze(1)
 
     def _angles_of(self, starts: Sequence[int], num_new: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of so many positions from each start on, [positions, head_dim] both."""
+        """Cosines and sines of ``num_new`` positions from each start on, [positions, head_dim] both."""
         if num_new == 1:  # the model's own embedding takes as long for one position as for many
             rows = [self._angles_at(start) for start in starts]
             return (

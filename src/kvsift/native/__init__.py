@@ -1,6 +1,6 @@
 """The compiled core: attention, page scores and exact search in host memory, at the speed of that memory.
 
-``available`` tells whether it is installed. Without it the other functions raise InputError with ``why_missing()``;
+``available`` returns whether it is installed. Without it the other functions raise InputError with ``why_missing()``;
 ``kvsift.native.twins`` has the same functions in plain torch.
 """
 

@@ -1,10 +1,9 @@
 """The compiled module and its instruction set.
 
 The module is bound once, here: ``core`` is the module, or an object that says at its first use what is missing, and
-``AVAILABLE`` tells which. The core has its kernels once per instruction set and starts with the widest that the
-processor has. The environment variable ``KVSIFT_ISA`` names another; ``use_level`` changes it later, for the whole
-process.
-"""
+``AVAILABLE`` is whether it is the module. The core has its kernels once per instruction set and starts with the widest
+that the processor has. The environment variable ``KVSIFT_ISA`` names another; ``use_level`` changes it later, for the
+whole process."""
 
 from __future__ import annotations
 

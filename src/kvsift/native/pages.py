@@ -1,4 +1,4 @@
-"""Scores of pages by their extremes per channel, and the pages with the best scores (Quest, arXiv 2406.10774)."""
+"""Pages by their extremes per channel: the extremes, the scores, and the best pages (Quest, arXiv 2406.10774)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kvsift.errors import InputError
-from kvsift.native.loader import core, num_threads
+from kvsift.native.loader import AVAILABLE, core, num_threads
 from kvsift.native.shapes import (
     LARGEST_HEAD_DIM,
+    ROW_DTYPES,
     HeadRows,
     address_of,
     check_finite,
@@ -16,6 +17,8 @@ from kvsift.native.shapes import (
     check_rows,
     shape_of,
 )
+
+MAX_PAGES = 4  # whose extremes are found here; for more, torch's loops are as fast
 
 
 def page_scores(queries: Tensor, rows: HeadRows, scale: float, *, threads: int | None = None) -> Tensor:
@@ -62,3 +65,24 @@ def _check(queries: Tensor, rows: HeadRows) -> None:
     check_rows("rows", rows, largest=2 * LARGEST_HEAD_DIM, multiple=16)
     check_queries(queries, rows.shape[0], rows.shape[2] // 2)
     check_finite(queries)
+
+
+def takes_pages(keys: Tensor) -> bool:
+    """Whether the compiled core is available and takes keys [num_kv_heads, num_pages, page_size, head_dim]."""
+    few = keys.shape[1] <= MAX_PAGES and keys.is_cpu and keys.dtype in ROW_DTYPES
+    return AVAILABLE and few and keys[0].is_contiguous()
+
+
+def page_extremes(keys: Tensor, valid: Tensor | None) -> Tensor:
+    """[num_kv_heads, num_pages, 2 * head_dim]: the largest numbers of a page's tokens, then the smallest.
+
+    keys [num_kv_heads, num_pages, page_size, head_dim]; valid bool [num_pages, page_size], at least one token per page;
+    None: all tokens are valid.
+    """
+    rows = keys.new_empty(*keys.shape[:2], 2 * keys.shape[3])
+    valid = None if valid is None else valid.contiguous()
+    core.page_extremes(
+        keys.dtype == torch.bfloat16, keys.data_ptr(), keys.stride(0), len(keys),
+        0 if valid is None else valid.data_ptr(), *keys.shape[1:], rows.data_ptr(),
+    )  # fmt: skip
+    return rows

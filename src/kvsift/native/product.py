@@ -1,4 +1,4 @@
-"""The work of a decoder step beside its attention: norms, a few rows times weight matrices, rotation."""
+"""The work of a decoder step besides its attention: norms, a few rows times weight matrices, rotation."""
 
 from __future__ import annotations
 

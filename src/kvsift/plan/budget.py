@@ -36,7 +36,7 @@ class Budget:
     tokens of the segment up to their own besides, as the papers count.
 
     Attributes:
-        tokens: at most so many visible tokens. 1024 when neither ``tokens``, ``ratio`` nor ``mass`` is given.
+        tokens: visible tokens, at most. 1024 when neither ``tokens``, ``ratio`` nor ``mass`` is given.
         ratio: the same as a share of the context, 0 < ratio <= 1; at least one unit is selected.
         mass: choose the smallest set whose estimated share of attention, always-visible tokens included, reaches
             this; 0 < mass <= 1. ``tokens`` or ``ratio`` beside it are a ceiling.
@@ -44,7 +44,7 @@ class Budget:
         window: most recent tokens, the query's own included, always visible; rounded up to units. 0 forces nothing:
             even the unit being filled competes (decode only).
         dense_layers: true layer indices that always see everything.
-        min_context: below so many cached tokens everything is seen.
+        min_context: with fewer cached tokens everything is visible.
         layer_budgets: "equal", or "pyramid": lower layers see more tokens and upper ones fewer, the same in the mean
             (``plan.layer_budgets``).
         head_budgets: "equal", or "adaptive": the heads of a layer that choose share what they would have in all, by

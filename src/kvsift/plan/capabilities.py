@@ -2,7 +2,7 @@
 
 A class that has a limit declares it: a condition and a sentence, both about one thing, ``it``, a ``PlanCase`` or the
 plan, rule or model in it. A sentence may name attributes of that, ``{it.decode}``, and what the condition has returned,
-``{found}``; it says what was given and the nearest legal choices. Most tables are called ``objections``; those of a
+``{found}``; it names what was given and the nearest legal choices. Most tables are called ``objections``; those of a
 method or store are called after what it cannot do, such as ``not_captured``.
 """
 

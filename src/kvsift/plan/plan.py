@@ -55,7 +55,8 @@ class Rule:
         (lambda rule: not rule.method.traits.keeps_all or rule.method.traits.follows,
          "what {it.name} remembers depends on how earlier tokens were answered"),
         (lambda rule: (traits := rule.method.traits).wants_queries and not traits.seals and traits.to_share,
-         "{it.name} learns from the queries of the whole prompt; with {found} from those of a block, and rows share"),
+         "{it.name} learns from the queries of the whole prompt; with {found} from those of a block, and sequences "
+         "share"),
         (lambda rule: (traits := rule.method.traits).wants_queries and not traits.seals,
          "{it.name} learns from the queries of the whole prompt"),
     )  # fmt: skip
@@ -150,7 +151,7 @@ class Plan:
          "min_recovery guards decode, and the rule of prefill has it. Give it to a rule of decode alone: "
          "prefill=METHOD:...,decode=METHOD:...:min_recovery=0.9."),
         (lambda plan: plan.evicts_prompt and plan.decode != plan.prefill,
-         "evict=true in prefill frees tokens while the prompt is read, and decode can only go on with what is left of "
+         "evict=true in prefill frees tokens of the prompt, and decode can only go on with what is left of "
          "them. Give both phases the rule, both={it.prefill}, or decode alone."),
         (lambda plan: plan.evicts_prompt and plan.prefill.budget.layer_budgets == "pyramid",
          "layer_budgets='pyramid' gives lower layers more once the context is long enough, and what evict=true has "
@@ -189,17 +190,17 @@ class Plan:
 
     @property
     def evicts_prompt(self) -> bool:
-        """Whether tokens are freed while the prompt is read; decode, by the same rule, goes on with what is left."""
+        """Whether tokens are freed during prefill; decode, by the same rule, goes on with what is left."""
         return self.prefill is not None and self.prefill.evicts
 
     @property
     def not_shared(self) -> str | None:
-        """Why rows of the plan share no pages; None if they do."""
+        """Why sequences of the plan share no pages; None if they do."""
         return next((text for rule in self.rules for text in reasons(rule, rule.not_shared)), None)
 
     @property
     def can_undo(self) -> bool:
-        """Whether a row can forget its newest tokens, as it must after a step that failed."""
+        """Whether a sequence can forget its newest tokens, as it must after a step that failed."""
         return all(rule.method.traits.keeps_all and not rule.evicts for rule in self.rules)
 
     def evicts_in(self, layer: int) -> bool:

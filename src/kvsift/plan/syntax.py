@@ -80,7 +80,7 @@ def parse_plan(spec: PlanSpec) -> Plan:
 
 
 def is_auto(spec: object) -> bool:
-    """Whether a plan is the one that was tuned for the model, which only a model tells."""
+    """Whether a plan is the one that was tuned for the model, which is known only with a model."""
     return isinstance(spec, str) and spec.strip() == AUTO
 
 

@@ -43,7 +43,7 @@ class TunedPlan:
         plan: the plan; the anchors of its method, if any, are those of the file that it names.
         name, fingerprint: of the model (``checkpoint.fingerprint``).
         device: "cpu" or "cuda", where candidates were timed.
-        report: what else the file tells, ready for JSON.
+        report: what else the file holds, ready for JSON.
         path: of the file that it was read from; None: it was not.
     """
 

@@ -30,7 +30,7 @@ def submit(run: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> Fu
 
 def new_thread() -> ThreadPoolExecutor:
     """A thread that ends once its work is done and no reference to it is left."""
-    return ThreadPoolExecutor(1, "kvsift-beside")
+    return ThreadPoolExecutor(1, "kvsift-background")
 
 
 @cache

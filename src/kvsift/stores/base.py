@@ -86,14 +86,14 @@ class Transfers(NamedTuple):
 
 
 class Store(ABC):
-    """Keys, values and page summaries of one layer for the rows of a batch.
+    """Keys, values and page summaries of one layer for the sequences of a batch; ``row`` is the number of a sequence.
 
     Attributes:
         shape: the layer.
         page_size: tokens per page.
-        lengths: tokens cached per row, evicted ones included.
+        lengths: tokens cached per sequence, evicted ones included.
         token_bytes: of keys and values of one token.
-        table: pages of the rows; None where every row has pages of its own.
+        table: pages of the sequences; None where every sequence has pages of its own.
         kinds: of page summaries that are maintained and can be read.
     """
 
@@ -150,16 +150,16 @@ class Store(ABC):
 
     @abstractmethod
     def append(self, row: int, keys: Tensor, values: Tensor) -> None:
-        """Store new tokens of a row, [num_kv_heads, num_new, head_dim], and summarise the pages they touch."""
+        """Store new tokens of a sequence, [num_kv_heads, num_new, head_dim], and summarise the pages they touch."""
 
     def restore(self, row: int, keys: Tensor, values: Tensor, summaries: Mapping[str, Tensor]) -> None:
-        """As ``append`` to an empty row, with summaries of its pages, [num_kv_heads, num_pages, width], which need not
-        be computed again."""
+        """As ``append`` to an empty sequence, with summaries of its pages, [num_kv_heads, num_pages, width], which need
+        not be computed again."""
         self.append(row, keys, values)
 
     @abstractmethod
     def reader(self, row: int) -> RowReader:
-        """What a row holds, in logical order."""
+        """What a sequence holds, in logical order."""
 
     @abstractmethod
     def attend_all(self, row: int, segment: Segment) -> Part:
@@ -171,11 +171,11 @@ class Store(ABC):
 
     @abstractmethod
     def fork(self, sources: Sequence[int]) -> None:
-        """Row i becomes a copy of row ``sources[i]``."""
+        """Sequence i becomes a copy of sequence ``sources[i]``."""
 
     @abstractmethod
     def crop(self, row: int, length: int) -> None:
-        """Forget the tokens of a row from position ``length`` on."""
+        """Forget the tokens of a sequence from position ``length`` on."""
 
     @abstractmethod
     def repage(self, page_size: int, summaries: Iterable[str]) -> None:
@@ -190,23 +190,23 @@ class Store(ABC):
         raise NotImplementedError(f"steps over a {type(self).__name__} are composed")
 
     def reserve_rows(self, lengths: Sequence[int]) -> None:
-        """Reserve pages for rows of these lengths, and a scratch page: up to them, no pool moves. As ``pools``."""
+        """Reserve pages for sequences of these lengths, and a scratch page: up to them, no pool moves. As ``pools``."""
         raise NotImplementedError(f"steps over a {type(self).__name__} are composed")
 
     def advance(self, row: int, length: int, stale_from: int | None = None) -> None:
-        """Record that captured steps have written a row up to ``length``, without summaries of the tokens from position
-        ``stale_from`` on, which are computed now. As ``pools``."""
+        """Record that captured steps have written a sequence up to ``length``, without summaries of the tokens from
+        position ``stale_from`` on, which are computed now. As ``pools``."""
         raise NotImplementedError(f"steps over a {type(self).__name__} are composed")
 
     def num_stored(self, row: int) -> int:
-        """Tokens of a row that are still stored."""
+        """Tokens of a sequence that are still stored."""
         return self.lengths[row]
 
     def summarise_open_page(self, row: int) -> None:  # noqa: B027 (nothing to do where no page is summarised)
         """Summarise the page being filled, which otherwise waits until its summary is read."""
 
     def checkpoint(self) -> None:  # noqa: B027 (nothing to do where nothing is evicted)
-        """Remember the present lengths: rows may be rolled back to them."""
+        """Remember the present lengths: sequences may be rolled back to them."""
 
     def can_crop(self, row: int, length: int) -> bool:
         """Whether every token that ``crop`` needs is still stored."""

@@ -1,7 +1,7 @@
 """A cache on the device of pieces of pools in host memory, least recently used first out.
 
 A piece is a granule of one KV head, a page or a token. Its id is ``granule * num_kv_heads + head``, with granules
-counted through the pages of the pool: ids stay when pools grow, and rows that share a page share its pieces.
+counted through the pages of the pool: ids stay when pools grow, and sequences that share a page share its pieces.
 """
 
 from __future__ import annotations

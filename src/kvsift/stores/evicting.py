@@ -1,14 +1,15 @@
-"""KV that is evicted for good: a row keeps the tokens that a method keeps, and the rest of its memory is freed.
+"""KV that is evicted for good: a sequence keeps the tokens that a method keeps, and the rest of its memory is freed.
 
-Until something is evicted a row is a ``PagedStore`` of its own, so that its pages are among no other row's. Then it
-becomes two tensors with the tokens that are left, in their order, equally many for every KV head. Tokens keep their
-positions: sinks and window are the same for all heads, and a list per head names the tokens between them.
+Until something is evicted a sequence is a ``PagedStore`` of its own, so that its pages are among no other sequence's.
+Then it becomes two tensors with the tokens that are left, in their order, equally many for every KV head. Tokens keep
+their positions: sinks and window are the same for all heads, and a list per head names the tokens between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,12 @@ from kvsift.stores.parts import attend_dense, attend_repositioned, attend_spans,
 from kvsift.stores.reader import RowReader
 from kvsift.types import LayerShape, Part, Selection
 
-ROOM = 64  # tokens that can be appended before a row is copied
+ROOM = 64  # tokens that can be appended before a sequence is copied
 
 
 @dataclass
 class LeftTokens:
-    """The tokens that are left of a row: sinks below ``first``, chosen ones, and all from position ``stop`` on."""
+    """The tokens that are left of a sequence: sinks below ``first``, chosen ones, and all from position ``stop`` on."""
 
     first: int
     stop: int
@@ -59,11 +60,11 @@ class LeftTokens:
 
 
 class EvictingStore(Store):
-    """Rows of one layer that can evict tokens; freed memory cannot be restored.
+    """Sequences of one layer that can evict tokens; freed memory cannot be restored.
 
     Attributes:
-        row_stores: a ``PagedStore`` of one row for each.
-        left: what is left of the rows that have evicted tokens.
+        row_stores: a ``PagedStore`` of one sequence for each.
+        left: what is left of the sequences that have evicted tokens.
     """
 
     evicts = True
@@ -73,12 +74,12 @@ class EvictingStore(Store):
         self.row_stores = list(row_stores)
         self.shape, self.page_size = row_stores[0].shape, row_stores[0].page_size
         self.left: dict[int, LeftTokens] = {}
-        self._checkpoints: dict[int, tuple[int, LeftTokens]] = {}  # rows' lengths, and the tokens left of them
+        self._checkpoints: dict[int, tuple[int, LeftTokens]] = {}  # sequences' lengths, and the tokens left of them
         self._lengths = {row: store.lengths[0] for row, store in enumerate(row_stores)}
 
     @classmethod
-    def of(cls, store: PagedStore) -> EvictingStore:
-        """A store that continues with what another one holds; each row is copied to a pool of its own."""
+    def of(cls, store: Any) -> EvictingStore:
+        """A store that continues with what a ``PagedStore`` holds; each sequence is copied to a pool of its own."""
         rows = []
         for row in range(store.num_rows):
             rows.append(store.empty_copy(1, reserve=store.reserve))
@@ -88,7 +89,7 @@ class EvictingStore(Store):
         return cls(rows)
 
     def whole(self, table: PageTable | None) -> PagedStore:
-        """A store in the pages of ``table`` that continues with these rows, of which nothing is evicted."""
+        """A store in the pages of ``table`` that continues with these sequences, of which nothing is evicted."""
         assert not self.left
         store = self.row_stores[0].empty_copy(len(self.row_stores), table)
         for row, one in enumerate(self.row_stores):
@@ -125,7 +126,7 @@ class EvictingStore(Store):
         self._lengths[row] += keys.shape[1]
 
     def reader(self, row: int) -> RowReader:
-        """What is left of a row, in its order."""
+        """What is left of a sequence, in its order."""
         store = self.row_stores[row]
         if row not in self.left:
             return store.reader(0)
@@ -175,7 +176,7 @@ class EvictingStore(Store):
 
     def checkpoint(self) -> None:
         """As ``Store.checkpoint``; what is left now stays in memory once more."""
-        # nothing is written among the tokens of a row that has evicted some: what is left now can be shared
+        # nothing is written among the tokens of a sequence that has evicted some: what is left now can be shared
         self._checkpoints = {row: (self._lengths[row], replace(left)) for row, left in self.left.items()}
 
     def can_crop(self, row: int, length: int) -> bool:
@@ -226,7 +227,7 @@ class EvictingStore(Store):
 
 
 class LeftReader(RowReader):
-    """What is left of a row, in logical order; positions are those of the sequence.
+    """What is left of a sequence, in logical order; positions are those of the sequence.
 
     A range of positions yields the tokens of it that are left; it begins and ends where all heads have the same.
     """

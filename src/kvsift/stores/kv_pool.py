@@ -16,8 +16,7 @@ from torch import Tensor
 
 from kvsift.errors import InputError
 from kvsift.kernels.page_summary import row_format, summarise
-from kvsift.locks import PoolLock
-from kvsift.stores.page_pool import PagePool, Run
+from kvsift.stores.page_pool import PagePool, PoolLock, Run
 from kvsift.stores.transfers import pinned_empty
 from kvsift.types import LayerShape
 
@@ -74,13 +73,12 @@ class LayerPool:
         return self.pages.num_pages <= self.keys.shape[1]
 
     def fit(self, exactly: bool = False, spare: int = 0) -> None:
-        """Allocate memory for every page, and by default for as many again as there were; ``exactly``: for so many to
-        ``spare``."""
+        """Allocate memory for every page, and by default for as many again as there were; ``exactly``: for ``spare``
+        more pages."""
         present, needed = self.keys.shape[1], self.pages.num_pages
         if needed <= present:
             return
-        fixed = exactly or self.pages.size is not None
-        target = needed + spare if fixed else max(needed, 2 * present)
+        target = needed + spare if exactly else max(needed, 2 * present)
         keys, values = (_grown(pool, target, self._pinned) for pool in (self.keys, self.values))
         summaries = {kind: _grown(pool, target) for kind, pool in self.summaries.items()}
         self.keys, self.values, self.summaries = keys, values, summaries  # all or none, should memory be short
@@ -107,7 +105,7 @@ class LayerPool:
         return [user for user in [reference() for reference in self._users.keyrefs()] if user is not None]
 
     def write_noise(self, runs: Iterable[Run]) -> None:
-        """Write random numbers, and their summaries, into pages that nobody uses: steps over them can be timed."""
+        """Write random numbers, and their summaries, into unused pages: steps over them can be timed."""
         for start, stop in runs:
             for first in range(start, stop, NOISE_PAGES):
                 pages = slice(first, min(first + NOISE_PAGES, stop))
@@ -134,11 +132,6 @@ class KVPool:
     pages: PagePool = field(default_factory=PagePool)
     layers: dict[int, LayerPool] = field(default_factory=dict)
     steady: bool = False
-
-    @classmethod
-    def of_size(cls, num_pages: int) -> KVPool:
-        """A pool that is allocated once and never grows."""
-        return cls(PagePool(num_pages))
 
     def layer(self, index: int, page_size: int, make: Callable[[PagePool], LayerPool]) -> LayerPool:
         """Tensors of a layer, made when they are first needed."""

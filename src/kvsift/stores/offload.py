@@ -145,7 +145,7 @@ class OffloadStore(SplitStore):
         return replace(selection, units=selection.units.to(self.device), log_weight=weight)
 
     def device_reader(self, row: int) -> OffloadReader:
-        """A reader of a row on the device."""
+        """A reader of a sequence on the device."""
         self._settle()
         return OffloadReader(self, row)
 
@@ -194,7 +194,7 @@ class OffloadStore(SplitStore):
 
 
 class OffloadReader(HostReader):
-    """A row on the device: summaries, sinks and window are there, the rest is copied when it is read."""
+    """A sequence on the device: summaries, sinks and window are there, the rest is copied when it is read."""
 
     def __init__(self, store: OffloadStore, row: int) -> None:
         super().__init__(store.pool, store.table, row, store.lengths[row], store.summarise_open_page)

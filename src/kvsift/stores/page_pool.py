@@ -1,19 +1,17 @@
-"""Physical pages: which ones are free, and how many rows refer to each of the others.
+"""Physical pages: which ones are free, and how many sequences refer to each of the others.
 
-One pool serves the rows of any number of sequences, and all layers alike. Free pages are kept as runs, by size and by
-place, so that a request of any length costs O(log n) per run that it takes, and gets as few runs as there are.
-"""
+One pool serves any number of sequences, and all layers alike. Free pages are kept as runs, by size and by place, so
+that a request of any length costs O(log n) per run that it takes, and gets as few runs as there are."""
 
 from __future__ import annotations
 
 import weakref
+from _thread import RLock
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any, NamedTuple
-
-from kvsift.locks import PoolLock
 
 
 class Run(NamedTuple):
@@ -32,19 +30,15 @@ class OutOfPages(MemoryError):
 
 
 class PagePool:
-    """Pages of a pool, by number; threads may share it.
-
-    Args:
-        size: pages of a pool of fixed size; None: it grows on demand.
+    """Pages of a pool, by number, which grows on demand; threads may share it.
 
     Attributes:
         num_pages: pages that the tensors behind the pool must have room for.
         lock: held while the pool changes.
     """
 
-    def __init__(self, size: int | None = None) -> None:
+    def __init__(self) -> None:
         self.num_pages = self._num_free = 0
-        self.size = size
         self._abandoned: deque[list[Run]] = deque()
         self._holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._references: list[int] = []
@@ -52,13 +46,11 @@ class PagePool:
         self._start_of: dict[int, int] = {}  # and the other way round
         self._by_size: list[tuple[int, int]] = []  # (count, start) of every free run, ascending
         self.lock = PoolLock()
-        if size:
-            self._add(size)
 
     @property
     def limit(self) -> int | None:
-        """Pages that the pool may have: its size, or those it has while somebody holds it."""
-        return self.num_pages if self._holders and self.size is None else self.size
+        """Pages that the pool may have: those it has, while it has a holder; else None."""
+        return self.num_pages if self._holders else None
 
     def hold(self, holder: object) -> None:
         """Do not grow, so that no tensor moves, while the holder exists and has not let go."""
@@ -70,7 +62,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that no row refers to."""
+        """Pages that no sequence refers to."""
         with self.lock:
             while self._abandoned:
                 self.release(self._abandoned.popleft())
@@ -78,11 +70,11 @@ class PagePool:
 
     @property
     def num_used(self) -> int:
-        """Pages that rows refer to."""
+        """Pages that sequences refer to."""
         return self.num_pages - self.num_free
 
     def can_allocate(self, count: int) -> bool:
-        """Whether so many pages are free, or may be added."""
+        """Whether ``count`` pages are free, or may be added."""
         limit = self.limit
         return limit is None or limit - self.num_used >= count
 
@@ -147,7 +139,7 @@ class PagePool:
         """Forget free pages at the end, until there are so many in all."""
         with self.lock:
             start = self._start_of.get(self.num_pages)
-            if self.size is not None or start is None or self.num_pages <= num_pages:
+            if start is None or self.num_pages <= num_pages:
                 return
             end = max(start, num_pages)
             self._remove(start)
@@ -204,3 +196,10 @@ class PagePool:
         del self._start_of[stop]
         del self._by_size[bisect_left(self._by_size, (stop - start, start))]
         return stop
+
+
+class PoolLock(RLock):  # type: ignore[misc]  # final for type checkers alone
+    """A reentrant lock; the copy of what it guards gets a lock of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PoolLock:
+        return PoolLock()

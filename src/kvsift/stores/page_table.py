@@ -1,7 +1,7 @@
-"""Which pages the rows of a batch own, for all its layers: runs of consecutive pages of one pool.
+"""Which pages the sequences of a batch own, for all its layers: runs of consecutive pages of one pool.
 
-The invariant that keeps appends free of copies: **the page that a row is filling is never shared**. Full pages may be,
-and are never written again.
+The invariant that keeps appends free of copies: **the page that a sequence is filling is never shared**. Full pages may
+be, and are never written again.
 
 Layers take the same steps one after the other. A step that must not be carried out twice (a fork, a reset, a new page
 size) is carried out by the first layer that takes it (``PageTable.take_step``).
@@ -21,12 +21,12 @@ from torch import Tensor
 from kvsift.stores.kv_pool import KVPool
 from kvsift.stores.page_pool import PagePool, Run
 
-SPARE_PAGES = 64  # reserved behind a new row, so that rows of a batch stay consecutive while they decode
+SPARE_PAGES = 64  # reserved behind a new sequence, so that sequences of a batch stay consecutive while they decode
 
 
 @dataclass
 class RowPages:
-    """The pages of one row in logical order, and those reserved for its next tokens.
+    """The pages of one sequence in logical order, and those reserved for its next tokens.
 
     ``starts`` (of each run, and the end) and ``tensors`` are made from ``runs`` on first use, and dropped when those
     change.
@@ -55,10 +55,10 @@ class RowPages:
 
 
 class PageTable:
-    """Rows of a batch over a pool of pages.
+    """Sequences of a batch over a pool of pages; ``row`` is the number of a sequence in the batch.
 
     Args:
-        num_rows: rows that are open from the start.
+        num_rows: sequences that are open from the start.
         kv: the pool, and the tensors behind it; one of its own by default.
 
     Attributes:
@@ -70,7 +70,7 @@ class PageTable:
         self.kv = KVPool() if kv is None else kv
         self.pool: PagePool = self.kv.pages
         self.rows = [RowPages() for _ in range(num_rows)]
-        self.scratch: int | None = None  # a page of no row, which idle slots of a batch write to
+        self.scratch: int | None = None  # a page of no sequence, which idle slots of a batch write to
         self.copies: list[tuple[int, int]] = []
         self.steps = 0
         self.last_step: tuple[object, ...] = ()
@@ -83,18 +83,18 @@ class PageTable:
         return len(self.rows)
 
     def open(self) -> int:
-        """Add an empty row; its number."""
+        """Add an empty sequence; its number."""
         self.rows.append(RowPages())
         return len(self.rows) - 1
 
     def adopt(self, row: int, runs: Sequence[Run]) -> None:
-        """Let an empty row begin with full pages of another one; both share them."""
+        """Let an empty sequence begin with full pages of another one; both share them."""
         assert not self.rows[row].num_pages, "a row adopts pages before it has any of its own"
         self.pool.share(runs)
         _extend(self.rows[row], runs)
 
     def close(self, row: int) -> None:
-        """Return all pages of a row, reserved ones too; the row stays, empty."""
+        """Return all pages of a sequence, reserved ones too; the sequence stays, empty."""
         pages = self.rows[row]
         runs = pages.runs + pages.spare
         pages.runs, pages.spare, pages.num_pages = [], [], 0
@@ -102,25 +102,26 @@ class PageTable:
         self.pool.release(runs)
 
     def num_pages(self, row: int) -> int:
-        """Pages that a row owns."""
+        """Pages that a sequence owns."""
         return self.rows[row].num_pages
 
     def runs(self, row: int) -> list[Run]:
-        """Pages that a row owns, in logical order."""
+        """Pages that a sequence owns, in logical order."""
         return self.rows[row].runs
 
     def runs_between(self, row: int, first: int, stop: int) -> list[Run]:
-        """Of the pages that a row owns, those from ``first`` to ``stop``, in logical order."""
+        """Of the pages that a sequence owns, those from ``first`` to ``stop``, in logical order."""
         _, behind = _split(self.rows[row].runs, first)
         return _split(behind, stop - first)[0]
 
     @property
     def all_runs(self) -> list[Run]:
-        """Pages that this table refers to, once for each row that owns or has reserved them."""
+        """Pages that this table refers to, once for each sequence that owns or has reserved them."""
         return [run for row in self.rows for run in (*row.runs, *row.spare)] + self._kept
 
     def slot_runs(self, row: int, page_size: int) -> Tensor:
-        """Pages that a row owns as runs of slots, ``page_size`` per page: int64 [num_runs, 2], first slot and count."""
+        """Pages that a sequence owns as runs of slots, ``page_size`` per page: int64 [num_runs, 2], first slot and
+        count."""
         tensors, runs = self.rows[row].tensors, self.rows[row].runs
         if page_size not in tensors:
             pages = torch.tensor([(run.start, run.num_pages) for run in runs], dtype=torch.int64).view(-1, 2)
@@ -156,22 +157,23 @@ class PageTable:
         return tensors[device, page_size]
 
     def planned(self, row: int) -> list[int]:
-        """The pages of a row, then those reserved for it."""
+        """The pages of a sequence, then those reserved for it."""
         pages = self.rows[row]
         return [page for run in (*pages.runs, *pages.spare) for page in range(*run)]
 
     @property
     def longest(self) -> int:
-        """The most pages that a row owns or has reserved."""
+        """The most pages that a sequence owns or has reserved."""
         return max((row.num_reserved for row in self.rows), default=0)
 
     @property
     def num_reserved(self) -> int:
-        """Pages that rows own or have reserved; shared ones count for each row."""
+        """Pages that sequences own or have reserved; shared ones count for each sequence."""
         return sum(row.num_reserved for row in self.rows)
 
     def run_start(self, row: int, first: int = 0, stop: int | None = None) -> int | None:
-        """Page in the pool of a row's page ``first`` if the pages from there to ``stop`` are consecutive, else None."""
+        """Page in the pool of a sequence's page ``first`` if the pages from there to ``stop`` are consecutive, else
+        None."""
         pages = self.rows[row]
         if len(pages.runs) == 1:
             return pages.runs[0].start + first
@@ -183,17 +185,17 @@ class PageTable:
         return pages.runs[index].start + first - pages.starts[index]
 
     def grow(self, row: int, num_pages: int, reserve: int = 0) -> None:
-        """Give a row pages until it owns ``num_pages``; a new row gets consecutive ones, ``reserve`` in all, or some to
-        spare if it is to grow beyond that."""
+        """Give a sequence pages until it owns ``num_pages``; a new sequence gets consecutive ones, ``reserve`` in all,
+        or some to spare if it is to grow beyond that."""
         pages = self.rows[row]
         missing = num_pages - pages.num_pages
         if missing <= 0:
             return
         if pages.last is None:
-            roomy = reserve  # what its caller expects is enough, in whatever pieces the row grows
+            roomy = reserve  # what its caller expects is enough, in whatever pieces the sequence grows
             if reserve <= num_pages:
                 roomy = num_pages if self.pool.num_free >= num_pages else num_pages + num_pages // 8 + SPARE_PAGES
-            with self.pool.lock:  # nobody else takes what can be allocated
+            with self.pool.lock:  # no other sequence takes what can be allocated
                 pages.spare = self.pool.allocate(roomy if self.pool.can_allocate(roomy) else num_pages)
         spare, pages.spare = _split(pages.spare, missing)
         _extend(pages, spare)
@@ -202,14 +204,14 @@ class PageTable:
             _extend(pages, self.pool.allocate(missing, after=pages.last))
 
     def reserve(self, row: int, num_pages: int) -> None:
-        """Reserve pages until a row has ``num_pages`` with them; it grows into them in order."""
+        """Reserve pages until a sequence has ``num_pages`` with them; it grows into them in order."""
         pages = self.rows[row]
         missing = num_pages - pages.num_pages - sum(run.num_pages for run in pages.spare)
         if missing > 0:
             pages.spare = _joined([*pages.spare, *self.pool.allocate(missing, after=pages.last)])
 
     def release_spare(self, row: int) -> None:
-        """Return the pages that a row has reserved and does not own."""
+        """Return the pages that a sequence has reserved and does not own."""
         spare, self.rows[row].spare = self.rows[row].spare, []
         self.pool.release(spare)
 
@@ -221,7 +223,8 @@ class PageTable:
         return self.scratch
 
     def shrink(self, row: int, num_pages: int) -> None:
-        """Take pages back until a row owns ``num_pages``; it grows back into the same ones where some are reserved."""
+        """Take pages back until a sequence owns ``num_pages``; it grows back into the same ones where some are
+        reserved."""
         pages = self.rows[row]
         if num_pages >= pages.num_pages:
             return
@@ -236,7 +239,7 @@ class PageTable:
                 self.pool.release([run])
 
     def unshare_last(self, row: int) -> None:
-        """Replace the last page of a row by a copy if it is shared; layers find the copy in ``copies``."""
+        """Replace the last page of a sequence by a copy if it is shared; layers find the copy in ``copies``."""
         pages = self.rows[row]
         source = pages.runs[-1].stop - 1
         if not self.pool.is_shared(source):
@@ -249,7 +252,8 @@ class PageTable:
         self.copies.append((source, target))
 
     def fork(self, sources: Sequence[int]) -> None:
-        """Row i becomes a sharer of everything that row ``sources[i]`` owned; there are then as many rows."""
+        """Sequence i becomes a sharer of everything that sequence ``sources[i]`` owned; there are then as many
+        sequences."""
         runs = [list(self.rows[source].runs) for source in sources]
         for shared in runs:
             self.pool.share(shared)
@@ -260,7 +264,7 @@ class PageTable:
             _extend(pages, shared)
 
     def clear(self) -> None:
-        """Return all pages of all rows."""
+        """Return all pages of all sequences."""
         for row in range(self.num_rows):
             self.close(row)
 
@@ -272,7 +276,8 @@ class PageTable:
         return self._successor
 
     def take_step(self, taken: int, name: str, *details: object) -> bool:
-        """Whether a caller that has taken so many steps is the first to take this one; it must then carry it out."""
+        """Return whether a caller that has taken ``taken`` steps is the first to take this one; it must then carry it
+        out."""
         if taken < self.steps:
             assert (taken, self.last_step) == (self.steps - 1, (name, *details)), "layers of a batch grew apart"
             return False
@@ -281,7 +286,7 @@ class PageTable:
 
 
 def _extend(pages: RowPages, runs: Iterable[Run]) -> None:
-    """Add pages to a row."""
+    """Add pages to a sequence."""
     pages.drop_derived()
     extended, num_pages = list(pages.runs), pages.num_pages
     for run in runs:

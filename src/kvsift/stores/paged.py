@@ -1,12 +1,14 @@
-"""KV on the device that attends it: paged pools of one layer for all rows of a batch."""
+"""KV on the device that attends it: paged pools of one layer for all sequences of a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsift.errors import InputError
 from kvsift.kernels.page_summary import summarise
 from kvsift.stores.base import Attended, Pools, Segment, Select, Store, View
 from kvsift.stores.kv_pool import LayerPool
@@ -28,8 +30,9 @@ class PagedStore(Store):
         page_size: tokens per page.
         like: a tensor with the device and dtype of the keys.
         summaries: kinds to maintain (``kernels.page_summary.SUMMARIES``).
-        reserve: tokens a row is expected to reach; saves copies, limits nothing.
-        table: pages of the rows, which all layers of a cache share; by default a table and a pool of this layer alone.
+        reserve: tokens a sequence is expected to reach; saves copies, limits nothing.
+        table: pages of the sequences, which all layers of a cache share; by default a table and a pool of this layer
+            alone.
     """
 
     table: PageTable
@@ -40,7 +43,7 @@ class PagedStore(Store):
     ) -> None:  # fmt: skip
         self.shape, self.page_size, self.reserve = shape, page_size, reserve
         self.lengths = [0] * num_rows
-        self._open: set[int] = set()  # rows whose page being filled has no summary of its present tokens
+        self._open: set[int] = set()  # sequences whose page being filled has no summary of its present tokens
         self._like = like.new_empty(0)
         self._use(PageTable(num_rows) if table is None else table)
         self.repage(page_size, summaries)
@@ -92,7 +95,8 @@ class PagedStore(Store):
 
     @torch.inference_mode()
     def adopt(self, row: int, length: int, stale: bool) -> None:
-        """Begin a row with ``length`` tokens, whose pages the table has adopted; ``stale``: some lack summaries."""
+        """Begin a sequence with ``length`` tokens, whose pages the table has adopted; ``stale``: some lack
+        summaries."""
         assert length % self.page_size == 0, "pages that are shared are full"
         self.lengths[row] = length
         with self.pool.lock:
@@ -102,8 +106,8 @@ class PagedStore(Store):
 
     @torch.inference_mode()
     def begin_copy(self, row: int, length: int) -> None:
-        """Begin a row with ``length`` tokens of pages that the table has adopted; the last one, if it is not full, is
-        copied."""
+        """Begin a sequence with ``length`` tokens of pages that the table has adopted; the last one, if it is not full,
+        is copied."""
         self.lengths[row] = length
         self._own_partial_page(row)
         self._summarise(row, length // self.page_size, self.kinds)
@@ -215,7 +219,7 @@ class PagedStore(Store):
         self.table.kv.leave(self.shape.layer, self)
 
     def copy_of_row(self, row: int) -> PagedStore:
-        """A store of one row that begins as a copy of this store's ``row``, with full pages shared."""
+        """A store of one sequence that begins as a copy of this store's ``row``, with full pages shared."""
         table = PageTable(1, self.table.kv)
         table.adopt(0, self.table.runs(row))
         other = PagedStore(self.shape, 1, self.page_size, self._like, (), self.reserve, table)
@@ -233,8 +237,8 @@ class PagedStore(Store):
         self.pool.fit(exactly)
 
     def _pages(self, row: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of pages of a row, [num_kv_heads, stop - first, page_size, head_dim], where they are to be
-        summarised."""
+        """Keys and values of pages of a sequence, [num_kv_heads, stop - first, page_size, head_dim], where they are to
+        be summarised."""
         pages = self._reader(row).pages(first, stop)
         return self.pool.keys[:, pages], self.pool.values[:, pages]
 
@@ -275,3 +279,15 @@ class PagedStore(Store):
             rows = summarise(kind, keys, valid, values)
             with self.pool.lock:
                 self.pool.summaries[kind][:, places] = rows.to(self.pool.summaries[kind].device)
+
+
+class HostStore(PagedStore):
+    """As ``PagedStore``; refuses a model on another device."""
+
+    def __init__(self, shape: Any, num_rows: int, page_size: int, like: Any, *args: Any, **kwargs: Any) -> None:
+        if like.device.type != "cpu":
+            raise InputError(
+                f"placement=host keeps the model on the CPU, and this one is on {like.device}. Move it, or use "
+                "placement=split or placement=offload."
+            )
+        super().__init__(shape, num_rows, page_size, like, *args, **kwargs)

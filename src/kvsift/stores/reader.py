@@ -1,4 +1,4 @@
-"""One row of a store, in logical order."""
+"""One sequence of a store, in logical order."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvsift.stores.page_table import PageTable
 
 
 class RowReader:
-    """Keys, values and page summaries of one row (``types.KVReader``); views where its pages are consecutive.
+    """Keys, values and page summaries of one sequence (``types.KVReader``); views where its pages are consecutive.
 
     Args:
         pool: tensors of the layer.
-        table: pages of the rows.
+        table: pages of the sequences.
         row: of the table.
         length: tokens that the layer has cached of it.
-        complete: summarises the page of a row that is being filled; called before that summary is read.
+        complete: summarises the page of a sequence that is being filled; called before that summary is read.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RowReader:
         return self._table.page_ids(self._row)[positions // size] * size + positions % size
 
     def pages(self, first: int, stop: int) -> slice | Tensor:
-        """Pages in the pool of the row's pages first to stop."""
+        """Pages in the pool of the sequence's pages first to stop."""
         start = self._table.run_start(self._row, first, stop)
         if start is not None:
             return slice(start, start + stop - first)
@@ -120,7 +120,7 @@ class RowReader:
         return self._gathered(self._pool.keys, self._granule_rows(pages, self.page_size), self.page_size)
 
     def paged(self) -> Rows:
-        """The pools, and the row's pages in them."""
+        """The pools, and the sequence's pages in them."""
         keys, values = self._pool.keys, self._pool.values
         return Rows(keys, values, self._table.pages_on(self._row, keys.device))
 

@@ -1,4 +1,4 @@
-"""Sinks and windows on the device of the model, of rows whose KV is in host memory."""
+"""Sinks and windows on the device of the model, of sequences whose KV is in host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Read = Callable[[int, int], tuple[Tensor, Tensor]]  # keys and values of positio
 
 @dataclass
 class _Span:
-    """Consecutive tokens of a row: positions ``start`` to ``stop`` at the front of both buffers."""
+    """Consecutive tokens of a sequence: positions ``start`` to ``stop`` at the front of both buffers."""
 
     start: int
     stop: int
@@ -28,7 +28,7 @@ class _Span:
 
 
 class ResidentSpans:
-    """Sinks and windows of the rows of one layer.
+    """Sinks and windows of the sequences of one layer.
 
     Args:
         device: of the model.
@@ -36,7 +36,7 @@ class ResidentSpans:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._spans: dict[tuple[int, bool], _Span] = {}  # (row, whether it starts at position 0)
+        self._spans: dict[tuple[int, bool], _Span] = {}  # (sequence, whether it starts at position 0)
 
     def read(self, row: int, start: int, stop: int) -> tuple[Tensor, Tensor] | None:
         """Keys and values of positions start to stop, [num_kv_heads, stop - start, head_dim]; None if they are not
@@ -55,7 +55,8 @@ class ResidentSpans:
         return span.read(start, stop)
 
     def append(self, row: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """New tokens of a row, from position ``start`` on: its window grows, or is copied again when it is needed."""
+        """New tokens of a sequence, from position ``start`` on: its window grows, or is copied again when it is
+        needed."""
         span, stop = self._spans.get((row, False)), start + keys.shape[1]
         if span is None:
             return
@@ -67,7 +68,7 @@ class ResidentSpans:
         span.stop = stop
 
     def crop(self, row: int, length: int) -> None:
-        """Forget tokens of a row from position ``length`` on."""
+        """Forget tokens of a sequence from position ``length`` on."""
         self._spans = {place: span for place, span in self._spans.items() if place[0] != row or span.stop <= length}
 
     def clear(self) -> None:

@@ -48,7 +48,7 @@ class FreshTokens(NamedTuple):
 
 
 class HostReader(RowReader):
-    """A row in host memory; packed values are unpacked as far as they are read."""
+    """A sequence in host memory; packed values are unpacked as far as they are read."""
 
     @property
     def is_packed(self) -> bool:

@@ -31,7 +31,7 @@ def pinned_empty(like: Tensor, sizes: Sequence[int], device: torch.device) -> Te
 
 
 def _locked(num_bytes: int, device: torch.device) -> Tensor | None:
-    """So many bytes of page-locked memory, which every device may use; None where the system refuses."""
+    """Allocate page-locked memory, which every device may use; None where the system refuses."""
     runtime: Any = ctypes.CDLL(None) if sys.platform == "linux" else None  # torch has loaded CUDA's runtime
     if not num_bytes or not hasattr(runtime, "cudaHostAlloc"):
         return None

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 from kvsift.texts.events import new_event, with_aside
 from kvsift.texts.fact_templates import ATTRIBUTES, KIND_QUESTIONS, QUESTIONS, STATEMENTS, VERB_FACTS
-from kvsift.texts.haystack import haystack
+from kvsift.texts.prose import haystack
 from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.values import KINDS, value
 from kvsift.texts.words import (

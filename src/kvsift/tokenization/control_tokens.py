@@ -2,31 +2,35 @@
 added tokens that the template writes.
 
 A tokenizer finds them anywhere in a text, so a document, question or message that spells one would end its turn and
-begin another in somebody else's name. To tell them apart, a prompt is rendered twice, the second time with characters
+begin another in somebody else's name. To distinguish them, a prompt is rendered twice, the second time with characters
 of its contents masked: a control token that is still whole is the template's. If contents spell any, the prompt is
 encoded by a copy of the tokenizer in which control tokens have secret names, and only the template's are written so.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from secrets import randbelow
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 
 from kvsift.errors import InputError
 from kvsift.tokenization.chat_template import ChatTemplate
 from kvsift.tokenization.growing_text import GrowingText
-from kvsift.tokenization.renamed_tokens import STRANGE, Copy, renamed, with_names
 
 Mask = Callable[[str], str]
 SURROGATES = range(0xD800, 0xE000)  # no text has them (``prompt.require_text``)
 MOST_COPIES = 2  # of one tokenizer
+Copy = tuple[Mapping[str, str], Tokenizer]  # the names, by token, and the tokenizer
+PRIVATE = range(0xF0000, 0xFFFFE)  # characters that no tokenizer has pieces for
+STRANGE = chr(PRIVATE[0])
 
 
 class Masks:
@@ -283,3 +287,40 @@ def _found(text: str, tokens: Iterable[str]) -> list[re.Match[str]]:
     """Where tokens are in a text: as tokenizers do, the longest of those that begin first."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return list(re.finditer("|".join(map(re.escape, longest_first)), text)) if longest_first else []
+
+
+def renamed(tokenizer: Any, control: Iterable[str]) -> Copy:
+    """Return a copy of a fast tokenizer in which control tokens have secret names, each as long as the token.
+
+    Raises:
+        Exception: of any kind, if the tokenizer, or a part of it, is in Python.
+    """
+    names = {token: "".join(chr(PRIVATE[randbelow(len(PRIVATE))]) for _ in token) for token in control}
+    stored, normalizer = json.loads(tokenizer.backend_tokenizer.to_str()), tokenizer.backend_tokenizer.normalizer
+    for token in stored["added_tokens"]:
+        if token["content"] in names:
+            name = token["content"] = names[token["content"]]
+            if normalizer is not None and name not in normalizer.normalize_str(name):
+                token["normalized"] = False
+    model = stored["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:  # Unigram
+        model["vocab"] = [(names.get(piece, piece), score) for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if model.get("merges"):
+        model["merges"] = [pair for pair in model["merges"] if names.keys().isdisjoint((*pair, "".join(pair)))]
+    copy = Tokenizer.from_str(json.dumps(stored))
+    copy.no_truncation()
+    copy.no_padding()
+    return names, copy
+
+
+def with_names(text: str, tokens: Iterable[re.Match[str]], names: Mapping[str, str]) -> str:
+    """A text in which tokens have other names."""
+    parts, stop = list[str](), 0
+    for match in tokens:
+        parts += text[stop : match.start()], names[match[0]]
+        stop = match.end()
+    return "".join([*parts, text[stop:]])

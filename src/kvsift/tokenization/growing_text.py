@@ -1,4 +1,4 @@
-"""Tokens of texts that begin alike, such as prompts about one document: of the next one only the end is encoded.
+"""Tokens of texts that share a prefix, such as prompts about one document: of the next one only the end is encoded.
 
 Fast tokenizers cut a text into words by what stands before and a little behind, and the tokens of a word depend on the
 word alone. The end of a text is encoded from ``OVERLAP`` characters before it differs from an earlier one. Where words

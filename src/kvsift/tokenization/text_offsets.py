@@ -41,7 +41,7 @@ class TextOffsets:
         self._cells, self._edges = torch.tensor(cells, dtype=torch.int64), edges
 
     def shifted(self, tokens: int) -> TextOffsets:
-        """The same if the prompt began with so many tokens more, or fewer."""
+        """The same if the prompt began with more or fewer tokens."""
         if not tokens:
             return self
         other, cells = copy(self), self._cells

@@ -30,7 +30,7 @@ class TokenLabel(NamedTuple):
 
     Attributes:
         text: that it adds to a text; of a part of a character its bytes, as ``bytes:\\xf0\\x9f``.
-        data: its bytes; None if it is a part of a character and the tokenizer does not tell which.
+        data: its bytes; None if it is a part of a character and the tokenizer does not report which.
     """
 
     text: str

@@ -1,4 +1,5 @@
-"""The cache of one layer in vLLM's blocks, with the page summaries that kvsift keeps beside it.
+"""The cache of one layer in vLLM's blocks, with the page summaries that kvsift keeps beside it, and sparse attention of
+one generated token over it, by the composed path of ``layer.sparse_attention``.
 
 Summaries are keyed by physical block: prefix hits, chunked prefill and preempted requests find them, or write them
 again, like the keys themselves. A row is computed from the cache whenever a token is written into its page.
@@ -6,18 +7,81 @@ again, like the keys themselves. A row is computed from the cache whenever a tok
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvsift.errors import InputError
+from kvsift.kernels.merge import with_sink_logit
 from kvsift.kernels.page_summary import row_format, summarise
+from kvsift.layer.accounting import Tally
+from kvsift.layer.layer_messages import LayerMessages
+from kvsift.layer.probe import probe
+from kvsift.layer.selection import Selector, view_of, with_estimates
 from kvsift.native.shapes import HeadRows, PooledRows
+from kvsift.plan.plan import Rule
+from kvsift.stores.base import Segment
+from kvsift.stores.parts import attend_sparse
 from kvsift.stores.reader import RowReader
-from kvsift.vllm.block_layout import BlockLayout
+from kvsift.types import LayerShape
 
 Summaries = tuple[tuple[str, int], ...]  # kinds, each with its page size
 PAGES_AT_ONCE = 512  # bounds temporary memory
+Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # keys, values, cache, slots
+BASE = 128  # digits that every dtype of a cache holds exactly
+
+
+class BlockLayout(NamedTuple):
+    """Places of the numbers of a token within a block of one KV head, found by letting vLLM's kernels write one.
+
+    On a CPU the order depends on the instruction set: keys are transposed within a block on most, so a kernel that
+    writes is the only description that holds for all.
+    """
+
+    keys: Tensor  # int64 [block_size, head_dim]
+    values: Tensor  # int64 [block_size, head_dim]
+
+    @property
+    def block_size(self) -> int:
+        return self.keys.shape[0]
+
+    @classmethod
+    def find(cls, cache: Tensor, write: Write) -> BlockLayout:
+        """Return the layout of a cache [num_blocks, num_kv_heads, block_size, 2 * head_dim] that ``write`` fills.
+
+        ``write`` takes keys and values [block_size, num_kv_heads, head_dim] and slots int64 [block_size].
+
+        Raises:
+            InputError: if it does not write every number to a place of its own.
+        """
+        _, heads, block_size, width = cache.shape
+        shape = (block_size, width // 2)
+        ids = torch.arange(1, block_size * width + 1).view(2, *shape)  # of keys, then of values; 0 is never written
+        seen = torch.zeros(block_size * width, dtype=torch.int64)
+        for power in range(3):
+            digits = (ids // BASE**power % BASE).to(cache.dtype).unsqueeze(2).expand(2, block_size, heads, shape[1])
+            scratch = torch.zeros(2, *cache.shape[1:], dtype=cache.dtype)
+            write(digits[0].contiguous(), digits[1].contiguous(), scratch, torch.arange(block_size) + block_size)
+            seen += scratch[1, -1].flatten().to(torch.int64) * BASE**power
+        order = seen.argsort()
+        if not torch.equal(seen[order], ids.flatten()):
+            raise InputError(
+                "this vLLM packs the numbers of its KV cache in a way that kvsift does not know. Take --dtype float32, "
+                "or start vLLM without the kvsift settings."
+            )
+        return cls(*order.view(2, *shape))
+
+    def read(self, cache: Tensor, order: Tensor, blocks: Tensor, offsets: Tensor, heads: Tensor) -> Tensor:
+        """Return numbers of tokens, [..., head_dim]; ``order`` is ``keys`` or ``values``.
+
+        blocks, offsets, heads int64 that broadcast to [...]: the block of each token, its place in it, and its head.
+        """
+        numbers = cache.view(-1)  # raises where this would be a copy of the cache
+        in_block = cache.shape[2] * cache.shape[3]
+        places = ((blocks * cache.shape[1] + heads) * in_block).unsqueeze(-1) + order[offsets]
+        return numbers.index_select(0, places.flatten()).view(places.shape)  # twice as fast as numbers[places]
 
 
 class BlockCache:
@@ -139,3 +203,35 @@ class BlockReader(RowReader):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a sequence in vLLM's blocks has no {name}")
+
+
+def attend_token(
+    shape: LayerShape, rule: Rule, query: Tensor, cache: BlockCache, blocks: Tensor, length: int, tally: Tally,
+    sink_logit: Tensor | None = None, is_probed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return the attention of one token, the last of ``length`` cached ones, [num_query_heads, head_dim].
+
+    Args:
+        shape: the layer.
+        rule: whose methods keep no memory besides page summaries (``settings.read_plan``).
+        query: [num_query_heads, head_dim].
+        cache: of the layer.
+        blocks: int64 [num_blocks], physical blocks of the sequence, enough for ``length``.
+        length: tokens.
+        tally: in which the query is counted.
+        sink_logit: [num_query_heads].
+        is_probed: compare with exact attention.
+    """
+    segment = Segment(query[None, :, None], length - 1, length)
+    reader = cache.reader(blocks[: -(-length // cache.block_size)], length, rule.method.summary_page_size)
+    messages = LayerMessages()
+    messages.begin(0, shape.layer)
+    selector, view = Selector(shape, rule, "decode", None, 0, messages, tally), view_of(rule, segment)
+    selection = selector.select_in(view)(segment, reader)
+    part, visible = attend_sparse(shape, segment, reader, view, selection)
+    part = part if selection is None else with_estimates(part, selection)
+    part = part if sink_logit is None else with_sink_logit(part, sink_logit)
+    tally.add_query(float(visible), length, cache.token_bytes)
+    if is_probed:
+        tally.add_probe(*probe(shape, query[:, None], reader.keys(), view.spans[0], selection))
+    return part.output[0, :, 0]

@@ -46,7 +46,7 @@ def findings() -> dict[str, str]:
 
 
 def _metadata_fields() -> frozenset[str]:
-    """Fields of what a step tells every backend, wherever this version keeps it."""
+    """Fields of the metadata that a step gives every backend, wherever this version keeps it."""
     for module in ("vllm.v1.attention.backend", "vllm.v1.attention.backends.utils"):
         kind = getattr(import_module(module), "CommonAttentionMetadata", None)
         if kind is not None:
@@ -55,7 +55,7 @@ def _metadata_fields() -> frozenset[str]:
 
 
 def is_swap(direction: Any) -> bool:
-    """Whether two rows of a batch changed places, not one moved."""
+    """Whether two sequences of a batch changed places, not one moved."""
     return bool(direction == MoveDirectionality.SWAP)
 
 
@@ -66,21 +66,21 @@ def layer_index(name: str) -> int:
 
 
 def is_prefilling(metadata: Any) -> list[bool]:
-    """Whether each row still reads its prompt, of vLLM's ``CommonAttentionMetadata``."""
+    """Whether each sequence is still in prefill, of vLLM's ``CommonAttentionMetadata``."""
     given = getattr(metadata, "is_prefilling", None)
-    if given is None:  # a row of one token is then a decode
+    if given is None:  # a sequence of one token is then a decode
         return [False] * metadata.num_reqs
     return [bool(each) for each in given[: metadata.num_reqs].tolist()]
 
 
 def lengths_of_rows(metadata: Any) -> list[int]:
-    """Tokens of each row, the new ones included, exact for rows that read a prompt; without waiting for a GPU where
-    this version says them on the host."""
+    """Tokens of each sequence, the new ones included, exact for sequences in prefill; without waiting for a GPU
+    where this version has them on the host."""
     for name in ("seq_lens_cpu_upper_bound", "_seq_lens_cpu", "seq_lens"):
         given = getattr(metadata, name, None)
         if given is not None:
             return [int(length) for length in given[: metadata.num_reqs].tolist()]
-    raise AttributeError("vLLM tells no lengths")
+    raise AttributeError("vLLM gives no lengths")
 
 
 def slots_of_rows(metadata: Any) -> list[int]:

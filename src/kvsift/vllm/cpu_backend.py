@@ -1,4 +1,5 @@
-"""vLLM's CPU attention with sparse decode: everything is the stock backend's but the rows that a plan makes sparse."""
+"""vLLM's CPU attention with sparse decode: everything is the stock backend's but the sequences that a plan makes
+sparse."""
 
 from __future__ import annotations
 
@@ -15,9 +16,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from kvsift.types import LayerShape
 from kvsift.vllm import compat
-from kvsift.vllm.block_cache import BlockCache
-from kvsift.vllm.block_layout import BlockLayout
-from kvsift.vllm.decode import attend_token
+from kvsift.vllm.block_cache import BlockCache, BlockLayout, attend_token
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.refusals import check_block_size
 from kvsift.vllm.step_rows import GeneratingRow, StepRows
@@ -38,7 +37,7 @@ class SparseCPUBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Adds the rows that decode to the stock metadata, as ``kvsift``."""
+    """Adds the sequences that decode to the stock metadata, as ``kvsift``."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

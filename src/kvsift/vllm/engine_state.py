@@ -26,10 +26,10 @@ class EngineState:
         counters, prompts: of all layers, in decode and in prefill.
         messages: between the layers of a step.
         layers: that plans apply to, on a CPU.
-        summary_bytes: of all layers, beside vLLM's KV cache.
+        summary_bytes: of all layers, besides vLLM's KV cache.
         max_length: of a request, in tokens.
-        on_gpu: one kernel decodes all rows, so that their plans have much in common.
-        held: memory on a GPU for summaries to come (``gpu_memory``).
+        on_gpu: one kernel decodes all sequences, so that their plans have much in common.
+        held: memory on a GPU for summaries to come (``gpu_backend.hold``).
         compiled: dtypes of caches whose kernels are.
         reader: of plans for this model; None: they name none.
     """
@@ -98,5 +98,5 @@ def _new_state(config: Any, settings: Settings, reader: ModelPlans) -> EngineSta
 
 
 def known_state() -> EngineState | None:
-    """Return the state of the engine of this process, None if it has none or has not been told."""
+    """Return the state of the engine of this process, None if it has none, or no step was announced yet."""
     return next((state for state in _engines.values() if state is not None), None)

@@ -1,4 +1,4 @@
-"""The server's front end: told the settings, so that it can refuse requests before they reach the engine."""
+"""The server's front end, which gets the settings, so that it can refuse requests before they reach the engine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """vLLM's FlashAttention with sparse decode: ``--attention-backend CUSTOM``.
 
-Rows that decode take one launch in each layer, in captured graphs too. Rows whose plan is sparse in prefill are
-attended one by one (``gpu_prefill``). All others are the stock backend's, with metadata of their own, so that what a
-row gives does not depend on its neighbours. Plans that skip nothing up to max_model_len leave everything to the stock
-backend.
+Sequences that decode take one launch in each layer, in captured graphs too. Sequences whose plan is sparse in prefill
+are attended one by one (``gpu_prefill``). All others are the stock backend's, with metadata of their own, so that what
+a sequence gives does not depend on its neighbours. Plans that skip nothing up to max_model_len leave everything to the
+stock backend.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from kvsift.vllm import compat, gpu_prefill
 from kvsift.vllm.engine_state import EngineState, state_of
 from kvsift.vllm.gpu_counters import GpuCounters
 from kvsift.vllm.gpu_decode import BlockBatch, LayerPages, dense_below_of
-from kvsift.vllm.gpu_memory import GIB, hold
 from kvsift.vllm.gpu_prefill import PromptRow, attend_prompt, workspace_bytes
 from kvsift.vllm.refusals import FP8, check_block_size
+
+GIB = 1 << 30
 
 
 def sparse_state(config: Any) -> EngineState | None:
@@ -66,7 +67,7 @@ class SparseFlashBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 
 class RowRun(NamedTuple):
-    """Neighbouring rows of a step that are attended in the same way."""
+    """Neighbouring sequences of a step that are attended in the same way."""
 
     tokens: slice
     prompts: tuple[PromptRow, ...]  # empty: by the stock backend
@@ -78,10 +79,10 @@ class GpuStep:
     """What the layers of a step share, as ``kvsift`` of the stock metadata.
 
     Attributes:
-        decodes: rows that decode, which come first; each has one token.
-        rest: stock metadata of the other rows; None if there are none, or nothing before them.
-        runs: the other rows, where some are attended by a rule of prefill; empty if none is.
-        dense_decodes: stock metadata of the rows that decode, for layers where those alone are dense.
+        decodes: sequences that decode, which come first; each has one token.
+        rest: stock metadata of the other sequences; None if there are none, or nothing before them.
+        runs: the other sequences, where some are attended by a rule of prefill; empty if none is.
+        dense_decodes: stock metadata of the sequences that decode, for layers where those alone are dense.
         begun: whether a layer has taken the step over into the batch.
     """
 
@@ -95,13 +96,13 @@ class GpuStep:
 
 
 class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """Splits a step into rows that decode and others."""
+    """Splits a step into sequences that decode and others."""
 
     supports_update_block_table = False  # tables are read by the first layer of a step alone
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        # graphs of mixed batches would fix which rows decode
+        # graphs of mixed batches would fix which sequences decode
         if sparse_state(vllm_config) is not None:
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
         return super().get_cudagraph_support(vllm_config, kv_cache_spec)
@@ -118,7 +119,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
             return
         self._state, settings = state, state.settings
         check_block_size(self.block_size, settings)
-        self._init_reorder_batch_threshold(1)  # model runner V1 then puts rows that decode first, as V2 does
+        self._init_reorder_batch_threshold(1)  # model runner V1 then puts sequences that decode first, as V2 does
         heads, dim = kv_cache_spec.num_kv_heads, kv_cache_spec.head_size
         shape = LayerShape(-1, self.num_heads_q, heads, dim, dim**-0.5)
         self._batch = BlockBatch(
@@ -159,7 +160,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         return metadata
 
     def _prompts(self, common: Any, decodes: int, slots: list[int]) -> dict[int, PromptRow]:
-        """Rows that read a prompt by a rule which leaves something out."""
+        """Sequences that are prefilled by a rule which leaves something out."""
         found = dict[int, PromptRow]()
         if self._state.settings.plan.prefill is None:
             return found
@@ -185,7 +186,7 @@ class SparseFlashMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore
         return tuple(runs)
 
     def _stock(self, common: Any, first: int, stop: int) -> Any:
-        """Stock metadata of some rows."""
+        """Stock metadata of some sequences."""
         metadata = super().build(0, _rows_of(common, first, stop))
         if metadata.scheduler_metadata is not None:  # in a buffer that the next call fills again
             metadata.scheduler_metadata = metadata.scheduler_metadata.clone()
@@ -202,7 +203,7 @@ def row_bytes(kind: str, head_dim: int, page_size: int, dtype: torch.dtype) -> i
 
 
 def _rows_of(common: Any, first: int, stop: int) -> Any:
-    """Return vLLM's description of some neighbouring rows of a step."""
+    """Return vLLM's description of some neighbouring sequences of a step."""
     begin, end = (int(common.query_start_loc_cpu[row]) for row in (first, stop))
     return replace(
         common,
@@ -399,3 +400,22 @@ class SparseFlashImpl(FlashAttentionImpl):  # type: ignore[misc]
             compat.layer_index(layer.layer_name), size / GIB, len(kv_cache), state.summary_bytes / GIB,
         )  # fmt: skip
         return self._layer
+
+
+def hold(config: Any, summary_share: float, device: torch.device) -> Tensor:
+    """Return memory for summaries, of ``summary_share`` bytes for each byte of KV cache; empty where vLLM was given the
+    size of the cache, and plans nothing.
+
+    A backend has no say in the size of a KV cache: it is what a profile run leaves of ``gpu_memory_utilization``. So
+    the profile run holds as many bytes as the summaries will take, and the first step with a cache gives them back.
+    """
+    cache = config.cache_config
+    if cache.kv_cache_memory_bytes:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    free, total = torch.cuda.mem_get_info(device)
+    # as vLLM counts: memory of other processes is no part of its share
+    planned = int(total * cache.gpu_memory_utilization) - torch.cuda.memory_allocated(device)
+    left = max(0, min(free, planned))
+    held = int(left * summary_share / (1 + summary_share))
+    compat.logger.info("kvsift: %.2f GiB of the memory planned for the KV cache is for page summaries.", held / GIB)
+    return torch.empty(held, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
 """What captured steps count on a GPU, and probes between them, until the host adds both to a tally.
 
 A step keeps the queries of a few layers, each by one small copy. Between two steps the lists of such a layer are chosen
-again for one row, from the summaries that it read, and compared with exact attention. Nothing waits for the GPU: what
-it has counted is copied every few seconds, and read when the copy is there.
+again for one sequence, from the summaries that it read, and compared with exact attention. Nothing waits for the GPU:
+what it has counted is copied every few seconds, and read when the copy is there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GpuCounters:
             self._kept[name] = weakref.ref(layer)
 
     def probe(self, rows: int) -> None:
-        """Probe one of the rows that decoded in the step before, when it is time; not while capturing."""
+        """Probe one of the sequences that decoded in the step before, when it is time; not while capturing."""
         if not rows or not self._kept:
             return
         turn, early = divmod(self._steps, self._every)

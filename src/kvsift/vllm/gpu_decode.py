@@ -1,4 +1,4 @@
-"""vLLM's block table as ``layer.paged_decode`` takes it: the rows that decode in a step, without the host.
+"""vLLM's block table as ``layer.paged_decode`` takes it: the sequences that decode in a step, without the host.
 
 A layer has one launch, and where requests may be dense another beside it. What they read has an address of its own that
 never changes, so that CUDA graphs of whole steps replay it.
@@ -23,7 +23,7 @@ from kvsift.types import LayerShape
 from kvsift.vllm.settings import Settings
 
 DENSE_BELOW = 5120  # tokens; pages of shorter contexts are attended as fast without choosing any (H200)
-DENSE_BYTES = 64 << 20  # of the workspace of dense rows, at most
+DENSE_BYTES = 64 << 20  # of the workspace of dense sequences, at most
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,16 @@ class LayerPages:
 
 
 class BlockBatch(DecodeBatch):
-    """Rows that decode together by a block table of vLLM: the first ones, as many as a step has.
+    """Sequences that decode together by a block table of vLLM: the first ones, as many as a step has.
 
     Args:
-        rules: of decode, which rows may have, of one method that keeps no memory; all have the first until told.
+        rules: of decode, which sequences may have, of one method that keeps no memory; all have the first by default.
         shape: of the layers.
         max_rows, max_length: of a step.
-        dense_below: rows shorter than this see everything.
+        dense_below: sequences shorter than this see everything.
         device: of the model.
-        allows_dense: a row may have no rule. Each layer then has a second launch, which costs up to 1 microsecond even
-            where no row is dense.
+        allows_dense: a sequence may have no rule. Each layer then has a second launch, which costs up to 1 microsecond
+            even where no sequence is dense.
 
     Attributes:
         mode: of all steps.
@@ -65,7 +65,7 @@ class BlockBatch(DecodeBatch):
         table = torch.zeros(max_rows, -(-max_length // page_size), dtype=torch.int32, device=device)
         super().__init__(table, [0] * max_rows, page_size, [None] * max_rows, unit_size=method.unit_size)
         self.shape, self._method, self._dense_below = shape, method, dense_below
-        self.mode: StepMode = "mixed" if allows_dense else "sparse"  # else a short row has a list of all its pages
+        self.mode: StepMode = "mixed" if allows_dense else "sparse"  # else a short sequence has a list of all its pages
         self.layers = set[str]()
         self.sizes, self.dense_bytes = range(1, max_rows + 1), DENSE_BYTES
         self.capacity = self.need([self._budget(rule) for rule in rules])
@@ -83,7 +83,7 @@ class BlockBatch(DecodeBatch):
         return replace(rule.budget, min_context=max(rule.budget.min_context, self._dense_below))
 
     def set_rules(self, rules: Sequence[Rule | None]) -> None:
-        """Give the first rows their rules for the steps to come, None for dense ones; not while capturing."""
+        """Give the first sequences their rules for the steps to come, None for dense ones; not while capturing."""
         if list(rules) == self._rules[: len(rules)]:
             return
         self._rules[: len(rules)] = rules
@@ -108,7 +108,8 @@ class BlockBatch(DecodeBatch):
         )  # fmt: skip
 
     def is_sparse(self, row: int) -> Tensor:
-        """Whether a row of the last step left something out, bool []; vLLM's trial steps, on its block 0, do not."""
+        """Whether a sequence of the last step left something out, bool []; vLLM's trial steps, on its block 0, do
+        not."""
         return (self.lengths[row] >= self._sparse_from[row]) & (self.table[row, 0] > 0)
 
     @property
@@ -119,12 +120,12 @@ class BlockBatch(DecodeBatch):
 
 
 def dense_below_of(settings: Settings) -> int:
-    """Return the context length below which rows are dense."""
+    """Return the context length below which sequences are dense."""
     if settings.dense_below is not None:
         return settings.dense_below
     return DENSE_BELOW if any(isinstance(rule.method, PagedMethod) for rule in settings.decode_rules) else 0
 
 
 def _sparse_from(budget: Budget) -> int:
-    """Fewest tokens of a row that does not see all of them."""
+    """Fewest tokens of a sequence that does not see all of them."""
     return max(budget.min_context, 1 if budget.tokens is None else budget.tokens + 1)

@@ -1,4 +1,5 @@
-"""Sparse prefill over vLLM's blocks: prompts of a step are attended row by row, as ``layer.sparse_attention`` does."""
+"""Sparse prefill over vLLM's blocks: prompts of a step are attended sequence by sequence, as ``layer.sparse_attention``
+does."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SCORE_BYTES = 1 << 30  # of the segments that are selected for at once; groups c
 
 
 def together(rule: Rule, shape: LayerShape, length: int) -> int:
-    """Return how many segments of a context of so many tokens are selected for at once."""
+    """Return how many segments of a context of ``length`` tokens are selected for at once."""
     lists = shape.num_query_heads if _scores_each_head(rule) else shape.num_kv_heads
     return max(1, SCORE_BYTES // (4 * lists * -(-length // rule.method.unit_size)))
 
@@ -35,7 +36,7 @@ def _scores_each_head(rule: Rule) -> bool:
 
 
 def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int, element: int) -> int:
-    """Return the most bytes that a layer needs beside its cache to attend a chunk of ``max_new`` tokens: scores with
+    """Return the most bytes that a layer needs besides its cache to attend a chunk of ``max_new`` tokens: scores with
     their maxima and lists of the segments that are selected for at once, and their output."""
     segments = min(together(rule, shape, max_length), -(-max_new // rule.method.segment_size) + 1)
     units, listed = max_length // rule.method.unit_size, min(rule.budget.limit(max_length), max_length)
@@ -46,7 +47,7 @@ def workspace_bytes(rule: Rule, shape: LayerShape, max_length: int, max_new: int
 
 @dataclass
 class PromptRow:
-    """A row of a step that reads its prompt by a rule.
+    """A sequence of a step that is prefilled by a rule.
 
     Attributes:
         row: of the step.
@@ -109,13 +110,13 @@ class _Table(NamedTuple):
 
 
 class BlockRow(RowReader):
-    """One row of a layer of vLLM's cache, which also passes for a store that holds it alone.
+    """One sequence of a layer of vLLM's cache, which also passes for a store that holds it alone.
 
     Args:
         shape: the layer.
         layer: its keys, values and summaries.
         kind: of the summaries.
-        pages: int32 [num_pages] of the row.
+        pages: int32 [num_pages] of the sequence.
         length: tokens cached.
     """
 
@@ -170,7 +171,7 @@ def attend_prompt(
 def compile_ahead(
     rule: Rule, shape: LayerShape, layer: LayerPages, kind: str, max_length: int, dtype: torch.dtype
 ) -> None:
-    """Compile the kernels that read prompts by a rule, for queries of ``dtype``; else the first prompt waits."""
+    """Compile the kernels that prefill by a rule, for queries of ``dtype``; else the first prompt waits."""
     size, budget, device = rule.method.segment_size, rule.budget, layer.keys.device
     start = 2 * size + -(-(max(budget.limit(2 * size), budget.min_context) + budget.window) // size) * size
     last = max_length // size * size - 2 * size

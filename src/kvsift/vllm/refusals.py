@@ -96,17 +96,17 @@ CPU_PLANS: Objections = (
     (lambda served: served.plan.prefill is not None,
      "On a CPU vLLM reads prompts densely. Leave out prefill={it.plan.prefill}."),
 )  # fmt: skip
-OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all rows
+OTHER_DECODE: Objections = (  # on a GPU one kernel decodes all sequences
     (lambda served: served.plan.decode is not None and served.settings.plan.decode is None,
      "On a GPU {it.plan.decode} needs a server whose own plan names its method: start it with that plan."),
     (lambda served: None not in (pair := (served.plan.decode, served.settings.plan.decode))
      and (kinds := [(rule.method, rule.budget.dense_layers) for rule in pair])[0] != kinds[1],
-     "On a GPU rows of one batch differ in budget, sinks, window and min_context alone; {it.plan.decode} has another "
-     "method or other dense layers than {it.settings.plan.decode}."),
+     "On a GPU sequences of one batch differ in budget, sinks, window and min_context alone; {it.plan.decode} has "
+     "another method or other dense layers than {it.settings.plan.decode}."),
 )  # fmt: skip
 FURTHER_PLANS: Objections = (
     (lambda served: served.plan.prefill not in (None, served.settings.plan.prefill),
-     "On a GPU all prompts are read by the server's rule or densely: leave out prefill={it.plan.prefill}."),
+     "On a GPU all prompts are prefilled by the server's rule or densely: leave out prefill={it.plan.prefill}."),
     *OTHER_DECODE,
 )  # fmt: skip
 GPU_REQUESTS: Objections = (

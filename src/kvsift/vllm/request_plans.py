@@ -32,7 +32,7 @@ class RequestPlans(compat.LogitsProcessor):  # type: ignore[misc]
         if spec is None:
             return
         state = known_state()
-        if state is None:  # an offline LLM, which tells this process nothing
+        if state is None:  # an offline LLM, which does not notify this process
             if not is_auto(spec):  # which only the engine can look up
                 read_plan(spec)
         else:

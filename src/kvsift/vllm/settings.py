@@ -28,7 +28,7 @@ class Settings:
         plans: further plans, whose page summaries are maintained too.
         dense_below: shorter contexts are decoded densely, in tokens; None: where that is as fast.
         log_every_s: seconds between two lines of counters; 0: no lines.
-        probe_every: steps between two comparisons of one row in one layer with exact attention; 0: none.
+        probe_every: steps between two comparisons of one sequence in one layer with exact attention; 0: none.
     """
 
     plan: Plan = field(default_factory=Plan)
@@ -130,7 +130,7 @@ _BATCHES: Objections = (
      "its lists have one length there; give budget or ratio, and neither mass nor *_budgets"),
 )  # fmt: skip
 PLANS: Objections = (
-    (lambda plan: reason(plan.prefill, _BATCHES), "Under vLLM prompts cannot be read by {it.prefill}: {found}."),
+    (lambda plan: reason(plan.prefill, _BATCHES), "Under vLLM prompts cannot be prefilled by {it.prefill}: {found}."),
     (lambda plan: plan.is_guarded,
      "{it} probes its own answers, which is not done under vLLM. Leave out min_recovery."),
     (lambda plan: plan.decode is not None and plan.decode.method.reused,

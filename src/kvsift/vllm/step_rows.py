@@ -1,4 +1,4 @@
-"""Rows of a step that decode, and how each is attended in a layer."""
+"""Sequences of a step that decode, and how each is attended in a layer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Build = Callable[[Any], Any]  # vLLM's CommonAttentionMetadata -> metadata of th
 
 @dataclass(frozen=True)
 class GeneratingRow:
-    """A row whose one new token was generated."""
+    """A sequence whose one new token was generated."""
 
     row: int
     token: int  # its place among the new tokens of the step
@@ -26,7 +26,7 @@ class GeneratingRow:
     plan: Plan
 
     def sparse_rule(self, layer: int, dense_below: int) -> Rule | None:
-        """Return the rule of the row in a layer; None if it sees its whole context there."""
+        """Return the rule of the sequence in a layer; None if it sees its whole context there."""
         rule = self.plan.decode
         if rule is None or self.length < dense_below or rule.is_dense(layer, self.length - 1, self.length):
             return None
@@ -35,10 +35,10 @@ class GeneratingRow:
 
 @dataclass
 class StepRows:
-    """Rows of one step.
+    """Sequences of one step.
 
     Attributes:
-        decodes: rows that generate.
+        decodes: sequences that generate.
         common: vLLM's description of the step.
         build: makes the stock backend's metadata of such a description.
     """
@@ -50,7 +50,7 @@ class StepRows:
 
     @classmethod
     def of(cls, common: Any, state: EngineState, build: Build) -> StepRows:
-        """Return the rows of a step, with their plans."""
+        """Return the sequences of a step, with their plans."""
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         slots, prefilling = compat.slots_of_rows(common), compat.is_prefilling(common)
         decodes = [
@@ -61,8 +61,8 @@ class StepRows:
         return cls(decodes, common, build)
 
     def others(self, sparse: Sequence[int]) -> tuple[Tensor, Any]:
-        """Return the new tokens of all rows but the sparse ones, int64 [num_tokens], and the stock metadata of those
-        rows; layers with the same sparse rows share them."""
+        """Return the new tokens of all sequences but the sparse ones, int64 [num_tokens], and the stock metadata of
+        those sequences; layers with the same sparse sequences share them."""
         key = tuple(sparse)
         if key not in self._others:
             rows = [row for row in range(self.common.num_reqs) if row not in set(sparse)]

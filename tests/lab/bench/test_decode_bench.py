@@ -13,9 +13,9 @@ from kvsift_lab.bench.decode import DecodeRecipe
 from kvsift_lab.bench.decode_case import FixedSlots, filled_cache, new_slots, pool_bytes, weight_bytes
 from kvsift_lab.bench.decode_case import decode as decode_rows
 from kvsift_lab.bench.decode_measure import DecodeBench, step_of
+from kvsift_lab.bench.random_models import random_model
 
 from kvsift.models.decoder_step import DecoderStep
-from kvsift.models.hf.random_models import random_model
 from kvsift.plan.plan import Plan
 from kvsift.plan.syntax import parse_plan
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 
-from kvsift.texts.haystack import haystack
 from kvsift.texts.needle import question, sentence, value
+from kvsift.texts.prose import haystack
 from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import distinct, two_words
 

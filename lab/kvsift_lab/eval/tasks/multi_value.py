@@ -2,8 +2,8 @@
 
 import random
 
-from kvsift.texts.haystack import haystack
 from kvsift.texts.needle import KINDS, key, sentence, value
+from kvsift.texts.prose import haystack
 from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import distinct
 

@@ -2,7 +2,7 @@
 
 import random
 
-from kvsift.texts.haystack import haystack
+from kvsift.texts.prose import haystack
 from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import digits
 

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable
 
-from kvsift.texts.haystack import haystack
+from kvsift.texts.prose import haystack
 from kvsift.texts.sample import Draft, DraftQuestion, Task
 from kvsift.texts.words import NOUNS, digits, distinct, pseudo_word
 

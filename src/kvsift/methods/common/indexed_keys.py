@@ -1,38 +1,20 @@
-"""Indexes of one sequence in one layer, and the queries of the prompt that they are built from."""
+"""Indexes of one sequence in one layer, and the queries of the prompt that they are built from: over spans of the
+prompt, or by block, each a function of the tokens up to the end of its block, so that sequences can share them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
-
-from torch import Tensor
+from typing import Any, Self
 
 from kvsift import native
 from kvsift.indexes.audits import Audits
 from kvsift.indexes.auto import AutoIndex
 from kvsift.indexes.base import Index
+from kvsift.indexes.flat import FlatIndex
 from kvsift.indexes.graph import GraphIndex
-from kvsift.indexes.samples import QuerySamples
+from kvsift.indexes.samples import BlockRecorder, QueryRecorder
 from kvsift.types import Candidates
-
-
-class Recorder(Protocol):
-    """Keeps a sample of the queries of a prompt."""
-
-    unseen_stop: int
-
-    def observe(self, queries: Tensor | None, start: int, stop: int) -> None:
-        """Receive the queries [num_query_heads, stop - start, head_dim] of new tokens; None if they are unknown."""
-
-    def take(self) -> QuerySamples | None:
-        """Return the sample; None if it is empty."""
-
-    def crop(self, length: int) -> None:
-        """Remove the queries from position ``length`` on."""
-
-    def fork(self) -> Self:
-        """Return an independent recorder of the same queries."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +39,7 @@ class IndexedKeys:
         audits: comparisons of the graphs with a scan.
     """
 
-    recorder: Recorder
+    recorder: QueryRecorder | BlockRecorder
     spans: list[IndexedSpan] = field(default_factory=list)
     completed: int = 0
     audits: Audits = field(default_factory=Audits)
@@ -110,3 +92,46 @@ def approximate(index: Index) -> GraphIndex | AutoIndex | None:
     if isinstance(index, GraphIndex) or (isinstance(index, AutoIndex) and index.walks):
         return index
     return None
+
+
+@dataclass
+class IndexedBlocks(IndexedKeys):
+    """Memory of one sequence in one layer; tokens outside complete blocks are scanned.
+
+    Attributes:
+        searched_from: position of the first query that searched.
+    """
+
+    recorder: BlockRecorder
+    searched_from: int | None = None
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        if self.searched_from is not None and self.searched_from >= length:
+            self.searched_from = None
+
+    def missing(self, candidates: Candidates) -> Iterator[tuple[int, int, int]]:
+        """Number, first and last candidate (exclusive) of each complete block that has no index."""
+        block = self.recorder.block
+        built = self.spans[-1].stop // block if self.spans else candidates.first // block
+        for number in range(built, candidates.stop // block):
+            yield number, max(number * block, candidates.first), (number + 1) * block
+
+    def parts(self, candidates: Candidates) -> Iterator[tuple[Index, int, int]]:
+        """Blocks with a graph, each by its index, and scans of what is between and behind them. After a roll-back an
+        index may reach into the window: it is not used."""
+        at = candidates.first
+        for span in self.spans:
+            if span.stop <= candidates.stop and approximate(span.index) is not None:
+                if at < span.first:
+                    yield FlatIndex(), at, span.first
+                yield span.index, span.first, span.stop
+                at = span.stop
+        if at < candidates.stop:
+            yield FlatIndex(), at, candidates.stop
+
+    def age(self, candidates: Candidates, length: int) -> int:
+        """Tokens since the first call, which depends on the prompt and not on which sequence has prefilled it."""
+        if self.searched_from is None:
+            self.searched_from = length - 1
+        return length - 1 - self.searched_from

@@ -1,4 +1,4 @@
-"""A row per token of a sequence, computed from its key when it is read: codes, signatures.
+"""A row per token of a sequence, computed from its key when it is read: codes, signatures, inverse norms.
 
 Parameters of the rows (a centre, centroids) come from the first tokens of the sequence itself; ``settled`` returns from
 how many. The number depends on the length alone, so chunks, forks and roll-backs do not change it.
@@ -6,14 +6,16 @@ how many. The number depends on the length alone, so chunks, forks and roll-back
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from kvsift.types import KVReader
 
-AT_ONCE = 512  # tokens whose rows are computed together, which bounds temporary memory
+SMALLEST_NORM = 1e-6
 
 
 def settled(count: int) -> int:
@@ -28,6 +30,8 @@ def settled(count: int) -> int:
 class TokenRows:
     """Rows of the first tokens of a sequence, in a buffer that grows geometrically."""
 
+    at_once: ClassVar[int] = 512  # tokens whose rows are computed together, which bounds temporary memory
+
     def __init__(self) -> None:
         self.length = 0
         self._buffer: Tensor | None = None  # [num_kv_heads, capacity, width]
@@ -39,7 +43,7 @@ class TokenRows:
         ``make`` computes rows [num_kv_heads, n, width] from keys [num_kv_heads, n, head_dim], each from its key alone.
         """
         while self.length < stop:
-            upto = min(self.length + AT_ONCE, stop)
+            upto = min(self.length + self.at_once, stop)
             self._append(make(reader.keys(self.length, upto)), stop)
         assert self._buffer is not None
         return reader.counted(self._buffer[:, start:stop])
@@ -54,11 +58,31 @@ class TokenRows:
         self._buffer[:, self.length : stop] = rows
         self.length = stop
 
-    def fork(self) -> TokenRows:
-        copy = TokenRows()
+    def fork(self) -> Self:
+        copy = type(self)()
         if self._buffer is not None:
             copy.length, copy._buffer = self.length, self._buffer[:, : self.length].clone()  # both append to it
         return copy
 
     def crop(self, length: int) -> None:
         self.length = min(self.length, length)
+
+
+class KeyNorms(TokenRows):
+    """Inverse norms of the keys: a cosine is a product with the stored keys, times the inverse norm.
+
+    Normalised keys would double the memory of the keys, or cost a pass over all of them per chunk.
+    """
+
+    at_once: ClassVar[int] = sys.maxsize  # a norm needs no temporary memory
+    BYTES: ClassVar[int] = 4  # per token and KV head
+
+    def norms(self, reader: KVReader, start: int, stop: int) -> Tensor:
+        """Inverse norms of the keys at positions start to stop, float32 [num_kv_heads, stop - start], a view."""
+        return self.read(reader, start, stop, lambda keys: inverse_norms(keys).unsqueeze(-1))[..., 0]
+
+
+def inverse_norms(keys: Tensor) -> Tensor:
+    """Return 1 / |k|, float32 [num_kv_heads, n], of keys [num_kv_heads, n, head_dim]."""
+    norms = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+    return norms.clamp_min_(SMALLEST_NORM).reciprocal_()

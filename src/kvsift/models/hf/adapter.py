@@ -20,13 +20,12 @@ from kvsift.models.hf.calls import WATCHED, Calls, Watched
 from kvsift.models.hf.foresight import Foresight
 from kvsift.models.hf.inputs import check_call, check_intact, check_uncached, count_decode_tokens, no_weights
 from kvsift.models.hf.layer import SparseLayer
-from kvsift.models.hf.origin import origin_of
 from kvsift.models.hf.pinning import RopePinning
 from kvsift.models.hf.run import SparseRun
 from kvsift.models.hf.trial import try_model
 from kvsift.models.hf.unwrap import refuse_unsupported, unwrapped
 from kvsift.threads import yield_to_others
-from kvsift.types import Rope
+from kvsift.types import Origin, Rope
 
 ATTACHING = RLock()  # of the thread that changes a model
 
@@ -273,3 +272,14 @@ class Adapter:
             cache.layers, cache.layer_class_to_replicate = SparseCache(self.model.config, run).layers, None
         take_layers(cache, run, self.model.config)
         return cache
+
+
+def origin_of(model: Any) -> Origin | None:
+    """Return the identity of a model, as files made for it store it; None without a token embedding."""
+    weights = getattr(model.get_input_embeddings(), "weight", None)
+    if weights is None:
+        return None
+    config = model.config.get_text_config(decoder=True)
+    every = {str(getattr(own, "num_attention_heads", "?")) for own in config.per_layer_config}  # one, as a rule
+    heads, layers = " or ".join(sorted(every)), getattr(config, "num_hidden_layers", "?")
+    return Origin(f"{type(model).__name__}, {layers} layers, {heads} heads, {tuple(weights.shape)} embeddings", weights)

@@ -118,7 +118,7 @@ class SparseCache(DynamicCache):
 
     @property
     def table(self) -> PageTable:
-        """Pages of the rows, in all layers; made when the first layer needs them."""
+        """Pages of the sequences, in all layers; made when the first layer needs them."""
         assert self.run.table is not None, "no layer has seen a token"
         return self.run.table
 
@@ -128,7 +128,7 @@ class SparseCache(DynamicCache):
         return self.attentions[0].store.page_size
 
     def reserve_rows(self, lengths: Sequence[int]) -> None:
-        """Reserve pages for rows of these lengths: up to them, no pool moves."""
+        """Reserve pages for sequences of these lengths: up to them, no pool moves."""
         for attention in self.attentions:
             attention.store.reserve_rows(lengths)
 
@@ -147,19 +147,19 @@ class SparseCache(DynamicCache):
                 layer.attention.prepare_after_next(thread)
 
     def describe(self) -> dict[int, list[dict[str, Any]]]:
-        """Return the decode method's description of its index, for every layer and row."""
+        """Return the decode method's description of its index, for every layer and sequence."""
         attending = [layer for layer in self.layers if getattr(layer, "attention", None)]
         rows_of_layer = {layer.layer: layer.attention.describe() for layer in attending}
         return {layer: rows for layer, rows in rows_of_layer.items() if any(rows)}
 
     def turn_to(self, row: int, stats: RunStats) -> None:
-        """Feed one row of a ragged batch from now on, with its counters."""
+        """Feed one sequence of a ragged batch from now on, with its counters."""
         self.run.row, self.run.stats = row, stats
         for layer in self.layers:
             layer.turn_to(row)
 
     def advance(self, row: int, written: int, kept: int, stale_from: int | None = None) -> None:
-        """Record that captured steps have written a row up to ``written`` tokens, without summaries from position
+        """Record that captured steps have written a sequence up to ``written`` tokens, without summaries from position
         ``stale_from`` on, and keep the first ``kept`` tokens."""
         for layer in self.layers:
             layer.attention.store.advance(row, written, stale_from)
@@ -167,15 +167,15 @@ class SparseCache(DynamicCache):
             layer.columns = kept
 
     def clear(self, rows: Sequence[int]) -> None:
-        """Remove all tokens, and reserve pages for rows of these lengths; allocated memory stays."""
+        """Remove all tokens, and reserve pages for sequences of these lengths; allocated memory stays."""
         for layer in self.layers:
             layer.columns = 0
             layer.attention.store.clear()
         self.reserve_rows(rows)
 
     def sealed(self, length: int) -> list[dict[Phase, Any]]:
-        """What methods remember of the first ``length`` tokens of the only row, by layer, for ``adopt``; empty if that
-        is nothing."""
+        """What methods remember of the first ``length`` tokens of the only sequence, by layer, for ``adopt``; empty if
+        that is nothing."""
         layers = [attention.sealed(length) for attention in self.attentions]
         return layers if any(layers) else []
 
@@ -183,7 +183,8 @@ class SparseCache(DynamicCache):
         self, shapes: Sequence[LayerShape], like: Tensor, length: int, stale: bool, chunk_size: int,
         sealed: Sequence[Mapping[Phase, Any]] = (),
     ) -> None:  # fmt: skip
-        """Begin an empty cache of one row with ``length`` tokens that others have read; its table has their pages.
+        """Begin an empty cache of one sequence with ``length`` tokens that others have prefilled; its table has their
+        pages.
 
         Args:
             shapes: of the layers.
@@ -191,14 +192,14 @@ class SparseCache(DynamicCache):
             length: full pages.
             stale: some of the pages lack summaries that the plan needs.
             chunk_size: tokens that were read in one pass.
-            sealed: of a cache that has read the tokens under the same plan.
+            sealed: of a cache that has prefilled the tokens under the same plan.
         """
         for layer, shape, own in zip(self.layers, shapes, sealed or [{}] * len(shapes), strict=True):
             layer.adopt(shape, like, length, stale, chunk_size, own)
 
     def begin_as(self, other: SparseCache, length: int) -> None:
-        """Begin an empty cache of one row as a copy of the first ``length`` tokens of another one, under the same plan.
-        Its table shares their full pages; a page that is not full is copied."""
+        """Begin an empty cache of one sequence as a copy of the first ``length`` tokens of another one, under the same
+        plan. Its table shares their full pages; a page that is not full is copied."""
         self.table.adopt(0, other.table.runs_between(0, 0, -(-length // other.page_size)))
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.open_like(source)

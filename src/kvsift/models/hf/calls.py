@@ -1,4 +1,4 @@
-"""Methods of a model that each thread is running, which tell prompt tokens from generated ones."""
+"""Methods of a model that each thread is running, which distinguish prompt tokens from generated ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contents of a cache of one row as tensors and numbers, and an empty cache filled with them."""
+"""The contents of a cache of one sequence as tensors and numbers, and an empty cache filled with them."""
 
 from __future__ import annotations
 

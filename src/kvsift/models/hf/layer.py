@@ -140,7 +140,7 @@ class SparseLayer(AttendingLayer):
         self.columns = length
 
     def open_like(self, other: SparseLayer) -> None:
-        """Be ready to store the tokens of one row, in a layer like another one that has some."""
+        """Be ready to store the tokens of one sequence, in a layer like another one that has some."""
         assert other.attention is not None
         like = other.attention.like
         self.lazy_initialization(like, like)
@@ -163,7 +163,7 @@ class SparseLayer(AttendingLayer):
         self, shape: LayerShape, keys: Tensor, values: Tensor, summaries: Mapping[int, Mapping[str, Tensor]],
         device: torch.device, chunk_size: int,
     ) -> None:  # fmt: skip
-        """Begin an empty layer of one row with tokens that were cached elsewhere (``LayerCache.restore``).
+        """Begin an empty layer of one sequence with tokens that were cached elsewhere (``LayerCache.restore``).
 
         Args:
             shape: of the layer, without what belongs to the model.

@@ -123,7 +123,7 @@ class ModelDirectory:
             _ = checked.kv_layers
         except Exception as error:
             raise InputError(
-                f"{directory}/config.json describes no decoder of which kvsift can tell what its layers cache: "
+                f"{directory}/config.json describes no decoder of which kvsift knows what its layers cache: "
                 f"{one_line(error)}."
             ) from error
         return checked
@@ -178,7 +178,7 @@ class ModelDirectory:
         """Load the tokenizer.
 
         Raises:
-            InputError: if it cannot be loaded, or is of a kind that tells no control tokens.
+            InputError: if it cannot be loaded, or is of a kind that names no control tokens.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(
@@ -191,7 +191,7 @@ class ModelDirectory:
             raise InputError(f"the tokenizer in {self.path} cannot be loaded: {one_line(error)}.") from error
         if not isinstance(getattr(tokenizer, "added_tokens_decoder", None), Mapping):  # that of mistral_common
             raise InputError(
-                f"the tokenizer in {self.path} is a {type(tokenizer).__name__}, which tells no control tokens. "
+                f"the tokenizer in {self.path} is a {type(tokenizer).__name__}, which names no control tokens. "
                 "Convert it to tokenizer.json, and name no other class in tokenizer_config.json; or, if there is a "
                 "tokenizer.json, uninstall mistral_common."
             )

@@ -28,9 +28,9 @@ class SparseRun:
     Args:
         plan: rules by phase.
         stats: counters.
-        reserve: expected tokens of a row.
-        rows: maximum lengths of the rows of a ragged batch, which are fed one at a time, ``row`` next. Empty: all rows
-            are fed together, as many as the first chunk has.
+        reserve: expected tokens of a sequence.
+        rows: maximum lengths of the sequences of a ragged batch, which are fed one at a time, ``row`` next. Empty: all
+            sequences are fed together, as many as the first chunk has.
         placement: see ``SparseAttention``.
 
     Raises:
@@ -64,10 +64,10 @@ class SparseRun:
 
     def _begin(self) -> None:
         self.messages = LayerMessages()  # between the layers, within a forward pass
-        self.guards = Guards()  # of the rows
-        self.table: PageTable | None = None  # pages of the rows, of all layers
+        self.guards = Guards()  # of the sequences
+        self.table: PageTable | None = None  # pages of the sequences, of all layers
         self.feeding: Phase | None = None  # phase of all tokens; None: derived from each call of the model
-        self.decode_tokens = 0  # generated tokens at the end of each row, in the current forward pass
+        self.decode_tokens = 0  # generated tokens at the end of each sequence, in the current forward pass
         self.hidden_below: Tensor | None = None  # input of the attention below, in the current forward pass
 
     def fresh(self) -> Self:
@@ -86,7 +86,7 @@ class SparseRun:
         return run
 
     def table_of(self, num_rows: int) -> PageTable:
-        """Return the pages of the rows; they are made when the first layer needs them."""
+        """Return the pages of the sequences; they are made when the first layer needs them."""
         if self.table is None:
             self.table = PageTable(num_rows, self.kv)
         return self.table

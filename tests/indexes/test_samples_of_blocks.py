@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsift.indexes.block_recorder import BlockRecorder
+from kvsift.indexes.samples import BlockRecorder
 
 BLOCK = 24
 

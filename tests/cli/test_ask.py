@@ -14,7 +14,7 @@ from kvsift import LLM
 from kvsift.api.answer import Answer
 from kvsift.api.document import Document
 from kvsift.cli import comparison
-from kvsift.cli.escaping import plain
+from kvsift.cli.printing import plain
 from kvsift.models.hf.model_directory import ModelDirectory
 
 LOAD = ModelDirectory.load  # which ``refused`` replaces

@@ -1,19 +1,62 @@
-"""Progress of a command on stderr: a bar on a terminal, a line every few seconds in a log."""
+"""What commands print: text that a terminal cannot execute, text as it is generated, and progress on stderr."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from kvsift.cli.escaping import plain
-
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress as Bar
+    from rich.text import Text
 
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0  # of progress in a log
+
+# Control characters except newline and tab, which include terminal escapes; marks of writing direction; surrogates,
+# which stand for bytes that are not UTF-8.
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def plain(text: str) -> str:
+    """Return the text with unsafe characters written out: ``\\x1b``."""
+    return UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
+
+
+def cell(text: str, style: str = "") -> Text:
+    """Return the same for rich, which reads [x] in a string as markup."""
+    from rich.text import Text
+
+    return Text(plain(text), style=style)
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a console of rich that colours nothing by itself."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: ``1 token``, ``2 tokens``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+class StrippedText:
+    """Pieces of a text as they come.
+
+    Attributes:
+        text: of all pieces so far, with all white space.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def add(self, piece: str) -> str:
+        """Add a piece. Returns what can be shown now: white space waits for the text after it."""
+        before, self.text = self.text, self.text + piece
+        return self.text.strip()[len(before.strip()) :]
 
 
 class ProgressBar:
@@ -76,24 +119,16 @@ class ProgressBar:
 
 def _new_bar(what: str) -> Bar:
     """Return a running bar; a stopped bar restarts one line too high."""
-    from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
     from rich.table import Column
 
-    console = Console(stderr=True)
+    out = console(stderr=True)
     note = TextColumn("{task.fields[note]}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-    bars = [BarColumn(20)] if console.width >= 70 else []
+    bars = [BarColumn(20)] if out.width >= 70 else []
     columns = (TextColumn("{task.description}"), *bars, TaskProgressColumn(), TimeRemainingColumn(), note)
     # stdout is not redirected to the console of stderr
-    bar = Bar(*columns, console=console, transient=True, expand=True, redirect_stdout=False)
+    bar = Bar(*columns, console=out, transient=True, expand=True, redirect_stdout=False)
     bar.add_task(what, total=None, note="")
     bar.start()
     return bar
-
-
-@contextmanager
-def prefill_progress(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of (prefilled tokens, all tokens) for a command that only prefills."""
-    with ProgressBar(what=label) as progress:
-        yield progress.reading

@@ -8,7 +8,7 @@ import pytest
 from cli.watched import Run
 from rich.console import Console
 
-from kvsift.cli.numbers_table import print_columns, side_by_side
+from kvsift.cli.numbers_table import _index, print_columns, side_by_side
 
 PLANS = ["dense", "quest:budget=2048", "sketch:budget=1024:dense_layers=none", "snapkv:budget=128", "tova:budget=64"]
 LABELS = ["", "TTFT (document cached)", "visible tokens (sparse layers)"]
@@ -81,3 +81,17 @@ def test_what_there_is_is_listed_without_breaking_words(
                 assert wide.setdefault(command, words) == words
             else:
                 assert {"GiB", "available", "compiled", "soft-capped", "transformers"} <= set(words)
+
+
+def test_kinds_are_counted_by_layer_or_by_head() -> None:
+    assert _index({}) == ""
+    assert _index({0: [{"indexes": [{"kind": "flat"}]}], 1: [{"indexes": [{"kind": "flat"}]}]}) == "flat in 2 layers"
+    auto = {"kind": "auto", "heads": ["graph", "flat_int8"]}
+    assert (
+        _index({0: [{"indexes": [auto]}], 1: [{"indexes": [auto]}]}) == "graph in 2 KV heads, flat_int8 in 2 KV heads"
+    )
+
+
+def test_what_audits_found_is_said() -> None:
+    rows = {0: [{"indexes": [{"kind": "graph"}], "audits": {"found": [0.9, 1.0]}}], 1: [{"audits": {"found": []}}]}
+    assert _index(rows) == "graph in 1 layers, 95.0 % of a scan's keys found in 2 audits"

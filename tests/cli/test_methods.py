@@ -72,7 +72,7 @@ def test_methods_with_a_name_says_all_about_that_one(run: Run) -> None:
     for words in (
         "tokens that an index of the keys finds for the query", "plan retrieval_attention:budget=740", "phases decode",
         "1,024 bytes per token and layer", "arXiv 2409.10516", "degree=32 links per key of the graph.",
-        'compat "paper": a graph per query head', "budget=740 at most so many visible tokens.",
+        'compat "paper": a graph per query head', "budget=740 visible tokens, at most.",
         "sinks=128 first tokens", "window=512 most recent tokens",
     ):  # fmt: skip
         assert words in told

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsift.indexes.recorder import QueryRecorder
-from kvsift.indexes.samples import QuerySamples
+from kvsift.indexes.samples import QueryRecorder, QuerySamples
 
 HEADS, DIM = 3, 4
 

@@ -1,4 +1,4 @@
-"""Progress: a line every some seconds where stderr is a log, nothing under --quiet, and stdout left alone."""
+"""Progress is a line every ten seconds where stderr is a log, and nothing under --quiet; terminals execute no text."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kvsift.cli import progress as module
-from kvsift.cli.escaping import cell, plain
-from kvsift.cli.progress import ProgressBar
+from kvsift.cli import printing
+from kvsift.cli.printing import ProgressBar, StrippedText, cell, plain
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Six seconds between any two looks at the clock."""
     times = count(0, 6.0)
-    monkeypatch.setattr(module, "monotonic", lambda: next(times))
+    monkeypatch.setattr(printing, "monotonic", lambda: next(times))
 
 
 @pytest.mark.usefixtures("clock")
@@ -74,3 +73,8 @@ def test_a_bar_on_a_terminal_leaves_stdout_to_the_command(
 def test_what_a_terminal_would_obey_is_written_out(given: str, shown: str, tmp_path: Path) -> None:
     assert plain(given) == shown == cell(given).plain
     (tmp_path / "shown.txt").write_text(plain(given), encoding="utf-8")
+
+
+def test_white_space_at_both_ends_of_an_answer_is_not_shown() -> None:
+    stripped = StrippedText()
+    assert [stripped.add(piece) for piece in (" ", "\n a", " ", "", "b ", "c\n")] == ["", "a", "", "", " b", " c"]

@@ -17,7 +17,7 @@ from engine.tiny_directory import text_of
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from kvsift.cli.options import write_whole
+from kvsift.cli.files import write_whole
 from kvsift.engine.model_runner import PARTS
 
 CONTEXTS: list[tuple[bytes, str]] = [
@@ -162,7 +162,7 @@ def test_a_file_that_cannot_be_read_is_refused(
     def read_bytes(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("kvsift.cli.options.Path.read_bytes", read_bytes)
+    monkeypatch.setattr("kvsift.cli.files.Path.read_bytes", read_bytes)
     assert refused(*COMMANDS[what], text, "--model", model) == (
         f"the {what} file {text} cannot be read: Permission denied."
     )

@@ -13,11 +13,8 @@ from cli.terminal import Terminal
 from cli.watched import Outcome, Refused, Run
 
 from kvsift.api.passages import Passages
-from kvsift.cli.chat_commands import is_command
-from kvsift.cli.chat_context import ChatContext
-from kvsift.cli.chat_input import NO_TERMINAL
-from kvsift.cli.chat_passages import strongest
-from kvsift.cli.stripped_text import StrippedText
+from kvsift.cli.chat import NO_TERMINAL, is_command
+from kvsift.cli.conversation import ChatContext, strongest
 from kvsift.errors import InputError
 
 FACT = "The access code of the north warehouse is 48213."
@@ -267,11 +264,6 @@ def test_the_line_with_the_largest_share_is_the_strongest() -> None:
 )
 def test_a_path_is_no_command(line: str, expected: bool) -> None:
     assert is_command(line) == expected
-
-
-def test_white_space_at_both_ends_of_an_answer_is_not_shown() -> None:
-    stripped = StrippedText()
-    assert [stripped.add(piece) for piece in (" ", "\n a", " ", "", "b ", "c\n")] == ["", "a", "", "", " b", " c"]
 
 
 def test_exact_turns_are_those_of_dense_attention_and_have_no_passages(piped: Piped, manual: Path) -> None:
