@@ -19,6 +19,29 @@ DTYPES = [torch.float16, torch.float32, *([torch.bfloat16] if DEVICE == "cuda" e
 needs_triton = pytest.mark.skipif(not HAVE_TRITON, reason="Triton is not installed on this platform")
 
 
+def _patch_the_language_once() -> None:
+    """Triton's interpreter replaces its language anew for each function that a kernel calls, a third of all its time.
+
+    Once in a launch is enough: replaced functions are not ``builtin`` until the launch restores them.
+    """
+    from triton.runtime import interpreter
+
+    language, core = interpreter.tl, interpreter.tl.core
+    replace = interpreter._patch_lang
+
+    def replace_once(function: Any) -> Any:
+        visible = (value for value in function.__globals__.values() if value is language or value is core)
+        if any(core.is_builtin(module.load) for module in visible):
+            return replace(function)
+        return interpreter._LangPatchScope()  # nothing to restore
+
+    interpreter._patch_lang = replace_once
+
+
+if DEVICE == "cpu" and HAVE_TRITON:
+    _patch_the_language_once()
+
+
 def crossed(**values: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrise by three or more arguments: all combinations on a GPU, every second one in the slow interpreter.
 
