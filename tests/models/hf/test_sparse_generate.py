@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from models.tiny import (
+    CACHED,
     FAMILIES,
     SPARSE,
     VERSION,
@@ -24,6 +25,7 @@ from turns import in_turns
 import kvsift
 
 families = pytest.mark.parametrize("family", FAMILIES)
+cached = pytest.mark.parametrize("family", CACHED)
 LENGTHS = (150, 121, 149, 135)
 PLANS = {
     "quest": SPARSE,
@@ -59,7 +61,7 @@ def test_every_plan_gives_a_row_of_a_padded_batch_the_tokens_it_gets_alone(plan:
     assert_sparse(run)
 
 
-@families
+@cached
 def test_the_order_of_a_batch_changes_no_row(family: str) -> None:
     model = tiny(family)
     batch, order = ragged(*LENGTHS), torch.tensor([2, 0, 3, 1])
@@ -88,7 +90,7 @@ def test_a_prompt_fed_token_by_token_is_still_prefill() -> None:
     assert_sparse(run)
 
 
-@families
+@cached
 def test_prompt_lookup_changes_no_token_and_verifies_drafts_sparsely(family: str) -> None:
     model = tiny(family)
     ids = prompt(50).repeat(1, 3)
@@ -104,7 +106,7 @@ def test_prompt_lookup_changes_no_token_and_verifies_drafts_sparsely(family: str
 ASSISTED = [
     (family, assistant)
     for assistant in ("its twin", "a stranger")
-    for family in FAMILIES
+    for family in CACHED
     # before 5.23 an assistant with sliding layers fails in transformers itself, when it takes drafts back
     if assistant == "a stranger" or VERSION >= (5, 23) or family not in WITH_SLIDING_LAYERS
 ]
