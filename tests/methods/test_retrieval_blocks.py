@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import Runner, assert_same_answer, draw_tokens
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods.test_retrieval_attention import SHAPE, SINKS, WINDOW, needs_core, plan, reference, state_of
 
@@ -60,6 +60,7 @@ def test_a_prompt_that_ends_inside_its_first_block_is_scanned() -> None:
 
 
 @needs_core
+@settings(max_examples=10)
 @given(
     st.lists(st.integers(1, 280), max_size=12),
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 70), st.booleans()), max_size=4),
