@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +43,27 @@ if DEVICE == "cpu" and HAVE_TRITON:
 
 
 def crossed(**values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrise by three or more arguments: all combinations on a GPU, every second one in the slow interpreter.
-
-    Among these, any two values of two arguments still meet.
-    """
-    chosen = [
-        combination
-        for numbers, combination in zip(
-            product(*(range(len(each)) for each in values.values())), product(*values.values())
-        )
-        if DEVICE == "cuda" or sum(numbers) % 2 == 0
-    ]
+    """Parametrise by several arguments: all combinations on a GPU; in the slow interpreter as few as it takes for any
+    two values of two arguments to meet."""
+    every = list(product(*(range(len(each)) for each in values.values())))
+    if DEVICE == "cpu":
+        every = _pairwise(every)
+    chosen = [tuple(each[index] for each, index in zip(values.values(), numbers)) for numbers in every]
     ids = ["-".join(str(value) for value in combination) for combination in chosen]
     return pytest.mark.parametrize(tuple(values), chosen, ids=ids)
+
+
+def _pairwise(every: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Combinations in which any two values of two arguments meet, each the one with the most pairs that are new."""
+
+    def pairs(numbers: tuple[int, ...]) -> set[Any]:
+        return set(combinations(enumerate(numbers), 2))
+
+    missing, chosen = set().union(*map(pairs, every)), []
+    while missing:
+        chosen.append(max(every, key=lambda numbers: len(pairs(numbers) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
 
 
 def far_memory(folder: Path, size: int, dtype: torch.dtype) -> Tensor:
