@@ -36,6 +36,7 @@ PLANS = {
     "random": "random:budget=48:page_size=8:window=8:dense_layers=none",
     "a share of the context": "quest:ratio=0.3:page_size=8:window=8:dense_layers=none",
     "a share of the mass": "quest:mass=0.6:budget=64:page_size=8:window=8:dense_layers=none",
+    "queries foreseen": "infinigen:alpha=0.5:partial=0.5:budget=60:window=8:dense_layers=none",
 }
 
 
