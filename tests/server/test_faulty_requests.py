@@ -16,9 +16,9 @@ from server.faulty_worker import PLACES, seed_of
 from server.serving import PLAN
 
 import kvsift
-from kvsift.server import answers, streams
+from kvsift.server import answers, app, streams
 from kvsift.server.answers import AnswerForm
-from kvsift.server.app import App
+from kvsift.server.app import application
 from kvsift.server.jobs import ServerJob
 from kvsift.server.metrics import Metrics
 from kvsift.server.served_document import ServedDocument
@@ -30,7 +30,7 @@ BY_JOB: Callable[..., int] = lambda job, *_: job._message["seed"]  # noqa: E731
 BY_FORM: Callable[..., int] = lambda form, *_: form._asked.seed  # noqa: E731
 # by place: what fails there, for the request with which seed, and whether it is streamed
 SERVER_PLACES: dict[str, tuple[Any, str, Callable[..., int], bool]] = {
-    "the message to the engine": (App, "_message", lambda app, asked, _: asked.seed, False),
+    "the message to the engine": (app, "_message", lambda asked, *_: asked.seed, False),
     "the request is accepted": (ServerJob, "accept", BY_JOB, False),
     "news of a whole answer": (ServerJob, "add", BY_JOB, False),
     "news of a stream": (ServerJob, "add", BY_JOB, True),
@@ -59,8 +59,7 @@ class Running:
         settings = ServerSettings(model={"model": str(model), **OPTIONS}, plan=PLAN, threads=1)
         self.supervisor = Supervisor(settings, lambda job: metrics.ended(job))
         metrics.follow(self.supervisor)
-        app = App(settings, self.supervisor, metrics).asgi()
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(application(settings, self.supervisor, metrics), raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
         self.expected: dict[str, str] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -11,6 +11,7 @@ from uuid import uuid4
 from kvsift import __version__
 from kvsift.server.api_errors import ApiError
 from kvsift.server.jobs import Piece, ServerJob
+from kvsift.server.responses import SparsityUsage, TokenCounts, Usage
 from kvsift.server.schemas import AnyRequest, ChatRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -63,7 +64,7 @@ class AnswerForm:
             text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             yield {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
 
-    def _event(self, choices: list[dict[str, Any]], numbers: dict[str, Any] | None = None) -> bytes:
+    def _event(self, choices: list[dict[str, Any]], numbers: TokenCounts | None = None) -> bytes:
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
         body = {"id": self._id, "object": name, **self._head, "choices": choices}
         return event({**body, "usage": numbers} if self._asked.wants_usage else body)
@@ -83,7 +84,7 @@ class AnswerForm:
         }
 
 
-def event(body: dict[str, Any]) -> bytes:
+def event(body: Mapping[str, Any]) -> bytes:
     """Return one server-sent event, in ASCII: clients that read lines of text end them at U+0085 and U+2028 too."""
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
@@ -93,28 +94,33 @@ def failure(error: ApiError) -> bytes:
     return event(error.as_dict())
 
 
-def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
+def usage(job: ServerJob, asked: AnyRequest) -> Usage:
     """Return the numbers of a request: sums over its answers; a prompt counts once, however many its answers."""
     numbers = [answer.usage for answer in job.answers]
     cached = sum(each["cached_tokens"] for each in numbers[:: asked.samples])
-    completion = sum(each["completion_tokens"] for each in numbers)
-    first, guards = numbers[0], sum(each["guard_events"] for each in numbers)
-    sparsity = {
+    first = numbers[0]
+    sparsity: SparsityUsage = {
         "plan": first["plan"],
-        **{key: _mean(numbers, key) for key in ("density", "visible_tokens", "recovery")},
-        **{key: sum(each[key] for each in numbers) for key in ("bytes_read", "bytes_dense")},
-        "guard_events": guards,
+        "density": _mean(numbers, "density"),
+        "visible_tokens": _mean(numbers, "visible_tokens"),
+        "recovery": _mean(numbers, "recovery"),
+        "bytes_read": sum(each["bytes_read"] for each in numbers),
+        "bytes_dense": sum(each["bytes_dense"] for each in numbers),
+        "guard_events": sum(each["guard_events"] for each in numbers),
         "reuse": {"cached_tokens": cached, "why_not": first["no_reuse"] or None},
     }
     if asked.plan.exact:
         sparsity["exact"] = [each["exact"] for each in numbers]
     if asked.plan.passages:
         sparsity["passages"] = first["passages"]
-    details = {"prompt_tokens_details": {"cached_tokens": cached}, "sparsity": sparsity}
-    return {**_token_counts(job, completion), **details}
+    return {
+        **_token_counts(job, sum(each["completion_tokens"] for each in numbers)),
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "sparsity": sparsity,
+    }
 
 
-def _token_counts(job: ServerJob, completion: int) -> dict[str, int]:
+def _token_counts(job: ServerJob, completion: int) -> TokenCounts:
     prompt = sum(job.prompt_tokens or ())
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

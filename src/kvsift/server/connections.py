@@ -10,7 +10,6 @@ from asyncio import TimerHandle, Transport
 from typing import Any
 
 import h11
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvsift.server.api_errors import ApiError
@@ -170,7 +169,8 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            response = JSONResponse(error.as_dict(), error.status, {**error.headers, "connection": "close"})
+            error.headers["connection"] = "close"
+            response = error.response()
             head = h11.Response(status_code=error.status, headers=response.raw_headers)
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -10,17 +10,16 @@ from socket import gethostname
 from uuid import uuid4
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvsift.server.api_errors import ApiError
-from kvsift.server.page_files import PAGE_PATHS
+from kvsift.server.page_files import PAGE
 from kvsift.server.settings import salt_of
 
 HOST = re.compile(r"(\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._~-]+))(:\d{0,5})?")
 REQUEST_ID = "x-request-id"  # of every response: the client's own, if it is valid
 VALID_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
-WITHOUT_KEY = {"/health", *PAGE_PATHS}  # the page asks for the key, and sends it with what it fetches
+WITHOUT_KEY = {"/health", *PAGE}  # the page asks for the key, and sends it with what it fetches
 
 
 class Door:
@@ -45,6 +44,8 @@ class Door:
         if scope["type"] != "http":
             return
 
+        if scope["method"] == "HEAD":  # as GET; uvicorn leaves out the body
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         request_id = given if VALID_ID.fullmatch(given) else uuid4().hex
@@ -59,8 +60,7 @@ class Door:
             self._check_host(headers.get("host", ""))
             scope["client_name"] = self._client(scope, headers)
         except ApiError as error:
-            response = JSONResponse(error.as_dict(), error.status, error.headers)
-            await response(scope, receive, counted)
+            await error.response()(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from typing import Any
+
+from kvsift.server.responses import SampleDocument
 
 NAME = "chronicle-of-tarn.txt"
 ABOUT = (
@@ -101,7 +102,7 @@ WORDS = {
 
 
 @cache
-def sample() -> dict[str, Any]:
+def sample() -> SampleDocument:
     """Return the object of GET /v1/sample."""
     return {"name": NAME, "text": text(), "questions": [question for _, _, question, _ in FACTS], "about": ABOUT}
 

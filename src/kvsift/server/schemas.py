@@ -17,6 +17,7 @@ MOST_LOGPROBS = 20
 MOST_FIELDS = 100  # of any object: each that is wrong would be an error of its own
 MOST_PARTS = 100_000  # objects and lists of a body
 FIRST_ERROR = Field(fail_fast=True)  # of a list
+SCHEMA_REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
 
 
 def neutral(*values: Any) -> Any:
@@ -269,6 +270,13 @@ class DocumentRequest(Strict):
 AnyRequest = CompletionRequest | ChatRequest
 NESTED: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "sparsity": Sparsity, "messages": ChatMessage}
 Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def json_body(schema: type[BaseModel], *other_types: str) -> dict[str, Any]:
+    """Return what the OpenAPI document says of the body of a route, which may also be a file of other types."""
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": SCHEMA_REFERENCE.format(model=schema.__name__)}}}
+    content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in other_types}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:

@@ -8,6 +8,7 @@ from time import monotonic, time
 from typing import Any, Literal
 
 from kvsift.server.api_errors import ApiError
+from kvsift.server.responses import DocumentObject
 
 Status = Literal["reading", "ready", "failed"]
 
@@ -53,7 +54,7 @@ class ServedDocument:
         self._begun: tuple[float, int] | None = None  # time and tokens of the first news while it is read
         self.news = asyncio.Event()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> DocumentObject:
         """Return the object of the API."""
         return {
             "id": self.key,

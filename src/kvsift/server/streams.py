@@ -5,35 +5,48 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvsift.server.answers import AnswerForm, failure
-from kvsift.server.api_errors import ApiError
+from kvsift.server.api_errors import ApiError, ClientLeft
 from kvsift.server.jobs import ServerJob
 
 COMMENT_S = 1.0  # without text, until a comment says that the connection lives
+STREAM = {  # in the OpenAPI document
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "required": ["data"],
+                "properties": {"data": {"type": "string"}},
+            }  # of each event
+        }
+    }
+}
+Result = TypeVar("Result")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
-    """Do some work, unless the client leaves first. Returns whether it is done.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of some work, which is cancelled if the client leaves before.
 
     Raises:
-        The error of the work.
+        ClientLeft: then.
     """
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = asyncio.create_task(work), asyncio.create_task(disconnect())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
-            tasks[0].result()
-        return tasks[0].done()
+            return tasks[0].result()
+        raise ClientLeft
     finally:
         for task in tasks:
             task.cancel()
@@ -52,7 +65,8 @@ class EventResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. If one cannot be made, an error is the last one: the status has been sent before."""
-        await unless_gone(receive, self._write(send))
+        with suppress(ClientLeft):
+            await while_connected(receive, self._write(send))
 
     async def _write(self, send: Send) -> None:
         names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
