@@ -49,11 +49,15 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise InputError(f"port {port} of {host} is taken. Give another --port, or 0 for any free one.") from None
         raise InputError(f"{host} port {port} cannot be listened on: {error}.") from None
+    # Connections inherit it. asyncio sets it only where a socket names its protocol, which those of create_server do
+    # not; without it the body of an answer, and every token of a stream, waits up to 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def url_of(listener: socket.socket) -> str:
