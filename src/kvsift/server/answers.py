@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -64,10 +65,15 @@ class AnswerForm:
             text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             yield {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
 
-    def _event(self, choices: list[dict[str, Any]], numbers: TokenCounts | None = None) -> bytes:
+    @cached_property
+    def _event_start(self) -> bytes:
+        """What all events of a stream begin with."""
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
-        body = {"id": self._id, "object": name, **self._head, "choices": choices}
-        return event({**body, "usage": numbers} if self._asked.wants_usage else body)
+        return event({"id": self._id, "object": name, **self._head}).removesuffix(b"}\n\n")
+
+    def _event(self, choices: list[dict[str, Any]], numbers: TokenCounts | None = None) -> bytes:
+        rest = {"choices": choices, "usage": numbers} if self._asked.wants_usage else {"choices": choices}
+        return self._event_start + b"," + _encode(rest)[1:] + b"\n\n"
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self._asked.num_logprobs is None:
@@ -86,7 +92,11 @@ class AnswerForm:
 
 def event(body: Mapping[str, Any]) -> bytes:
     """Return one server-sent event, in ASCII: clients that read lines of text end them at U+0085 and U+2028 too."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def failure(error: ApiError) -> bytes:

@@ -103,15 +103,14 @@ def _add_answer_routes(app: FastAPI, supervisor: Supervisor) -> None:
 async def _answer(schema: type[AnyRequest], request: Request, supervisor: Supervisor) -> Response:
     supervisor.check_open()  # before a body of megabytes is read
     asked = parse(schema, await json_of(request))
+    form = AnswerForm(asked, supervisor.names[0])
     job = supervisor.submit(_message(asked, request, supervisor), _num_answers(asked))
     is_streaming = False
     try:
-        await while_connected(request.receive, job.wait_accepted())
-        form = AnswerForm(asked, supervisor.names[0])
+        await while_connected(request.receive, job.wait_accepted() if asked.stream else job.wait_ended())
         if asked.stream:
             is_streaming = True
             return EventStream(job, form, supervisor.release)
-        await while_connected(request.receive, job.wait_ended())
         return JSONResponse(form.whole(job))
     finally:
         if not is_streaming:
