@@ -18,6 +18,7 @@ import kvsift
 from kvsift.engine.transcript import Request, Transcript
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
@@ -130,7 +131,7 @@ def served(example: Example, tokenizer: Any, stops: tuple[str, ...]) -> str:
     request = Request(
         example.prompt, len(example.answer), stops=stops, streamed=True, skip_special_tokens=example.skips
     )
-    reply, job = Reply(request, tokenizer, CPU), ServerJob(1, {}, 1)
+    reply, job = Reply(request, tokenizer, CPU), ServerJob(1, AnswerRequest())
     form, lines = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny"), list[str]()
     for token in example.answer:
         if not reply.transcript.done:

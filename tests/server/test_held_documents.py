@@ -39,7 +39,7 @@ class Held:
 
     def add(self, key: str, text: str, kept: Path | None = None) -> None:
         path = None if kept is None else str(kept)
-        message = {"op": "read", "document": key, "text": text, "client": "me", "salt": "", "kept": path}
+        message = {"op": "prefill", "document": key, "text": text, "client": "me", "salt": "", "kept": path}
         self.documents.add(message)
 
     def forget(self, key: str) -> None:
@@ -70,7 +70,7 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     assert held.begun[-1] == "at once"
     told = held.of("a")
     assert [message["status"] for message in told[-1:]] == ["ready"]
-    read = [message["read"] for message in told]
+    read = [message["num_prefilled"] for message in told]
     assert read == sorted(read)
     assert read[-1] == told[-1]["tokens"] > 900
     assert len(set(read)) > 5, "chunk by chunk"
@@ -99,7 +99,7 @@ def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(mod
     held = Held(model)
     held.add("a", text_of(900))
     held.documents.ask("a", "about a")
-    held.step(lambda: any(message.get("read") for message in held.of("a")))
+    held.step(lambda: any(message.get("num_prefilled") for message in held.of("a")))
     held.documents.forget("a")
     assert held.refused == [("about a", "the document was deleted.")]
     held.documents.ask("a", "later")
@@ -171,7 +171,7 @@ def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch
         submit(row)
 
     monkeypatch.setattr(held.llm.loop, "submit", full)
-    monkeypatch.setattr(held_documents, "FULL_S", 0.01)
+    monkeypatch.setattr(held_documents, "RETRY_S", 0.01)
     held.add("a", text_of(300))
     held.step(lambda: held.of("a") and held.of("a")[-1]["status"] == "ready")
     assert len(tries) == 3
@@ -181,7 +181,7 @@ def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_document_that_fails_anywhere_ends_alone(
     place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, kept, tell = Held(model), tmp_path / "a.kvsift", HeldDocuments._tell
+    held, kept, tell = Held(model), tmp_path / "a.kvsift", HeldDocuments._notify
 
     def failing(*_: Any, **options: Any) -> None:
         raise OSError("a fault")
@@ -195,8 +195,8 @@ def test_a_document_that_fails_anywhere_ends_alone(
     places: dict[str, tuple[Any, str, Any]] = {
         "tokens": (HeldDocuments, "_row", failing),
         "the line": (held.llm.loop, "submit", failing),
-        "progress": (HeldDocuments, "_tell", silent),
-        "the end": (HeldDocuments, "_tell", silent),
+        "progress": (HeldDocuments, "_notify", silent),
+        "the end": (HeldDocuments, "_notify", silent),
         "keeping": (held_documents, "keep", failing),
         "a file that stays": (Path, "unlink", failing),
     }

@@ -17,6 +17,7 @@ from kvsift.engine.sampling import Sampling
 from kvsift.engine.transcript import Request
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
@@ -166,7 +167,7 @@ def stream(job: ServerJob, during: Any) -> tuple[bytes, list[ServerJob]]:
 
 
 def accepted() -> ServerJob:
-    job = ServerJob(1, {}, 1)
+    job = ServerJob(1, AnswerRequest())
     job.accept([8])
     return job
 
@@ -177,7 +178,7 @@ def test_comments_say_how_far_the_prompt_is_read(monkeypatch: pytest.MonkeyPatch
 
     async def during() -> None:
         await asyncio.sleep(0.1)
-        job.add({"index": 0, "read": 4})
+        job.add({"index": 0, "prefilled": 4})
         await asyncio.sleep(0.1)
         job.add({"index": 0, "tokens": [[7, "b", None]], "finish": "length", "usage": USAGE})
 

@@ -17,8 +17,9 @@ from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm, failure
 from kvsift.server.api_errors import ApiError
 from kvsift.server.app import build
-from kvsift.server.door import host_name
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
+from kvsift.server.middleware import host_name
 from kvsift.server.plan_list import PlanList, spelling
 from kvsift.server.schemas import ChatRequest, CompletionRequest, parse
 from kvsift.server.settings import ServerSettings, check_exposure, read_keys
@@ -100,7 +101,7 @@ def test_other_fields_are_refused_by_name(fields: dict, param: str | None, text:
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
 def test_prompts_are_texts_or_tokens(prompt: object, prompts: list) -> None:
-    assert completion(prompt=prompt).message() == {"prompts": prompts, "max_tokens": 16}
+    assert completion(prompt=prompt).prompt_fields() == {"prompts": prompts, "max_tokens": 16}
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], ["a", ""], [1, "a"], [-1], [True], {"a": 1}, None, ["a"] * 65])
@@ -129,9 +130,9 @@ def test_plans_are_compared_as_texts() -> None:
 
 def job_of() -> ServerJob:
     """A request that a step has begun and another has ended."""
-    job = ServerJob(1, {}, 1)
+    job = ServerJob(1, AnswerRequest())
     job.accept([3])
-    job.add({"index": 0, "read": 3, "tokens": [[5, "Grüß", [["Grüß", list("Grüß".encode()), -0.5, 0, [GRUESS]]]]]})
+    job.add({"index": 0, "prefilled": 3, "tokens": [[5, "Grüß", [["Grüß", list("Grüß".encode()), -0.5, 0, [GRUESS]]]]]})
     return job
 
 
@@ -179,10 +180,13 @@ def test_every_event_has_the_tokens_so_far_if_guidellm_asks_for_them() -> None:
 def test_the_transcript_of_two_samples_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """One has ended, the other has begun; no usage is asked for."""
     monkeypatch.setattr("kvsift.server.answers.time", lambda: 1_700_000_000)
-    form, job = AnswerForm(completion(stream=True, n=2, temperature=1.0), "tiny"), ServerJob(1, {}, 2)
+    form, job = (
+        AnswerForm(completion(stream=True, n=2, temperature=1.0), "tiny"),
+        ServerJob(1, AnswerRequest(num_samples=2)),
+    )
     form._id = "cmpl-1"
     job.accept([3])
-    job.add({"index": 1, "read": 3, "tokens": [[5, "one", None]], "finish": "stop", "usage": USAGE})
+    job.add({"index": 1, "prefilled": 3, "tokens": [[5, "one", None]], "finish": "stop", "usage": USAGE})
     job.add({"index": 0, "tokens": [[6, "two", None]]})
     data = form.chunks(job)
     job.fail(ApiError(500, "lost.", "engine_lost"))
@@ -229,10 +233,12 @@ def test_text_that_nobody_takes_is_one_piece() -> None:
 
 
 def test_a_job_is_submitted_again_with_what_was_sent() -> None:
-    job = ServerJob(7, {"n": 2}, 2)
+    request = AnswerRequest(prompts=["a"], num_samples=2)
+    job = ServerJob(7, request)
     job.add({"index": 0, "tokens": [[5, "a", None], [None, "", None]], "finish": "stop", "usage": USAGE})
     job.add({"index": 1, "tokens": [[6, "b", None]]})
-    assert job.message() == {"op": "submit", "id": 7, "n": 2, "sent": {0: [5], 1: [6]}, "ended": [0]}
+    resumed = {"request": vars(request), "sent": {0: [5], 1: [6]}, "ended": [0]}
+    assert job.message() == {"op": "submit", "id": 7, **resumed}
 
 
 @pytest.mark.parametrize(
@@ -345,7 +351,7 @@ def test_bodies_of_very_many_values_are_refused() -> None:
 def test_an_assistant_without_content_is_accepted_as_clients_repeat_it(message: dict) -> None:
     messages = [*HELLO, {"role": "assistant", **message}, *HELLO]
     said = {"role": "assistant", "content": ""}
-    assert chat(messages=messages).message()["messages"] == [*HELLO, said, *HELLO]
+    assert chat(messages=messages).prompt_fields()["messages"] == [*HELLO, said, *HELLO]
 
 
 @pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "x"}}], [1] * 1000, None])

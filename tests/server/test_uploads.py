@@ -202,12 +202,12 @@ def test_the_seconds_that_are_left_follow_the_rate(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvsift.server.served_document.monotonic", lambda: clock[0])
     document = sent_by([]).add("a", "aaaa", 4, ME)
     assert document.seconds_left is None
-    document.update(tokens=1000, read=0)
+    document.update(tokens=1000, num_prefilled=0)
     assert document.seconds_left is None
     clock[0] = 102.0
-    document.update(read=400)
+    document.update(num_prefilled=400)
     assert document.seconds_left == 3.0
-    document.update(status="ready", read=1000)
+    document.update(status="ready", num_prefilled=1000)
     assert document.seconds_left == 0.0
 
 

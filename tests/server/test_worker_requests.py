@@ -11,6 +11,7 @@ import pytest
 
 from kvsift.engine.row import Row
 from kvsift.errors import InputError
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.worker import OpenRow, Worker
 
 
@@ -23,13 +24,10 @@ def worker(model: Path) -> Iterator[Worker]:
         yield Worker(ours, {"model": options, "plans": ["dense"], "keep_tokens": 640, "reserve_tokens": 0})
 
 
-def message(key: int, n: int = 1, document: str | None = None) -> dict[str, Any]:
+def message(key: int, **fields: Any) -> dict[str, Any]:
     """A request for completions."""
-    return {
-        "op": "submit", "id": key, "prompts": [[5, 6, 7]], "n": n, "plan": 0, "max_tokens": 4, "temperature": 0.0,
-        "top_p": 1.0, "seed": 0, "stop": [], "logprobs": None, "exact": False, "ignore_eos": False, "sent": {},
-        "ended": [], "min_recovery": None, "client": "me", "salt": "", "document": document,
-    }  # fmt: skip
+    request = AnswerRequest(**{"prompts": [[5, 6, 7]], "max_tokens": 4, **fields})
+    return {"op": "submit", "id": key, "request": vars(request), "sent": {}, "ended": []}
 
 
 def test_a_question_that_is_cancelled_between_its_document_and_the_loop_does_not_run(
@@ -54,8 +52,8 @@ def test_ignore_eos_ignores_the_stop_of_a_chat_without_a_template(
     worker: Worker, ignore_eos: bool, stops: tuple[str, ...]
 ) -> None:
     worker._llm.tokenizer.chat_template = None
-    fields = {"messages": [{"role": "user", "content": "Who?"}], "ignore_eos": ignore_eos, "stop": ["never"]}
-    worker._take({**message(1), **fields})
+    messages = [{"role": "user", "content": "Who?"}]
+    worker._take(message(1, prompts=[], messages=messages, ignore_eos=ignore_eos, options={"stop": ["never"]}))
     [opened] = worker._rows
     assert tuple(opened.reply.transcript.request.stops) == stops
 
@@ -67,7 +65,7 @@ def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
     worker._llm.load()
     assert worker._llm._settings is not None
     worker._llm._settings.stops = ("###",)
-    worker._take({**message(1), "ignore_eos": ignore_eos, "stop": ["never"]})
+    worker._take(message(1, ignore_eos=ignore_eos, options={"stop": ["never"]}))
     [opened] = worker._rows
     assert tuple(opened.reply.transcript.request.stops) == stops
 
@@ -82,6 +80,6 @@ def test_no_other_sample_of_a_request_runs_that_the_line_has_no_room_for(
         raise InputError("too many requests are waiting.")
 
     monkeypatch.setattr(worker._llm.loop, "submit", full)
-    worker._take(message(1, n=3))
+    worker._take(message(1, num_samples=3))
     assert len(submitted) == 1
     assert not worker._rows + worker._waiting

@@ -22,12 +22,12 @@ class AnswerForm:
     """The form of the answer to one request.
 
     Args:
-        asked: the request.
+        request: its body.
         model: name of the served model.
     """
 
-    def __init__(self, asked: AnyRequest, model: str) -> None:
-        self._is_chat, self._asked = isinstance(asked, ChatRequest), asked
+    def __init__(self, request: AnyRequest, model: str) -> None:
+        self._is_chat, self._request = isinstance(request, ChatRequest), request
         self._head = {"created": int(time()), "model": model, "system_fingerprint": f"kvsift-{__version__}"}
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         self._begun: set[int] = set()
@@ -36,17 +36,17 @@ class AnswerForm:
         """Return the answer to a request that has ended."""
         choices = [self._choice(piece) for piece in job.take()]
         name = "chat.completion" if self._is_chat else "text_completion"
-        return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._asked)}
+        return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._request)}
 
     def chunks(self, job: ServerJob) -> bytes:
         """Return events of a stream for what is new."""
         num_tokens = sum(len(answer.ids) for answer in job.answers)
-        numbers = _token_counts(job, num_tokens) if self._asked.wants_running_usage else None
+        numbers = _token_counts(job, num_tokens) if self._request.wants_running_usage else None
         return b"".join(self._event([choice], numbers) for piece in job.take() for choice in self._deltas(piece))
 
     def last(self, job: ServerJob) -> bytes:
         """Return the end of a stream."""
-        return (self._event([], usage(job, self._asked)) if self._asked.wants_usage else b"") + DONE
+        return (self._event([], usage(job, self._request)) if self._request.wants_usage else b"") + DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -72,11 +72,11 @@ class AnswerForm:
         return event({"id": self._id, "object": name, **self._head}).removesuffix(b"}\n\n")
 
     def _event(self, choices: list[dict[str, Any]], numbers: TokenCounts | None = None) -> bytes:
-        rest = {"choices": choices, "usage": numbers} if self._asked.wants_usage else {"choices": choices}
+        rest = {"choices": choices, "usage": numbers} if self._request.wants_usage else {"choices": choices}
         return self._event_start + b"," + _encode(rest)[1:] + b"\n\n"
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if self._asked.num_logprobs is None:
+        if self._request.num_logprobs is None:
             return None
         if self._is_chat:
             content = [{**_token(text, data, value), "top_logprobs": [_token(*each[:3]) for each in top]}
@@ -104,10 +104,10 @@ def failure(error: ApiError) -> bytes:
     return event(error.as_dict())
 
 
-def usage(job: ServerJob, asked: AnyRequest) -> Usage:
+def usage(job: ServerJob, request: AnyRequest) -> Usage:
     """Return the numbers of a request: sums over its answers; a prompt counts once, however many its answers."""
     numbers = [answer.usage for answer in job.answers]
-    cached = sum(each["cached_tokens"] for each in numbers[:: asked.samples])
+    cached = sum(each["cached_tokens"] for each in numbers[:: request.samples])
     first = numbers[0]
     sparsity: SparsityUsage = {
         "plan": first["plan"],
@@ -119,9 +119,9 @@ def usage(job: ServerJob, asked: AnyRequest) -> Usage:
         "guard_events": sum(each["guard_events"] for each in numbers),
         "reuse": {"cached_tokens": cached, "why_not": first["no_reuse"] or None},
     }
-    if asked.plan.exact:
+    if request.plan.exact:
         sparsity["exact"] = [each["exact"] for each in numbers]
-    if asked.plan.passages:
+    if request.plan.passages:
         sparsity["passages"] = first["passages"]
     return {
         **_token_counts(job, sum(each["completion_tokens"] for each in numbers)),

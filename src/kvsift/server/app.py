@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from dataclasses import replace
 from functools import cache
 from hashlib import blake2b
 from time import time
@@ -25,8 +26,9 @@ from kvsift.server.answers import AnswerForm
 from kvsift.server.api_errors import ApiError, refusals
 from kvsift.server.bodies import json_of
 from kvsift.server.document_routes import PATH, about_documents, add_document_routes, text_of
-from kvsift.server.door import REQUEST_ID, Door
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.metrics import Metrics
+from kvsift.server.middleware import REQUEST_ID, AccessMiddleware
 from kvsift.server.page_files import PAGE, page_file
 from kvsift.server.responses import ChatCompletion, Completion, Error, Health, Model, ModelList, SampleDocument
 from kvsift.server.sample import sample
@@ -73,12 +75,12 @@ def application(settings: ServerSettings, supervisor: Supervisor, metrics: Metri
         route = DOCUMENT.sub(PATH + r"/{id}\1", path)
         metrics.responses.labels(route if route in known else "other", str(status)).inc()
 
-    door = Door(app, settings.keys, settings.hosts, count)
+    checked = AccessMiddleware(app, settings.keys, settings.hosts, count)
     if not settings.origins:
-        return door
+        return checked
     # Clients have headers of their own, such as x-stainless-lang. None gives a page more rights than its key does.
     return CORSMiddleware(
-        door, list(settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
+        checked, list(settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
         expose_headers=["retry-after", REQUEST_ID],
     )  # fmt: skip
 
@@ -102,13 +104,13 @@ def _add_answer_routes(app: FastAPI, supervisor: Supervisor) -> None:
 
 async def _answer(schema: type[AnyRequest], request: Request, supervisor: Supervisor) -> Response:
     supervisor.check_open()  # before a body of megabytes is read
-    asked = parse(schema, await json_of(request))
-    form = AnswerForm(asked, supervisor.names[0])
-    job = supervisor.submit(_message(asked, request, supervisor), _num_answers(asked))
+    body = parse(schema, await json_of(request))
+    form = AnswerForm(body, supervisor.names[0])
+    job = supervisor.submit(_answer_request(body, request.scope["owner"], supervisor))
     is_streaming = False
     try:
-        await while_connected(request.receive, job.wait_accepted() if asked.stream else job.wait_ended())
-        if asked.stream:
+        await while_connected(request.receive, job.wait_accepted() if body.stream else job.wait_ended())
+        if body.stream:
             is_streaming = True
             return EventStream(job, form, supervisor.release)
         return JSONResponse(form.whole(job))
@@ -117,40 +119,38 @@ async def _answer(schema: type[AnyRequest], request: Request, supervisor: Superv
             supervisor.release(job)
 
 
-def _num_answers(asked: AnyRequest) -> int:
-    return asked.samples * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
-
-
-def _message(asked: AnyRequest, request: Request, supervisor: Supervisor) -> dict[str, Any]:
-    """What the engine is asked.
+def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Supervisor) -> AnswerRequest:
+    """Return what the engine is asked.
 
     Raises:
         ApiError: for another model or plan than those that are served, or a document that cannot be read.
     """
-    _check_model(asked.model, supervisor)
-    client, salt = request.scope["client_name"]
-    if (document := getattr(asked, "document", None)) is not None:
-        supervisor.documents.get(document, (client, salt)).check_readable()
-    cache = asked.prompt_cache_key if document is None else None  # else the document would be read anew
-    return {
-        **asked.message(),
-        "n": asked.samples,
-        "plan": supervisor.plans.index(asked.plan.plan),
-        "min_recovery": asked.plan.min_recovery,
-        "temperature": asked.temperature or 0.0,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "seed": secrets.randbits(48) if asked.seed is None else asked.seed,
-        "stop": asked.stops,
-        "stop_token_ids": asked.stop_token_ids,
-        "skip_special_tokens": asked.skip_special_tokens,
-        "ignore_eos": bool(asked.ignore_eos),
-        "logprobs": asked.num_logprobs,
-        "document": document,
-        "passages": bool(asked.plan.passages),
-        "exact": bool(asked.plan.exact),
-        "client": client if salt else _digest(client, asked.end_user),
-        "salt": _digest(salt, cache) if cache else salt,
-    }
+    _check_model(body.model, supervisor)
+    client, salt = owner
+    sampling = {"temperature": body.temperature or 0.0, "top_p": 1.0 if body.top_p is None else body.top_p}
+    request = AnswerRequest(
+        **body.prompt_fields(),
+        num_samples=body.samples,
+        plan=supervisor.plans.index(body.plan.plan),
+        min_recovery=body.plan.min_recovery,
+        sampling={**sampling, "seed": secrets.randbits(48) if body.seed is None else body.seed},
+        options={
+            "stop": body.stops,
+            "stop_token_ids": body.stop_token_ids,
+            "skip_special_tokens": body.skip_special_tokens,
+            "logprobs": body.num_logprobs,
+            "passages": bool(body.plan.passages),
+            "exact": bool(body.plan.exact),
+        },
+        ignore_eos=bool(body.ignore_eos),
+        client=client if salt else _digest(client, body.end_user),
+        salt=salt,
+    )
+    if request.document is not None:  # its salt stays, as for another one it would be prefilled again
+        supervisor.documents.get(request.document, owner).check_readable()
+    elif body.prompt_cache_key:
+        return replace(request, salt=_digest(salt, body.prompt_cache_key))
+    return request
 
 
 def _check_model(model: str | None, supervisor: Supervisor) -> None:
@@ -231,7 +231,7 @@ def _add_other_routes(app: FastAPI, supervisor: Supervisor, metrics: Metrics) ->
 
 
 def _openapi_document(app: FastAPI) -> dict[str, Any]:
-    """What FastAPI knows of the routes, with the bodies of requests (``parse``) and API keys (``Door``)."""
+    """What FastAPI knows of the routes, with the bodies of requests (``parse``) and API keys (``AccessMiddleware``)."""
     document = get_openapi(title="kvsift", version=__version__, routes=app.routes)
     bodies = [(schema, "validation") for schema in (CompletionRequest, ChatRequest, DocumentRequest)]
     _, definitions = models_json_schema(bodies, ref_template=SCHEMA_REFERENCE)  # type: ignore[arg-type]

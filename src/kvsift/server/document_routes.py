@@ -41,12 +41,12 @@ def add_document_routes(app: FastAPI, supervisor: Supervisor) -> None:
     one, lost = PATH + "/{id}", refusals(401, 404)
 
     def find(key: str, request: Request) -> ServedDocument:
-        return documents.get(key, request.scope["client_name"])
+        return documents.get(key, request.scope["owner"])
 
     @app.get(PATH, responses=refusals(401))
     async def list_documents(request: Request) -> DocumentList:
         """Return the documents of the API key."""
-        return {"object": "list", "data": [each.as_dict() for each in documents.of(request.scope["client_name"])]}
+        return {"object": "list", "data": [each.as_dict() for each in documents.of(request.scope["owner"])]}
 
     @app.post(
         PATH, responses=refusals(400, 401, 404, 413, 415, 429, 500), openapi_extra=json_body(DocumentRequest, *KINDS)
@@ -55,7 +55,7 @@ def add_document_routes(app: FastAPI, supervisor: Supervisor) -> None:
         request: Request, name: Annotated[str | None, Query(description="Of the file, to be shown.")] = None
     ) -> DocumentObject:
         """Take a document, which is read at once."""
-        owner = request.scope["client_name"]
+        owner = request.scope["owner"]
         supervisor.check_open()
         for other in request.query_params:
             if other != "name":
@@ -109,23 +109,23 @@ def add_document_routes(app: FastAPI, supervisor: Supervisor) -> None:
 
 
 class DocumentEvents(EventResponse):
-    """How a document is read, as server-sent events, until it is ready or has failed."""
+    """The progress of the prefill of a document, as server-sent events, until it is ready or has failed."""
 
     def __init__(self, document: ServedDocument) -> None:
         super().__init__()
         self._document = document
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Return how far it is, when that changes."""
+        """Return the document whenever it changes."""
         document = self._document
         while document.status == "reading":
-            news = document.news  # before the document is told
+            changed = document.changed  # before the event is made
             yield event(document.as_dict())
             await asyncio.sleep(EVENT_S)
-            while not news.is_set():
+            while not changed.is_set():
                 try:
                     async with asyncio.timeout(COMMENT_S):
-                        await news.wait()
+                        await changed.wait()
                 except TimeoutError:
                     yield b": waiting\n\n"
         yield event(document.as_dict()) + DONE

@@ -1,15 +1,54 @@
-"""JSON objects over a socket, each after its length in four bytes."""
+"""Messages between server and engine process: JSON objects over a socket, each after its length in four bytes."""
 
 from __future__ import annotations
 
 import json
 from asyncio import IncompleteReadError, StreamReader
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from socket import socket
 from struct import Struct
 from typing import Any
 
 LENGTH = Struct(">I")
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """A request for answers, as the engine process takes it.
+
+    Attributes:
+        prompts: texts or token ids; none: it is a chat.
+        messages: of a chat, each with role and content.
+        document: id of the document before the first message; None: there is none.
+        num_samples: answers to each prompt.
+        max_tokens: of each answer; None: what is usual in a chat.
+        plan: index of a plan of the server.
+        min_recovery: guard of that plan, if another one is wanted.
+        sampling: keywords of ``Sampling``. The seed is among them, so that an answer can go on after a crash.
+        options: other keywords of ``GenerateOptions``.
+        ignore_eos: answers do not end at the end of the text.
+        client: whom its share of the engine is counted for.
+        salt: prompts of other salts share no prefix with its prompts.
+    """
+
+    prompts: list[str | list[int]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    document: str | None = None
+    num_samples: int = 1
+    max_tokens: int | None = None
+    plan: int = 0
+    min_recovery: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    ignore_eos: bool = False
+    client: str = ""
+    salt: str = ""
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts together."""
+        return self.num_samples * max(len(self.prompts), 1)
 
 
 def encode(message: dict[str, Any]) -> bytes:

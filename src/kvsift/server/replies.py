@@ -1,4 +1,4 @@
-"""A row's answer in the engine process: events for the server, and tokens that it has had before a crash."""
+"""A row's answer in the engine process: events for the server, after tokens that it received before a crash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reply:
         events: of each step that was not sent its token (None for one that ends the text), the text that is certain
             since then, and the log-probabilities of the tokens that text begins in: for each its label, bytes,
             log-probability, offset in the text and likeliest tokens.
-        num_read: tokens of the prompt that are cached; None: the row waits.
+        num_prefilled: tokens of the prompt that are cached; None: the row waits.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Reply:
     ) -> None:
         self.transcript = Transcript(request, tokenizer)
         self.events: deque[list[Any]] = deque()
-        self.num_read: int | None = None
+        self.num_prefilled: int | None = None
         self._sent, self._strips, self._num_described = sent, strips, 0
         self._choose = request.chooser(device)
 
     def read(self, num_tokens: int) -> None:
-        """Keep how far the prompt is read."""
-        self.num_read = num_tokens
+        """Keep the progress of prefill."""
+        self.num_prefilled = num_tokens
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
         """Return the token that would be chosen ``ahead`` tokens from now."""
@@ -75,7 +75,7 @@ class Reply:
 
 
 def usage_of(answer: Answer, num_reused: int) -> dict[str, Any]:
-    """Return the numbers of an answer that its client is told."""
+    """Return the counters of an answer for its client."""
     return {
         "completion_tokens": len(answer.token_ids),
         "cached_tokens": num_reused,

@@ -123,7 +123,7 @@ class EventStream(EventResponse):
 
 
 def _comment(job: ServerJob) -> bytes:
-    """A line that clients skip, with how far the prompt is read."""
-    if job.num_read is None:
+    """A line that clients skip, with the progress of prefill."""
+    if job.num_prefilled is None:
         return b": waiting\n\n"
-    return f": read {job.num_read} of {max(job.prompt_tokens or [0])} tokens\n\n".encode()
+    return f": read {job.num_prefilled} of {max(job.prompt_tokens or [0])} tokens\n\n".encode()

@@ -1,4 +1,4 @@
-"""What every request passes: the Host allow-list, the API key, and its id. Plain ASGI, which hides no disconnect."""
+"""Middleware of every request: Host allow-list, API key and request id. Plain ASGI, which hides no disconnect."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ VALID_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
 WITHOUT_KEY = {"/health", *PAGE}  # the page asks for the key, and sends it with what it fetches
 
 
-class Door:
-    """Checks of a request before the application.
+class AccessMiddleware:
+    """Answers requests from other hosts, or without an API key, in place of the application.
 
     Args:
         app: the application.
@@ -40,7 +40,7 @@ class Door:
         self._hosts = {"localhost", gethostname().lower(), *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Refuse a request, or pass it on."""
         if scope["type"] != "http":
             return
 
@@ -58,7 +58,7 @@ class Door:
 
         try:
             self._check_host(headers.get("host", ""))
-            scope["client_name"] = self._client(scope, headers)
+            scope["owner"] = self._client(scope, headers)
         except ApiError as error:
             await error.response()(scope, receive, counted)
         else:
@@ -73,7 +73,7 @@ class Door:
             raise ApiError(403, text, "host_not_allowed")
 
     def _client(self, scope: Scope, headers: Headers) -> tuple[str, str]:
-        """Whom rows belong to, and the salt of what they share.
+        """The client whose share of the engine is counted, and the salt of the prefixes and documents that it shares.
 
         Raises:
             ApiError: without one of the API keys.
