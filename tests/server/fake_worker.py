@@ -25,12 +25,13 @@ USAGE = {"completion_tokens": 2, "cached_tokens": 0, "plan": "dense", "density":
 
 def main() -> None:
     connection = socket(fileno=int(sys.argv[1]))
-    settings = frames.receive(connection)
+    incoming = connection.makefile("rb")
+    settings = frames.receive(incoming)
     if settings is None or settings["model"].get("model") == "bad":
         sys.exit(3)
     known = {"model": "fake", "positions": 64, "plans": settings["plans"], "rows": settings["model"].get("rows", 0)}
     connection.sendall(frames.pack({"op": "ready", **known}))
-    while (message := frames.receive(connection)) is not None:
+    while (message := frames.receive(incoming)) is not None:
         if message["op"] == "prefill":
             head = {"op": "document", "document": message["document"], "tokens": 4}
             connection.sendall(frames.pack({**head, "status": "reading", "num_prefilled": 0}))

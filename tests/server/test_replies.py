@@ -21,7 +21,7 @@ from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
-from kvsift.server.streams import EventStream
+from kvsift.server.streams import EventResponse, answer_events
 from kvsift.tokenization.prompt import PromptFormat
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -158,7 +158,8 @@ def stream(job: ServerJob, during: Any) -> tuple[bytes, list[ServerJob]]:
         body.extend(message.get("body", b""))
 
     async def run() -> None:
-        response = EventStream(job, AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny"), released.append)
+        form = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny")
+        response = EventResponse(answer_events(job, form), lambda: released.append(job))
         async with asyncio.timeout(10):
             await asyncio.gather(response({}, never, send), during())
 

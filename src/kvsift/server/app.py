@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from hashlib import blake2b
 from time import time
 from typing import Any
@@ -42,7 +42,7 @@ from kvsift.server.schemas import (
     parse,
 )  # fmt: skip
 from kvsift.server.settings import ServerSettings
-from kvsift.server.streams import STREAM, EventStream, while_connected
+from kvsift.server.streams import STREAM, EventResponse, answer_events, while_connected
 from kvsift.server.supervisor import Supervisor
 
 DOCUMENT = re.compile(rf"{PATH}/[^/]*(/\w+)?$")
@@ -112,7 +112,7 @@ async def _answer(schema: type[AnyRequest], request: Request, supervisor: Superv
         await while_connected(request.receive, job.wait_accepted() if body.stream else job.wait_ended())
         if body.stream:
             is_streaming = True
-            return EventStream(job, form, supervisor.release)
+            return EventResponse(answer_events(job, form), partial(supervisor.release, job))
         return JSONResponse(form.whole(job))
     finally:
         if not is_streaming:

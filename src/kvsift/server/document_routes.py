@@ -105,27 +105,19 @@ def add_document_routes(app: FastAPI, supervisor: Supervisor) -> None:
     @app.get(one + "/events", response_class=Response, responses={200: STREAM, **lost})
     async def get_events(id: str, request: Request) -> Response:
         """Return how far a document is read, as server-sent events, until it is ready or has failed."""
-        return DocumentEvents(find(id, request))
+        return EventResponse(_events_of(find(id, request)))
 
 
-class DocumentEvents(EventResponse):
-    """The progress of the prefill of a document, as server-sent events, until it is ready or has failed."""
-
-    def __init__(self, document: ServedDocument) -> None:
-        super().__init__()
-        self._document = document
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Return the document whenever it changes."""
-        document = self._document
-        while document.status == "reading":
-            changed = document.changed  # before the event is made
-            yield event(document.as_dict())
-            await asyncio.sleep(EVENT_S)
-            while not changed.is_set():
-                try:
-                    async with asyncio.timeout(COMMENT_S):
-                        await changed.wait()
-                except TimeoutError:
-                    yield b": waiting\n\n"
-        yield event(document.as_dict()) + DONE
+async def _events_of(document: ServedDocument) -> AsyncIterator[bytes]:
+    """The document as it changes during prefill, until it is ready or has failed."""
+    while document.status == "reading":
+        changed = document.changed  # before the event is made
+        yield event(document.as_dict())
+        await asyncio.sleep(EVENT_S)
+        while not changed.is_set():
+            try:
+                async with asyncio.timeout(COMMENT_S):
+                    await changed.wait()
+            except TimeoutError:
+                yield b": waiting\n\n"
+    yield event(document.as_dict()) + DONE

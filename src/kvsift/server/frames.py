@@ -6,9 +6,8 @@ import json
 from asyncio import IncompleteReadError, StreamReader
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from socket import socket
 from struct import Struct
-from typing import Any
+from typing import Any, BinaryIO
 
 LENGTH = Struct(">I")
 
@@ -74,11 +73,15 @@ def _framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def receive(connection: socket) -> dict[str, Any] | None:
-    """Wait for the next message; None: the other side has closed."""
-    header = _exactly(connection, LENGTH.size)
-    data = None if header is None else _exactly(connection, LENGTH.unpack(header)[0])
-    return None if data is None else json.loads(data)
+def receive(incoming: BinaryIO) -> dict[str, Any] | None:
+    """Wait for the next message of a socket's file; None: the other side has closed."""
+    try:
+        header = incoming.read(LENGTH.size)
+        size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else 0
+        data = incoming.read(size)
+    except ConnectionError:
+        return None
+    return json.loads(data) if size and len(data) == size else None
 
 
 async def read(reader: StreamReader) -> dict[str, Any] | None:
@@ -89,16 +92,3 @@ async def read(reader: StreamReader) -> dict[str, Any] | None:
         return None
     message: dict[str, Any] = json.loads(data)
     return message
-
-
-def _exactly(connection: socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        try:
-            part = connection.recv(min(count - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

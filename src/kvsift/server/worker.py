@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from socket import socket
 from threading import Lock, Thread
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvsift import threads
 from kvsift.api.generation import answer_of_row, log_of
@@ -97,15 +97,15 @@ class Worker:
             llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_row
         )
 
-    def run(self) -> None:
-        """Serve until the other side closes."""
+    def run(self, incoming: BinaryIO) -> None:
+        """Serve the messages of a socket's file until the other side closes."""
         llm = self._llm
         ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_rows}
         self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
         llm.loop.after_step, llm.loop.on_fault = self._report, _end_process
         llm.loop.start()
         Thread(target=self._send_heartbeats, daemon=True).start()
-        while (message := frames.receive(self._connection)) is not None:
+        while (message := frames.receive(incoming)) is not None:
             self._take(message)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -354,7 +354,8 @@ def _ending_of(error: BaseException) -> dict[str, Any]:
 def main() -> None:
     """Serve the socket whose number is the first argument."""
     connection = socket(fileno=int(sys.argv[1]))
-    settings = frames.receive(connection)
+    incoming = connection.makefile("rb")
+    settings = frames.receive(incoming)
     assert settings is not None, "the server sends settings first"
     if settings["threads"] is not None:
         threads.use(settings["threads"])
@@ -365,7 +366,7 @@ def main() -> None:
         return
     code = 0
     try:
-        worker.run()
+        worker.run(incoming)
     except BaseException:
         traceback.print_exc()
         code = 1
