@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from server.test_server_schemas import answers
+from server.test_app import answers
 
 from kvsift.server.page_files import CSP, PAGE
 from kvsift.server.settings import ServerSettings

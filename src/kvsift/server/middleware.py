@@ -67,7 +67,7 @@ class AccessMiddleware:
     def _check_host(self, host: str) -> None:
         """Refuse names that are not this server's: a web page elsewhere may have one that leads here. An address in
         numbers is what it says."""
-        name = host_name(host)
+        name = _host_name(host)
         if name not in self._hosts and not _is_address(name):
             text = f"this server is not {host[:80]!r}. Use its address, or start it with --allow-host."
             raise ApiError(403, text, "host_not_allowed")
@@ -90,7 +90,7 @@ class AccessMiddleware:
         return salt, salt
 
 
-def host_name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the name in a Host header, without port and brackets; "" if the header is malformed (RFC 9110 7.2)."""
     found = HOST.fullmatch(host)
     return "" if found is None else (found["address"] or found["name"]).lower()
