@@ -115,11 +115,11 @@ def test_the_events_of_a_document_end_when_it_is_ready(client: httpx.Client) -> 
     document = upload(client, "Events. " + text_of(3500))
     with client.stream("GET", f"{DOCUMENTS}/{document['id']}/events") as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
-        told = list(events(response))
-    assert told[-1]["status"] == "ready"
-    read = [each["read_tokens"] for each in told]
+        documents = list(events(response))
+    assert documents[-1]["status"] == "ready"
+    read = [each["read_tokens"] for each in documents]
     assert read == sorted(read)
-    assert read[-1] == told[-1]["tokens"] > 3500
+    assert read[-1] == documents[-1]["tokens"] > 3500
     client.delete(f"{DOCUMENTS}/{document['id']}")
 
 

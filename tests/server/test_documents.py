@@ -71,17 +71,17 @@ def test_a_document_that_cannot_be_written_is_served(
     held = sent_by([], DocumentFiles(tmp_path))
     document = held.add("a", "aaaa", 4, ME)
     assert document.status == "reading"
-    told = document.as_dict()
-    assert (told["kept"], told["why_not_kept"]) == (False, "the disk is full.")
+    shown = document.as_dict()
+    assert (shown["kept"], shown["why_not_kept"]) == (False, "the disk is full.")
     assert "is not kept: the disk is full" in capsys.readouterr().err
     monkeypatch.undo()
-    told = held.add("a", "aaaa", 4, ME).as_dict()  # there is room again
-    assert (told["kept"], told["why_not_kept"]) == (True, None)
+    shown = held.add("a", "aaaa", 4, ME).as_dict()  # there is room again
+    assert (shown["kept"], shown["why_not_kept"]) == (True, None)
 
 
 def test_a_document_of_a_server_without_a_folder_says_that_it_is_not_kept() -> None:
-    told = sent_by([]).add("a", "aaaa", 4, ME).as_dict()
-    assert (told["kept"], told["why_not_kept"]) == (False, documents.NO_FOLDER)
+    shown = sent_by([]).add("a", "aaaa", 4, ME).as_dict()
+    assert (shown["kept"], shown["why_not_kept"]) == (False, documents.NO_FOLDER)
 
 
 def test_a_second_server_on_a_folder_of_documents_is_refused_and_removes_nothing(tmp_path: Path) -> None:
@@ -108,8 +108,8 @@ def test_files_of_another_form_or_name_are_left_alone(tmp_path: Path, capsys: py
     again = sent_by([], files)
     [loaded] = again.of(("elsewhere", "key"))
     assert (loaded.key, loaded.name, loaded.text) == (document.key, "ä", "Grüße 🙂\n\n")
-    told = capsys.readouterr().err
+    shown = capsys.readouterr().err
     assert Documents([].append, files, ["another"]).of(("elsewhere", "key")) == []
-    assert told.count("is left out") == 3
-    assert "has form 2, and this version reads 1" in told
+    assert shown.count("is left out") == 3
+    assert "has form 2, and this version reads 1" in shown
     assert len(list(tmp_path.iterdir())) == 6

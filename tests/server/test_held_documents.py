@@ -26,12 +26,12 @@ class Held:
     def __init__(self, model: Path, plan: str = "quest:budget=96:window=32") -> None:
         self.llm = LLM(model, plan, device="cpu", path="composed", chunk_size=64)
         self.llm.load()
-        self.told: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self.begun: list[str] = []
         self.refused: list[tuple[str, str]] = []
         self.documents = HeldDocuments[str](
             self.llm, PromptFormat(self.llm.tokenizer), PromptLimit.of(self.llm), self.llm.plan,
-            self.told.append, self.begun.append,
+            self.messages.append, self.begun.append,
             lambda question, reason: self.refused.append((question, reason)),
         )  # fmt: skip
         self.llm.loop.after_step = self.documents.report
@@ -55,7 +55,7 @@ class Held:
         until(stepped)
 
     def of(self, key: str) -> list[dict[str, Any]]:
-        return [message for message in self.told if message["document"] == key]
+        return [message for message in self.messages if message["document"] == key]
 
 
 def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_line(model: Path) -> None:
@@ -68,11 +68,11 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     assert held.begun == ["about a", "about b"]
     held.documents.ask("a", "at once")
     assert held.begun[-1] == "at once"
-    told = held.of("a")
-    assert [message["status"] for message in told[-1:]] == ["ready"]
-    read = [message["num_prefilled"] for message in told]
+    notified = held.of("a")
+    assert [message["status"] for message in notified[-1:]] == ["ready"]
+    read = [message["num_prefilled"] for message in notified]
     assert read == sorted(read)
-    assert read[-1] == told[-1]["tokens"] > 900
+    assert read[-1] == notified[-1]["tokens"] > 900
     assert len(set(read)) > 5, "chunk by chunk"
     used = held.llm.loop.kv.pages.num_used
     assert used >= 1300 // 16, "both are held"
@@ -160,7 +160,7 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
     assert held.llm.loop.kv.pages.num_used == 0
 
 
-def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, tries = Held(model), list[Row]()
     submit = held.llm.loop.submit
 
@@ -177,7 +177,7 @@ def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch
     assert len(tries) == 3
 
 
-@pytest.mark.parametrize("place", ["tokens", "the line", "progress", "the end", "keeping", "a file that stays"])
+@pytest.mark.parametrize("place", ["tokens", "the queue", "progress", "the end", "keeping", "a file that stays"])
 def test_a_document_that_fails_anywhere_ends_alone(
     place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,14 +187,14 @@ def test_a_document_that_fails_anywhere_ends_alone(
         raise OSError("a fault")
 
     def silent(documents: Any, document: Any, status: str) -> None:
-        told = held.of("a")
-        if document.key == "a" and status == ("ready" if place == "the end" else "reading") and len(told) > 2:
+        notified = held.of("a")
+        if document.key == "a" and status == ("ready" if place == "the end" else "reading") and len(notified) > 2:
             raise RuntimeError("a fault")
         tell(documents, document, status)
 
     places: dict[str, tuple[Any, str, Any]] = {
         "tokens": (HeldDocuments, "_row", failing),
-        "the line": (held.llm.loop, "submit", failing),
+        "the queue": (held.llm.loop, "submit", failing),
         "progress": (HeldDocuments, "_notify", silent),
         "the end": (HeldDocuments, "_notify", silent),
         "keeping": (held_documents, "keep", failing),

@@ -160,7 +160,7 @@ def test_an_engine_that_never_gets_ready_is_an_error() -> None:
         asyncio.run(supervisor.run())
 
 
-def test_the_line_is_full_and_has_room_again() -> None:
+def test_the_queue_is_full_and_has_room_again() -> None:
     async def test(supervisor: Supervisor) -> None:
         jobs = [ask(supervisor, "answer") for _ in range(2)]
         with pytest.raises(ApiError, match="2 requests are waiting already") as full:

@@ -74,7 +74,7 @@ def test_ignore_eos_ignores_the_stop_strings_of_the_checkpoint(
     assert tuple(opened.reply.transcript.request.stops) == stops
 
 
-def test_no_other_sample_of_a_request_runs_that_the_line_has_no_room_for(
+def test_no_other_sample_of_a_request_runs_that_the_queue_has_no_room_for(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[Row] = []
@@ -103,9 +103,9 @@ def test_memory_is_allocated_and_steps_are_captured_before_the_first_request(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 1000 <= 16 * pages(model, "eager", reserve_tokens=1000) < 1200
-    told = capsys.readouterr().err
-    assert "kvsift: memory for 1,1" in told
-    assert "36 captured steps" in told
+    log = capsys.readouterr().err
+    assert "kvsift: memory for 1,1" in log
+    assert "36 captured steps" in log
     assert 16 * pages(model, "eager", reserve_tokens=None) > 8 * 4096
 
 

@@ -6,6 +6,7 @@ Text that a slow client has not taken is joined to one piece, so a job holds no 
 from __future__ import annotations
 
 from asyncio import Event
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -136,23 +137,15 @@ class ServerJob:
         self._changed.clear()
 
     async def wait_accepted(self) -> None:
-        """Wait until the engine has checked the request.
-
-        Raises:
-            ApiError: if it is refused.
-        """
-        while self.prompt_tokens is None and self.error is None:
-            await self.wait()
-        if self.error is not None:
-            raise self.error
+        """Wait until the engine has checked the request (``ApiError`` if it is refused)."""
+        await self._wait_until(lambda: self.prompt_tokens is not None)
 
     async def wait_ended(self) -> None:
-        """Wait for the whole answers.
+        """Wait for the whole answers (``ApiError`` if the request failed)."""
+        await self._wait_until(lambda: self.is_ended)
 
-        Raises:
-            ApiError: if the request failed.
-        """
-        while not self.is_ended:
+    async def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while self.error is None and not is_done():
             await self.wait()
         if self.error is not None:
             raise self.error
