@@ -19,6 +19,7 @@ from kvsift.engine.request import Request
 from kvsift.engine.transcript import Transcript
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
@@ -131,7 +132,7 @@ def served(example: Example, tokenizer: Any, stops: tuple[str, ...]) -> str:
     request = Request(
         example.prompt, len(example.answer), stops=stops, streamed=True, skip_special_tokens=example.skips
     )
-    reply, job = Reply(request, tokenizer, CPU), ServerJob(1, {}, 1)
+    reply, job = Reply(request, tokenizer, CPU), ServerJob(1, AnswerRequest())
     form, lines = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny"), list[str]()
     for token in example.answer:
         if not reply.transcript.done:

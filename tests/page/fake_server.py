@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvsift.server.page_files import PAGE_FILES
+from kvsift.server.page_files import PAGE, page_file
 
 PLANS = ["sketch:budget=1024", "quest:budget=512", "dense"]
 QUESTIONS = ["What is the access code?", "Who is the captain?"]
@@ -48,7 +48,7 @@ class FakeServer:
 
     def app(self) -> Starlette:
         """Return the application."""
-        routes = [Route(file.path, file.answer) for file in PAGE_FILES]
+        routes = [Route(path, page_file) for path in PAGE]
         for path, endpoint, method in (
             ("/v1/models", self._models, "GET"),
             ("/v1/sample", self._sample, "GET"),

@@ -25,21 +25,22 @@ USAGE = {"completion_tokens": 2, "cached_tokens": 0, "plan": "dense", "density":
 
 def main() -> None:
     connection = socket(fileno=int(sys.argv[1]))
-    settings = frames.receive(connection)
+    incoming = connection.makefile("rb")
+    settings = frames.receive(incoming)
     if settings is None or settings["model"].get("model") == "bad":
         sys.exit(3)
     known = {"model": "fake", "positions": 64, "plans": settings["plans"], "rows": settings["model"].get("rows", 0)}
     connection.sendall(frames.pack({"op": "ready", **known}))
-    while (message := frames.receive(connection)) is not None:
-        if message["op"] == "read":
-            told = {"op": "document", "document": message["document"], "tokens": 4}
-            connection.sendall(frames.pack({**told, "status": "reading", "read": 0}))
+    while (message := frames.receive(incoming)) is not None:
+        if message["op"] == "prefill":
+            head = {"op": "document", "document": message["document"], "tokens": 4}
+            connection.sendall(frames.pack({**head, "status": "reading", "num_prefilled": 0}))
             if message["text"] == "die":
                 os._exit(9)
-            connection.sendall(frames.pack({**told, "status": "ready", "read": 4}))
+            connection.sendall(frames.pack({**head, "status": "ready", "num_prefilled": 4}))
         if message["op"] != "submit":
             continue
-        [prompt], key = message["prompts"], message["id"]
+        [prompt], key = message["request"]["prompts"], message["id"]
         if prompt == "hang":
             time.sleep(60)
         if prompt == "die":
@@ -50,12 +51,12 @@ def main() -> None:
         sent = len(message["sent"].get("0", ()))
         if prompt == "slow":
             end = {"finish": "stop", "usage": USAGE} if sent == 3 else {}
-            row = {"id": key, "index": 0, "read": 4, "tokens": [[sent, f"{sent} ", None]], **end}
+            row = {"id": key, "index": 0, "prefilled": 4, "tokens": [[sent, f"{sent} ", None]], **end}
             connection.sendall(frames.pack({"op": "step", "rows": [row]}))
             continue
         tokens = [[1, "one ", None], [2, "two", None]][sent : 1 if prompt == "begin" and not sent else 2]
         end = {} if len(tokens) + sent < 2 else {"finish": "stop", "usage": USAGE}
-        step = {"op": "step", "rows": [{"id": key, "index": 0, "read": 4, "tokens": tokens, **end}]}
+        step = {"op": "step", "rows": [{"id": key, "index": 0, "prefilled": 4, "tokens": tokens, **end}]}
         connection.sendall(frames.pack(step))
         if prompt == "begin" and not sent:
             os._exit(9)

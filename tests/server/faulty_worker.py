@@ -23,6 +23,7 @@ from kvsift.engine.speculative.decoder import ExactDecoder
 from kvsift.engine.transcript import TokenLogprobs, Transcript
 from kvsift.layer.selection_log import SelectionLog
 from kvsift.server import frames, worker
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.replies import Reply
 from kvsift.server.worker import Worker
 
@@ -119,9 +120,9 @@ def mark(owner: Any, name: str) -> None:
     replace(owner, name, marked)
 
 
-def of_message(_: Worker, message: dict[str, Any], *others: Any) -> int:
-    seed: int = message["seed"]
-    return seed
+def of_request(_: Worker, *arguments: Any) -> int:
+    [request] = [each for each in arguments if isinstance(each, AnswerRequest)]
+    return int(request.sampling["seed"])
 
 
 def of_row(_: Any, row: Any, *others: Any) -> int:
@@ -184,8 +185,8 @@ def install() -> None:
     know(Reply, "take", of_reply)
     mark(worker, "log_of")
     mark(worker, "exact_decoder")
-    fail("the prompt is tokenized", Worker, "_prompts", of_message)
-    fail("the row is made", Worker, "_open", of_message)
+    fail("the prompt is tokenized", Worker, "_prompts", of_request)
+    fail("the row is made", Worker, "_open", of_request)
     fail("the loop takes the row", Loop, "_enter", of_row)
     fail("memory is sought for the row", RunnerRows, "room", of_working)
     fail("the cache is opened", RunnerRows, "open", of_row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -286,6 +287,14 @@ def test_more_connections_than_are_taken_are_refused(monkeypatch: pytest.MonkeyP
             each.close()
 
     serving(test)
+
+
+def test_an_answer_on_a_connection_that_is_kept_does_not_wait_for_an_acknowledgement() -> None:
+    """Head and body are two packets; the second one would wait 40 ms for a client that acknowledges late."""
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_connections_are_fewer_than_files() -> None:

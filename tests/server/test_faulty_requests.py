@@ -16,9 +16,9 @@ from server.faulty_worker import PLACES, seed_of
 from server.serving import PLAN
 
 import kvsift
-from kvsift.server import answers, streams
+from kvsift.server import answers, app, streams
 from kvsift.server.answers import AnswerForm
-from kvsift.server.app import App
+from kvsift.server.app import application
 from kvsift.server.jobs import ServerJob
 from kvsift.server.metrics import Metrics
 from kvsift.server.served_document import ServedDocument
@@ -26,22 +26,22 @@ from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
 
 FAULTY = 500  # seed of the request that fails in this process
-BY_JOB: Callable[..., int] = lambda job, *_: job._message["seed"]  # noqa: E731
-BY_FORM: Callable[..., int] = lambda form, *_: form._asked.seed  # noqa: E731
+BY_JOB: Callable[..., int] = lambda job, *_: job.request.sampling["seed"]  # noqa: E731
+BY_FORM: Callable[..., int] = lambda form, *_: form._request.seed  # noqa: E731
 # by place: what fails there, for the request with which seed, and whether it is streamed
 SERVER_PLACES: dict[str, tuple[Any, str, Callable[..., int], bool]] = {
-    "the message to the engine": (App, "_message", lambda app, asked, _: asked.seed, False),
+    "the message to the engine": (app, "_answer_request", lambda body, *_: body.seed, False),
     "the request is accepted": (ServerJob, "accept", BY_JOB, False),
     "news of a whole answer": (ServerJob, "add", BY_JOB, False),
     "news of a stream": (ServerJob, "add", BY_JOB, True),
     "a whole answer": (AnswerForm, "whole", BY_FORM, False),
     "its log-probabilities": (AnswerForm, "_logprobs", BY_FORM, False),
-    "its usage": (answers, "usage", lambda _, asked: asked.seed, False),
+    "its usage": (answers, "usage", lambda _, body: body.seed, False),
     "pieces of a stream": (ServerJob, "take", BY_JOB, True),
     "events of a stream": (AnswerForm, "chunks", BY_FORM, True),
     "log-probabilities of a stream": (AnswerForm, "_logprobs", BY_FORM, True),
     "a comment in a stream": (streams, "_comment", BY_JOB, True),
-    "usage of a stream": (answers, "usage", lambda _, asked: asked.seed, True),
+    "usage of a stream": (answers, "usage", lambda _, body: body.seed, True),
     "the end of a stream": (AnswerForm, "last", BY_FORM, True),
 }
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -59,8 +59,7 @@ class Running:
         settings = ServerSettings(model={"model": str(model), **OPTIONS}, plan=PLAN, threads=1)
         self.supervisor = Supervisor(settings, lambda job: metrics.ended(job))
         metrics.follow(self.supervisor)
-        app = App(settings, self.supervisor, metrics).asgi()
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(application(settings, self.supervisor, metrics), raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
         self.expected: dict[str, str] = {}
 
@@ -187,7 +186,7 @@ def test_a_request_that_fails_in_the_server_process_ends_alone(
 
 
 def test_a_request_that_cannot_be_counted_has_its_answer(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = fail(monkeypatch, Metrics, "ended", lambda _, job: job._message["seed"] == FAULTY)
+    failed = fail(monkeypatch, Metrics, "ended", lambda _, job: job.request.sampling["seed"] == FAULTY)
     response = running.beside(lambda: running.post({**AFTER, "seed": FAULTY}))
     assert failed
     assert response.json()["choices"][0]["text"] == running.expected["after"]

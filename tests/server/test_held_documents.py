@@ -26,12 +26,12 @@ class Held:
     def __init__(self, model: Path, plan: str = "quest:budget=96:window=32") -> None:
         self.llm = LLM(model, plan, device="cpu", path="composed", chunk_size=64)
         self.llm.load()
-        self.told: list[dict[str, Any]] = []
+        self.messages: list[dict[str, Any]] = []
         self.begun: list[str] = []
         self.refused: list[tuple[str, str]] = []
         self.documents = HeldDocuments[str](
             self.llm, PromptFormat(self.llm.tokenizer), PromptLimit.of(self.llm), self.llm.plan,
-            self.told.append, self.begun.append,
+            self.messages.append, self.begun.append,
             lambda question, reason: self.refused.append((question, reason)),
         )  # fmt: skip
         self.llm.loop.after_step = self.documents.report
@@ -39,7 +39,7 @@ class Held:
 
     def add(self, key: str, text: str, kept: Path | None = None) -> None:
         path = None if kept is None else str(kept)
-        message = {"op": "read", "document": key, "text": text, "client": "me", "salt": "", "kept": path}
+        message = {"op": "prefill", "document": key, "text": text, "client": "me", "salt": "", "kept": path}
         self.documents.add(message)
 
     def forget(self, key: str) -> None:
@@ -55,7 +55,7 @@ class Held:
         until(stepped)
 
     def of(self, key: str) -> list[dict[str, Any]]:
-        return [message for message in self.told if message["document"] == key]
+        return [message for message in self.messages if message["document"] == key]
 
 
 def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_line(model: Path) -> None:
@@ -68,11 +68,11 @@ def test_questions_begin_when_their_document_is_read_and_the_second_waits_in_lin
     assert held.begun == ["about a", "about b"]
     held.documents.ask("a", "at once")
     assert held.begun[-1] == "at once"
-    told = held.of("a")
-    assert [message["status"] for message in told[-1:]] == ["ready"]
-    read = [message["read"] for message in told]
+    notified = held.of("a")
+    assert [message["status"] for message in notified[-1:]] == ["ready"]
+    read = [message["num_prefilled"] for message in notified]
     assert read == sorted(read)
-    assert read[-1] == told[-1]["tokens"] > 900
+    assert read[-1] == notified[-1]["tokens"] > 900
     assert len(set(read)) > 5, "chunk by chunk"
     used = held.llm.loop.pages.kv.pages.num_used
     assert used >= 1300 // 16, "both are held"
@@ -99,7 +99,7 @@ def test_a_deleted_document_refuses_those_that_wait_and_the_next_one_is_read(mod
     held = Held(model)
     held.add("a", text_of(900))
     held.documents.ask("a", "about a")
-    held.step(lambda: any(message.get("read") for message in held.of("a")))
+    held.step(lambda: any(message.get("num_prefilled") for message in held.of("a")))
     held.documents.forget("a")
     assert held.refused == [("about a", "the document was deleted.")]
     held.documents.ask("a", "later")
@@ -160,7 +160,7 @@ def test_a_plan_whose_prompts_share_nothing_reads_nothing_ahead(model: Path) -> 
     assert held.llm.loop.pages.kv.pages.num_used == 0
 
 
-def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held, tries = Held(model), list[Row]()
     submit = held.llm.loop.submit
 
@@ -171,32 +171,32 @@ def test_a_full_line_is_tried_again(model: Path, monkeypatch: pytest.MonkeyPatch
         submit(row)
 
     monkeypatch.setattr(held.llm.loop, "submit", full)
-    monkeypatch.setattr(held_documents, "FULL_S", 0.01)
+    monkeypatch.setattr(held_documents, "RETRY_S", 0.01)
     held.add("a", text_of(300))
     held.step(lambda: held.of("a") and held.of("a")[-1]["status"] == "ready")
     assert len(tries) == 3
 
 
-@pytest.mark.parametrize("place", ["tokens", "the line", "progress", "the end", "keeping", "a file that stays"])
+@pytest.mark.parametrize("place", ["tokens", "the queue", "progress", "the end", "keeping", "a file that stays"])
 def test_a_document_that_fails_anywhere_ends_alone(
     place: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, kept, tell = Held(model), tmp_path / "a.kvsift", HeldDocuments._tell
+    held, kept, tell = Held(model), tmp_path / "a.kvsift", HeldDocuments._notify
 
     def failing(*_: Any, **options: Any) -> None:
         raise OSError("a fault")
 
     def silent(documents: Any, document: Any, status: str) -> None:
-        told = held.of("a")
-        if document.key == "a" and status == ("ready" if place == "the end" else "reading") and len(told) > 2:
+        notified = held.of("a")
+        if document.key == "a" and status == ("ready" if place == "the end" else "reading") and len(notified) > 2:
             raise RuntimeError("a fault")
         tell(documents, document, status)
 
     places: dict[str, tuple[Any, str, Any]] = {
         "tokens": (HeldDocuments, "_row", failing),
-        "the line": (held.llm.loop, "submit", failing),
-        "progress": (HeldDocuments, "_tell", silent),
-        "the end": (HeldDocuments, "_tell", silent),
+        "the queue": (held.llm.loop, "submit", failing),
+        "progress": (HeldDocuments, "_notify", silent),
+        "the end": (HeldDocuments, "_notify", silent),
         "keeping": (held_documents, "keep", failing),
         "a file that stays": (Path, "unlink", failing),
     }

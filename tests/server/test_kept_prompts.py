@@ -14,7 +14,7 @@ from kvsift.engine.row import Row
 from kvsift.engine.rows import RunnerRows
 from kvsift.engine.transcript import TextOutput
 from kvsift.plan.plan import Plan
-from kvsift.server.held_documents import DocumentReading
+from kvsift.server.held_documents import DocumentPrefill
 from kvsift.server.kept_prompts import keep, source_of
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
@@ -43,7 +43,7 @@ def reading(llm: LLM, kept: Path, plan: Plan | None = None) -> Row:
         if row.source is None:
             keep(kept, llm, row, TEXT)
 
-    row = Row(Request(ids, 1, plan or llm.plan), DocumentReading(on_end), holds=True)
+    row = Row(Request(ids, 1, plan or llm.plan), DocumentPrefill(on_end), holds=True)
     row.source = source_of(kept, llm, row)
     return run(llm, row)
 
@@ -94,7 +94,7 @@ def test_a_file_of_other_settings_is_removed_with_a_reason(
     reading(new_llm(model, PLANS[0]), kept)
     llm = new_llm(model, **{"plan": PLANS[0], **change})
     ids = DocumentPrompts(PromptFormat(llm.tokenizer), TEXT).ids
-    row = Row(Request(ids, 1, llm.plan), DocumentReading(lambda: None), holds=True)
+    row = Row(Request(ids, 1, llm.plan), DocumentPrefill(lambda: None), holds=True)
     assert source_of(kept, llm, row) is None
     assert "doc-1 is read again from its text: the document" in capsys.readouterr().err
     assert not kept.exists()

@@ -4,15 +4,15 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-from server.test_server_schemas import answers
+from server.test_app import answers
 
-from kvsift.server.page_files import CSP, PAGE_PATHS
+from kvsift.server.page_files import CSP, PAGE
 from kvsift.server.settings import ServerSettings
 
 KINDS = {"": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 
-@pytest.mark.parametrize("path", sorted(PAGE_PATHS))
+@pytest.mark.parametrize("path", PAGE)
 def test_files_have_a_type_a_policy_and_a_tag(path: str) -> None:
     [response] = answers(ServerSettings(), ("GET", path, {}))
     assert response.status_code == 200
@@ -36,9 +36,9 @@ def test_the_policy_allows_this_origin_only() -> None:
 
 
 def test_the_page_needs_no_key_and_the_interface_does() -> None:
-    paths = [*sorted(PAGE_PATHS), "/page/", "/page/other.js", "/page/../v1/models", "/v1/models", "/metrics"]
+    paths = [*PAGE, "/page/", "/page/other.js", "/page/../v1/models", "/v1/models", "/metrics"]
     found = answers(ServerSettings(keys=["k"]), *(("GET", path, {}) for path in paths))
-    assert [response.status_code for response in found] == [200] * len(PAGE_PATHS) + [401] * 5
+    assert [response.status_code for response in found] == [200] * len(PAGE) + [401] * 5
 
 
 def test_the_page_is_not_for_other_hosts_nor_for_other_methods() -> None:
@@ -47,7 +47,7 @@ def test_the_page_is_not_for_other_hosts_nor_for_other_methods() -> None:
 
 
 def test_files_name_only_files_that_there_are_and_have_no_inline_code() -> None:
-    texts = {path: answers(ServerSettings(), ("GET", path, {}))[0].text for path in sorted(PAGE_PATHS)}
+    texts = {path: answers(ServerSettings(), ("GET", path, {}))[0].text for path in PAGE}
 
     class Links(HTMLParser):
         found: list[str]
@@ -63,7 +63,7 @@ def test_files_name_only_files_that_there_are_and_have_no_inline_code() -> None:
     links.found = []
     links.feed(texts["/"])
     imports = [f"/page/{name}" for text in texts.values() for name in re.findall(r' from "\./([^"]+)"', text)]
-    assert {*links.found, *imports} | {"/"} == PAGE_PATHS
+    assert {*links.found, *imports} | {"/"} == set(PAGE)
     for path, text in texts.items():
         assert "innerHTML" not in text
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text), path

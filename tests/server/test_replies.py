@@ -17,10 +17,11 @@ from kvsift.engine.request import Request
 from kvsift.engine.sampling import Sampling
 from kvsift.errors import InputError
 from kvsift.server.answers import AnswerForm
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.replies import Reply
 from kvsift.server.schemas import CompletionRequest
-from kvsift.server.streams import EventStream
+from kvsift.server.streams import EventResponse, answer_events
 from kvsift.tokenization.prompt import PromptFormat
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
@@ -157,7 +158,8 @@ def stream(job: ServerJob, during: Any) -> tuple[bytes, list[ServerJob]]:
         body.extend(message.get("body", b""))
 
     async def run() -> None:
-        response = EventStream(job, AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny"), released.append)
+        form = AnswerForm(CompletionRequest(prompt="a", stream=True), "tiny")
+        response = EventResponse(answer_events(job, form), lambda: released.append(job))
         async with asyncio.timeout(10):
             await asyncio.gather(response({}, never, send), during())
 
@@ -166,7 +168,7 @@ def stream(job: ServerJob, during: Any) -> tuple[bytes, list[ServerJob]]:
 
 
 def accepted() -> ServerJob:
-    job = ServerJob(1, {}, 1)
+    job = ServerJob(1, AnswerRequest())
     job.accept([8])
     return job
 
@@ -177,7 +179,7 @@ def test_comments_say_how_far_the_prompt_is_read(monkeypatch: pytest.MonkeyPatch
 
     async def during() -> None:
         await asyncio.sleep(0.1)
-        job.add({"index": 0, "read": 4})
+        job.add({"index": 0, "prefilled": 4})
         await asyncio.sleep(0.1)
         job.add({"index": 0, "tokens": [[7, "b", None]], "finish": "length", "usage": USAGE})
 

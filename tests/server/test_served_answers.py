@@ -10,9 +10,11 @@ import httpx
 import openai
 import pytest
 from engine.tiny_directory import text_of
+from pydantic import TypeAdapter
 from server.serving import PLAN, Served, events, metric, texts, until
 
 import kvsift
+from kvsift.server.responses import ChatCompletion, Completion, Error
 
 LONG = text_of(700)
 
@@ -239,6 +241,17 @@ def test_every_response_has_a_request_id(client: httpx.Client) -> None:
     with client.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "mine"}) as response:
         assert response.headers["x-request-id"] == "mine"
     assert client.get("/health", headers={"host": "evil.example"}).headers["x-request-id"]
+
+
+def test_answers_have_the_form_that_the_openapi_document_gives_them(client: httpx.Client) -> None:
+    chat = {"messages": [{"role": "user", "content": "Who?"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 1}
+    bodies = {
+        Completion: complete(client, prompt="Count", logprobs=1, sparsity={"exact": True}),
+        ChatCompletion: client.post("/v1/chat/completions", json=chat).json(),
+        Error: client.post("/v1/completions", json={}).json(),
+    }
+    for form, body in bodies.items():
+        TypeAdapter(form).validate_python(body)
 
 
 def test_metrics_count_tokens_and_refusals(client: httpx.Client) -> None:

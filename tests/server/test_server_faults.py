@@ -1,4 +1,4 @@
-"""What goes wrong around a server: clients that leave, an engine that dies, a full line, keys, and the end."""
+"""What goes wrong around a server: clients that leave, an engine that dies, a full queue, keys, and the end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_answers_go_on_when_the_engine_is_killed(server: Served, client: httpx.C
 
 @pytest.fixture(scope="module")
 def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with keys, a short line and little time to end, on IPv6."""
+    """A server with keys, a short queue and little time to end, on IPv6."""
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "keys").write_text("first\n\nsecond\n")
     options = "--api-key-file", str(folder / "keys"), "--max-waiting", "1", "--drain", "2", "--host", "::1"
@@ -153,8 +153,8 @@ def test_what_one_key_has_read_is_read_again_for_another(guarded: Served) -> Non
     assert cached == [0, 0, 256]
 
 
-def test_a_full_line_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
-    """Nine endless requests take eight rows and the line; the tenth is refused. After SIGTERM those that can, end."""
+def test_a_full_queue_and_the_end(guarded: Served, alone: kvsift.LLM) -> None:
+    """Nine endless requests take eight rows and the queue; the tenth is refused. After SIGTERM those that can, end."""
     with guarded.client(authorization="Bearer first") as client:
         connections = []
         for _ in range(9):

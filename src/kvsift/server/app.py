@@ -1,190 +1,56 @@
-"""The routes."""
+"""The HTTP interface: a FastAPI application, whose OpenAPI document comes from its routes and their bodies."""
 
 from __future__ import annotations
 
 import json
 import re
 import secrets
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from hashlib import blake2b
 from time import time
 from typing import Any
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
+from kvsift import __version__
 from kvsift.server.answers import AnswerForm
-from kvsift.server.api_errors import ApiError
+from kvsift.server.api_errors import ApiError, refusals
 from kvsift.server.bodies import json_of
-from kvsift.server.document_routes import PATH, DocumentRoutes
-from kvsift.server.door import REQUEST_ID, Door
+from kvsift.server.document_routes import PATH, about_documents, add_document_routes, text_of
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.metrics import Metrics
-from kvsift.server.openapi import description
-from kvsift.server.page_files import PAGE_FILES
+from kvsift.server.middleware import REQUEST_ID, AccessMiddleware
+from kvsift.server.page_files import PAGE, page_file
+from kvsift.server.responses import ChatCompletion, Completion, Error, Health, Model, ModelList, SampleDocument
 from kvsift.server.sample import sample
-from kvsift.server.schemas import AnyRequest, ChatRequest, CompletionRequest, parse
+from kvsift.server.schemas import (
+    SCHEMA_REFERENCE,
+    AnyRequest,
+    ChatRequest,
+    CompletionRequest,
+    DocumentRequest,
+    json_body,
+    parse,
+)  # fmt: skip
 from kvsift.server.settings import ServerSettings
-from kvsift.server.streams import EventStream, unless_gone
+from kvsift.server.streams import STREAM, EventResponse, answer_events, while_connected
 from kvsift.server.supervisor import Supervisor
 
-GONE = 499  # nobody reads it
 DOCUMENT = re.compile(rf"{PATH}/[^/]*(/\w+)?$")
-
-
-class App:
-    """Requests over a supervisor.
-
-    Args:
-        settings: of the server.
-        supervisor: of the engine process.
-        metrics: of both.
-    """
-
-    def __init__(self, settings: ServerSettings, supervisor: Supervisor, metrics: Metrics) -> None:
-        self._settings, self._supervisor, self._metrics = settings, supervisor, metrics
-        self._started = int(time())
-        self._routes = {
-            **{file.path: file.answer for file in PAGE_FILES},
-            "/health": self._health,
-            "/metrics": self._count,
-            "/openapi.json": self._describe,
-            "/v1/models": self._models,
-            "/v1/sample": self._sample,
-        }
-        self._documents = DocumentRoutes(supervisor)
-
-    def asgi(self) -> ASGIApp:
-        """Return the application with its checks."""
-        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in self._routes.items()]
-        routes.append(Route("/v1/models/{model:path}", self._models, methods=["GET"]))
-        for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
-            endpoint = partial(self._answer, schema)
-            routes.append(Route(path, endpoint, methods=["POST"]))
-        routes += self._documents.routes()
-        handlers: dict[Any, Any] = {
-            ApiError: _refused,
-            HTTPException: _not_found,
-            ClientDisconnect: _gone,
-            Exception: _failed,
-        }
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        known = {route.path for route in routes}
-
-        def count(path: str, status: int) -> None:
-            route = DOCUMENT.sub(PATH + r"/{id}\1", path)
-            self._metrics.responses.labels(route if route in known else "other", str(status)).inc()
-
-        door = Door(app, self._settings.keys, self._settings.hosts, count)
-        if not self._settings.origins:
-            return door
-        # Clients have headers of their own, such as x-stainless-lang. None gives a page more rights than its key does.
-        return CORSMiddleware(
-            door, list(self._settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
-            expose_headers=["retry-after", REQUEST_ID],
-        )  # fmt: skip
-
-    async def _answer(self, schema: type[AnyRequest], request: Request) -> Response:
-        supervisor = self._supervisor
-        supervisor.check_open()  # before a body of megabytes is read
-        asked = parse(schema, await json_of(request))
-        job = supervisor.submit(self._message(asked, request), self._num_answers(asked))
-        is_streaming = False
-        try:
-            if not await unless_gone(request.receive, job.wait_accepted()):
-                return Response(status_code=GONE)
-            form = AnswerForm(asked, supervisor.names[0])
-            if asked.stream:
-                is_streaming = True
-                return EventStream(job, form, supervisor.release)
-            if not await unless_gone(request.receive, job.wait_ended()):
-                return Response(status_code=GONE)
-            return JSONResponse(form.whole(job))
-        finally:
-            if not is_streaming:
-                supervisor.release(job)
-
-    def _num_answers(self, asked: AnyRequest) -> int:
-        return asked.samples * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
-
-    def _message(self, asked: AnyRequest, request: Request) -> dict[str, Any]:
-        """What the engine is asked.
-
-        Raises:
-            ApiError: for another model or plan than those that are served, or a document that cannot be read.
-        """
-        self._check_model(asked.model)
-        client, salt = request.scope["client_name"]
-        if (document := getattr(asked, "document", None)) is not None:
-            self._supervisor.documents.get(document, (client, salt)).check_readable()
-        cache = asked.prompt_cache_key if document is None else None  # else the document would be read anew
-        return {
-            **asked.message(),
-            "n": asked.samples,
-            "plan": self._supervisor.plans.index(asked.plan.plan),
-            "min_recovery": asked.plan.min_recovery,
-            "temperature": asked.temperature or 0.0,
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
-            "seed": secrets.randbits(48) if asked.seed is None else asked.seed,
-            "stop": asked.stops,
-            "stop_token_ids": asked.stop_token_ids,
-            "skip_special_tokens": asked.skip_special_tokens,
-            "ignore_eos": bool(asked.ignore_eos),
-            "logprobs": asked.num_logprobs,
-            "document": document,
-            "passages": bool(asked.plan.passages),
-            "exact": bool(asked.plan.exact),
-            "client": client if salt else _digest(client, asked.end_user),
-            "salt": _digest(salt, cache) if cache else salt,
-        }
-
-    def _check_model(self, model: str | None) -> None:
-        served = self._supervisor.names
-        if model is not None and model not in served:
-            text = f"the model {model[:80]!r} is not served here; this server has {', '.join(map(repr, served))}."
-            raise ApiError(404, text, "model_not_found", "model")
-
-    async def _models(self, request: Request) -> Response:
-        supervisor = self._supervisor
-        if not supervisor.ready.is_set():
-            supervisor.check_open()
-        model = {
-            "object": "model",
-            "created": self._started,
-            "owned_by": "kvsift",
-            "max_model_len": supervisor.positions,
-            "plans": supervisor.plans.names,
-            "documents": self._documents.about(),
-            "has_sample": self._has_sample,
-        }
-        if (name := request.path_params.get("model")) is not None:
-            self._check_model(name)
-            return JSONResponse({"id": name, **model})
-        return JSONResponse({"object": "list", "data": [{"id": each, **model} for each in supervisor.names]})
-
-    @property
-    def _has_sample(self) -> bool:
-        return self._settings.model.get("model") is None
-
-    async def _sample(self, request: Request) -> Response:
-        if not self._has_sample:
-            raise ApiError(404, "only the embedded model has a sample document.", "no_sample")
-        return JSONResponse(sample())
-
-    async def _health(self, request: Request) -> Response:
-        state = self._supervisor.state
-        headers = {} if state == "ready" else {"retry-after": "5"}
-        return JSONResponse({"status": state}, 200 if state == "ready" else 503, headers)
-
-    async def _count(self, request: Request) -> Response:
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
-
-    async def _describe(self, request: Request) -> Response:
-        return JSONResponse(description())
+EVENTS = (
+    "With stream=true, server-sent events: chunks in OpenAI's form, the usage last if stream_options asks for it, then "
+    "[DONE]. An answer that fails ends with an event that has an Error instead. Lines that begin with a colon say how "
+    "far the prompt is read."
+)
 
 
 def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
@@ -192,7 +58,191 @@ def build(settings: ServerSettings) -> tuple[ASGIApp, Supervisor]:
     metrics = Metrics()
     supervisor = Supervisor(settings, metrics.ended)
     metrics.follow(supervisor)
-    return App(settings, supervisor, metrics).asgi(), supervisor
+    return application(settings, supervisor, metrics), supervisor
+
+
+def application(settings: ServerSettings, supervisor: Supervisor, metrics: Metrics) -> ASGIApp:
+    """Return the application with its checks."""
+    handlers: Any = {ApiError: _refused, HTTPException: _no_route, Exception: _failed}
+    app = FastAPI(openapi_url=None, exception_handlers=handlers)
+    _add_answer_routes(app, supervisor)
+    add_document_routes(app, supervisor)
+    _add_model_routes(app, supervisor, has_sample=settings.model.get("model") is None)
+    _add_other_routes(app, supervisor, metrics)
+    known = {getattr(route, "path", "") for route in app.routes}
+
+    def count(path: str, status: int) -> None:
+        route = DOCUMENT.sub(PATH + r"/{id}\1", path)
+        metrics.responses.labels(route if route in known else "other", str(status)).inc()
+
+    checked = AccessMiddleware(app, settings.keys, settings.hosts, count)
+    if not settings.origins:
+        return checked
+    # Clients have headers of their own, such as x-stainless-lang. None gives a page more rights than its key does.
+    return CORSMiddleware(
+        checked, list(settings.origins), allow_methods=["GET", "POST", "DELETE"], allow_headers=["*"],
+        expose_headers=["retry-after", REQUEST_ID],
+    )  # fmt: skip
+
+
+def _add_answer_routes(app: FastAPI, supervisor: Supervisor) -> None:
+    responses = {200: {"description": EVENTS, **STREAM}, **refusals(400, 401, 404, 413, 415, 429, 500)}
+
+    @app.post(
+        "/v1/completions", response_model=Completion, responses=responses, openapi_extra=json_body(CompletionRequest)
+    )
+    async def complete_text(request: Request) -> Response:
+        return await _answer(CompletionRequest, request, supervisor)
+
+    @app.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses=responses,
+        openapi_extra=json_body(ChatRequest),
+    )  # fmt: skip
+    async def answer_chat(request: Request) -> Response:
+        return await _answer(ChatRequest, request, supervisor)
+
+
+async def _answer(schema: type[AnyRequest], request: Request, supervisor: Supervisor) -> Response:
+    supervisor.check_open()  # before a body of megabytes is read
+    body = parse(schema, await json_of(request))
+    form = AnswerForm(body, supervisor.names[0])
+    job = supervisor.submit(_answer_request(body, request.scope["owner"], supervisor))
+    is_streaming = False
+    try:
+        await while_connected(request.receive, job.wait_accepted() if body.stream else job.wait_ended())
+        if body.stream:
+            is_streaming = True
+            return EventResponse(answer_events(job, form), partial(supervisor.release, job))
+        return JSONResponse(form.whole(job))
+    finally:
+        if not is_streaming:
+            supervisor.release(job)
+
+
+def _answer_request(body: AnyRequest, owner: tuple[str, str], supervisor: Supervisor) -> AnswerRequest:
+    """Return what the engine is asked.
+
+    Raises:
+        ApiError: for another model or plan than those that are served, or a document that cannot be read.
+    """
+    _check_model(body.model, supervisor)
+    client, salt = owner
+    sampling = {"temperature": body.temperature or 0.0, "top_p": 1.0 if body.top_p is None else body.top_p}
+    request = AnswerRequest(
+        **body.prompt_fields(),
+        num_samples=body.samples,
+        plan=supervisor.plans.index(body.plan.plan),
+        min_recovery=body.plan.min_recovery,
+        sampling={**sampling, "seed": secrets.randbits(48) if body.seed is None else body.seed},
+        options={
+            "stop": body.stops,
+            "stop_token_ids": body.stop_token_ids,
+            "skip_special_tokens": body.skip_special_tokens,
+            "logprobs": body.num_logprobs,
+            "passages": bool(body.plan.passages),
+            "exact": bool(body.plan.exact),
+        },
+        ignore_eos=bool(body.ignore_eos),
+        client=client if salt else _digest(client, body.end_user),
+        salt=salt,
+    )
+    if request.document is not None:  # its salt stays, as for another one it would be prefilled again
+        supervisor.documents.get(request.document, owner).check_readable()
+    elif body.prompt_cache_key:
+        return replace(request, salt=_digest(salt, body.prompt_cache_key))
+    return request
+
+
+def _check_model(model: str | None, supervisor: Supervisor) -> None:
+    if model is not None and model not in supervisor.names:
+        names = ", ".join(map(repr, supervisor.names))
+        text = f"the model {model[:80]!r} is not served here; this server has {names}."
+        raise ApiError(404, text, "model_not_found", "model")
+
+
+def _add_model_routes(app: FastAPI, supervisor: Supervisor, has_sample: bool) -> None:
+    started = int(time())
+
+    def model_of(name: str) -> Model:
+        return {
+            "id": name,
+            "object": "model",
+            "created": started,
+            "owned_by": "kvsift",
+            "max_model_len": supervisor.positions,
+            "plans": supervisor.plans.names,
+            "documents": about_documents(),
+            "has_sample": has_sample,
+        }
+
+    def check_loaded() -> None:
+        if not supervisor.ready.is_set():
+            supervisor.check_open()
+
+    @app.get("/v1/models", responses=refusals(401))
+    async def list_models() -> ModelList:
+        check_loaded()
+        return {"object": "list", "data": [*map(model_of, supervisor.names)]}
+
+    @app.get("/v1/models/{model:path}", responses=refusals(401, 404))
+    async def get_model(model: str) -> Model:
+        check_loaded()
+        _check_model(model, supervisor)
+        return model_of(model)
+
+    @app.get("/v1/sample", responses=refusals(401, 404))
+    async def get_sample() -> SampleDocument:
+        """Return a document for the embedded model."""
+        if not has_sample:
+            raise ApiError(404, "only the embedded model has a sample document.", "no_sample")
+        return sample()
+
+
+def _add_other_routes(app: FastAPI, supervisor: Supervisor, metrics: Metrics) -> None:
+    either = {**refusals(), 503: {**refusals()[503], "model": Health | Error}}
+
+    @app.get("/health", response_model=Health, responses=either, openapi_extra={"security": []})
+    async def get_health() -> Response:
+        """Say whether requests are taken."""
+        state = supervisor.state
+        is_ready = state == "ready"
+        return JSONResponse({"status": state}, 200 if is_ready else 503, {} if is_ready else {"retry-after": "5"})
+
+    @app.get("/metrics", response_class=Response, responses={**text_of("text/plain"), **refusals(401)})
+    async def get_metrics() -> Response:
+        """Return counters for Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/openapi.json", responses=refusals(401))
+    async def get_openapi_document() -> dict[str, Any]:
+        """Return this document."""
+        return document()
+
+    @cache
+    def document() -> dict[str, Any]:
+        return _openapi_document(app)
+
+    for path in PAGE:
+        get = app.get(
+            path, response_class=Response, responses={**text_of("text/html"), **refusals()}, name="page",
+            description="Return the page for browsers.", include_in_schema=path == "/",
+        )  # fmt: skip
+        get(page_file)
+
+
+def _openapi_document(app: FastAPI) -> dict[str, Any]:
+    """What FastAPI knows of the routes, with the bodies of requests (``parse``) and API keys (``AccessMiddleware``)."""
+    document = get_openapi(title="kvsift", version=__version__, routes=app.routes)
+    bodies = [(schema, "validation") for schema in (CompletionRequest, ChatRequest, DocumentRequest)]
+    _, definitions = models_json_schema(bodies, ref_template=SCHEMA_REFERENCE)  # type: ignore[arg-type]
+    components = document["components"]
+    components["schemas"] |= definitions["$defs"]
+    for operation in (each for path in document["paths"].values() for each in path.values()):
+        operation["responses"].pop("422", None)  # which FastAPI adds; a wrong field is a 400
+    for name in ("HTTPValidationError", "ValidationError"):
+        components["schemas"].pop(name, None)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {**document, "security": [{}, {"key": []}]}
 
 
 def _digest(*parts: str) -> str:
@@ -200,10 +250,10 @@ def _digest(*parts: str) -> str:
 
 
 async def _refused(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.as_dict(), error.status, error.headers)
+    return error.response()
 
 
-async def _not_found(request: Request, error: HTTPException) -> Response:
+async def _no_route(request: Request, error: HTTPException) -> Response:
     is_method = error.status_code == 405
     text = f"{request.url.path[:80]} does not take {request.method}." if is_method else "there is no such route."
     refusal = ApiError(error.status_code, f"{text} /openapi.json lists the routes.", "not_found")
@@ -214,13 +264,9 @@ async def _not_found(request: Request, error: HTTPException) -> Response:
 def _methods_at(request: Request) -> set[str]:
     """Methods that the path of a request takes, of all its routes."""
     found = (route for route in request.app.routes if route.matches(request.scope)[0] != Match.NONE)
-    return {method for route in found for method in route.methods or ()}
+    methods = {method for route in found for method in route.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    refusal = ApiError(500, "the server failed; its log has the reason.", "server_failed")
-    return JSONResponse(refusal.as_dict(), refusal.status)
-
-
-async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=GONE)
+    return ApiError(500, "the server failed; its log has the reason.", "server_failed").response()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
-from kvsift.server.api_errors import ApiError
+from kvsift.server.api_errors import ApiError, ClientLeft
 
 MOST_BYTES = 16 << 20
 CHARSET = re.compile(r";\s*charset\s*=\s*[\"']?([^\s;\"']+)", re.IGNORECASE)
@@ -37,7 +37,7 @@ async def body_of(request: Request) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ApiError: if it is too large, or too slow.
+        ApiError: if it is too large, or too slow, or the client leaves.
     """
     too_large = ApiError(413, f"the body is larger than {MOST_BYTES >> 20} MB.", "body_too_large")
     declared = request.headers.get("content-length", "0")
@@ -55,4 +55,6 @@ async def body_of(request: Request) -> bytes:
     except TimeoutError:
         text = f"the body took longer than {BODY_S:g} s and a second for every {SLOWEST >> 10} KB."
         raise ApiError(408, text, "request_timeout") from None
+    except ClientDisconnect:
+        raise ClientLeft from None
     return bytes(parts)

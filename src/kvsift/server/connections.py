@@ -10,21 +10,20 @@ from asyncio import TimerHandle, Transport
 from typing import Any
 
 import h11
-from starlette.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvsift.server.api_errors import ApiError
 
 HEAD_S = 30.0  # from the connection, or the first byte after an answer, to the end of the headers
 STALL_S, STALL_BYTES = 60.0, 1 << 16  # a client that reads less than that in this time is left
-LINGER_S = 2.0  # that a refused client has to read why: a connection closed before all is read ends by RST
+LINGER_S = 2.0  # that a refused client has to receive the reason: a connection closed before all is read ends by RST
 HEAD_BYTES = 1 << 16
 MOST_CONNECTIONS = 4096
 OTHER_FILES = 64  # that the process has open, besides connections
 MOST_REASON = 200  # characters of a refusal that quotes a request
 QUOTED = re.compile(r"bytearray\(b(.*)\)", re.DOTALL)  # in messages of h11
 
-# Warnings of uvicorn are about single requests, which anybody may send without end, and the client is told in any case.
+# Warnings of uvicorn are about single requests, which anybody may send without end, and the client has its response.
 # The levels of loggers below uvicorn's own are reset by ``uvicorn.Config``.
 LOGGER = logging.getLogger("kvsift.requests")
 LOGGER.setLevel(logging.ERROR)
@@ -145,7 +144,7 @@ class Connection(H11Protocol):
             self._late = self.loop.call_later(HEAD_S, self._give_up)
 
     def _watch_reader(self) -> None:
-        """See to it that what is buffered is read, while nothing is added to it."""
+        """Limit the time in which the client reads what is buffered, while nothing is added to it."""
         if self._stalled is None and (size := self.transport.get_write_buffer_size()):
             self._stalled = self.loop.call_later(STALL_S, self._check_reader, size)
 
@@ -170,7 +169,8 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            response = JSONResponse(error.as_dict(), error.status, {**error.headers, "connection": "close"})
+            error.headers["connection"] = "close"
+            response = error.response()
             head = h11.Response(status_code=error.status, headers=response.raw_headers)
             for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")

@@ -58,7 +58,7 @@ class DocumentFiles:
         try:
             flock(lock, LOCK_EX | LOCK_NB)
         except BlockingIOError:
-            holder = lock.read(200).strip() or "a process that has just begun"
+            holder = lock.read(200).strip() or "a process that has just started"
             lock.close()
             raise InputError(
                 f"--documents {self._folder} is in use by another kvsift serve: {holder}. Give another folder, or end "
@@ -127,10 +127,10 @@ class DocumentFiles:
 
 def _fields(key: str, data: bytes) -> dict[str, Any]:
     head, _, packed = data.rstrip(b"\n").partition(b"\n")
-    told = json.loads(head)
-    if told["form"] != FORM:
-        raise ValueError(f"it has form {told['form']}, and this version reads {FORM}")
-    if told["checksum"] != _checksum(packed):
+    header = json.loads(head)
+    if header["form"] != FORM:
+        raise ValueError(f"it has form {header['form']}, and this version reads {FORM}")
+    if header["checksum"] != _checksum(packed):
         raise ValueError("its checksum is wrong, so it is not whole")
     content: dict[str, Any] = json.loads(packed)
     client, salt = content.pop("owner")

@@ -1,6 +1,6 @@
-"""Documents that clients have uploaded, from the server's side: their texts, and how far the engine has read them.
+"""Documents that clients have uploaded, from the server's side: their texts, and the progress of their prefill.
 
-They outlive the engine process: the next one reads them again.
+They outlive the engine process: the next one prefills them again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Documents:
             raise ApiError(400, f"there are {most} documents already. Delete one first.", "too_many_documents")
 
     def add(self, name: str, text: str, num_bytes: int, owner: tuple[str, str]) -> ServedDocument:
-        """Return the document of a text, which the engine is asked to read unless the key has it already.
+        """Return the document of a text, which the engine prefills unless the key has it already.
 
         Raises:
             ApiError: if there are too many, or too long ones.
@@ -86,7 +86,7 @@ class Documents:
             raise ApiError(400, text, "too_many_documents")
         document = self._put(ServedDocument(key, name, text, owner, num_bytes))
         self._keep(document)
-        self._read(document)
+        self._prefill(document)
         return document
 
     def add_failed(self, name: str, data: bytes, owner: tuple[str, str], error: str) -> ServedDocument:
@@ -105,10 +105,10 @@ class Documents:
         else:
             self._files.save(document)
 
-    def _read(self, document: ServedDocument) -> None:
-        """Let the engine read a document."""
+    def _prefill(self, document: ServedDocument) -> None:
+        """Let the engine prefill a document."""
         kept = None if self._files is None else str(self._files.kept(document.key))
-        document.is_sent = self._send({**document.read_message(), "kept": kept})
+        document.is_sent = self._send({**document.message(), "kept": kept})
 
     def _put(self, document: ServedDocument) -> ServedDocument:
         self._documents.pop(document.key, None)
@@ -124,10 +124,10 @@ class Documents:
         document.update(status="failed", error="this document was deleted.")
 
     def received(self, message: dict[str, Any]) -> None:
-        """Take what the engine says of a document; one that cannot take it has failed."""
+        """Update a document with a message of the engine; if that fails, so has the document."""
         if (document := self._documents.get(message["document"])) is None or not document.text:
             return
-        names = "status", "tokens", "read", "pinned", "error"
+        names = "status", "tokens", "num_prefilled", "pinned", "error"
         try:
             document.update(is_begun=True, **{name: message[name] for name in names if name in message})
         except Exception as error:
@@ -139,20 +139,20 @@ class Documents:
             print(f"kvsift: document {document.key} cannot be read: {document.error}", file=sys.stderr)
 
     def resend(self, keys: Collection[str | None] | None = None) -> None:
-        """Let a new engine process read all documents, or some, that it does not have."""
+        """Let a new engine process prefill all documents, or some, that it does not have."""
         for document in self._documents.values():
             is_asked = not document.is_sent and (keys is None or document.key in keys)
             if is_asked and document.text and document.status != "failed":
-                document.update(status="reading", read=0, pinned=True)
-                self._read(document)
+                document.update(status="reading", num_prefilled=0, pinned=True)
+                self._prefill(document)
 
     @property
     def unread(self) -> dict[str, ServedDocument]:
-        """Those that the engine has still to read."""
+        """Those whose prefill has not ended."""
         return {key: each for key, each in self._documents.items() if each.status == "reading"}
 
     def crashed(self) -> list[ServedDocument]:
-        """The engine has died; returns what it was reading."""
+        """Count a crash of the engine; returns the documents that were in prefill."""
         reading = [document for document in self.unread.values() if document.is_begun]
         for document in reading:
             document.crashes += 1

@@ -22,34 +22,9 @@ MOST_CHARACTERS = 16 << 20
 UNSEEN = {"script", "style", "template", "noscript", "svg", "math", "iframe", "object", "select", "head"}
 NO_END = {"br", "hr", "img", "input", "link", "meta", "area", "base", "col", "embed", "source", "track", "wbr"}
 BREAKS = {
-    "p",
-    "div",
-    "section",
-    "article",
-    "main",
-    "header",
-    "footer",
-    "nav",
-    "aside",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "h5",
-    "h6",
-    "ul",
-    "ol",
-    "dl",
-    "table",
-    "blockquote",
-    "pre",
-    "figure",
-    "form",
-    "hr",
-    "body",
-    "title",
-    "fieldset",
-}
+    "p", "div", "section", "article", "main", "header", "footer", "nav", "aside", "h1", "h2", "h3", "h4", "h5", "h6",
+    "ul", "ol", "dl", "table", "blockquote", "pre", "figure", "form", "hr", "body", "title", "fieldset",
+}  # fmt: skip
 LINES = {"br", "li", "tr", "dt", "dd", "option", "caption", "figcaption"}
 KEPT = str.maketrans({" ": "\0", "\t": "\1", "\n": "\n\2"})  # white space of preformatted text, and its lines
 RESTORED = str.maketrans({"\0": " ", "\1": "\t", "\2": None})

@@ -1,15 +1,53 @@
-"""JSON objects over a socket, each after its length in four bytes."""
+"""Messages between server and engine process: JSON objects over a socket, each after its length in four bytes."""
 
 from __future__ import annotations
 
 import json
 from asyncio import IncompleteReadError, StreamReader
 from collections.abc import Sequence
-from socket import socket
+from dataclasses import dataclass, field
 from struct import Struct
-from typing import Any
+from typing import Any, BinaryIO
 
 LENGTH = Struct(">I")
+
+
+@dataclass(frozen=True)
+class AnswerRequest:
+    """A request for answers, as the engine process takes it.
+
+    Attributes:
+        prompts: texts or token ids; none: it is a chat.
+        messages: of a chat, each with role and content.
+        document: id of the document before the first message; None: there is none.
+        num_samples: answers to each prompt.
+        max_tokens: of each answer; None: what is usual in a chat.
+        plan: index of a plan of the server.
+        min_recovery: guard of that plan, if another one is wanted.
+        sampling: keywords of ``Sampling``. The seed is among them, so that an answer can go on after a crash.
+        options: other keywords of ``GenerateOptions``.
+        ignore_eos: answers do not end at the end of the text.
+        client: whom its share of the engine is counted for.
+        salt: prompts of other salts share no prefix with its prompts.
+    """
+
+    prompts: list[str | list[int]] = field(default_factory=list)
+    messages: list[dict[str, str]] = field(default_factory=list)
+    document: str | None = None
+    num_samples: int = 1
+    max_tokens: int | None = None
+    plan: int = 0
+    min_recovery: float | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    ignore_eos: bool = False
+    client: str = ""
+    salt: str = ""
+
+    @property
+    def num_answers(self) -> int:
+        """Answers to all prompts together."""
+        return self.num_samples * max(len(self.prompts), 1)
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -35,11 +73,15 @@ def _framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def receive(connection: socket) -> dict[str, Any] | None:
-    """Wait for the next message; None: the other side has closed."""
-    header = _exactly(connection, LENGTH.size)
-    data = None if header is None else _exactly(connection, LENGTH.unpack(header)[0])
-    return None if data is None else json.loads(data)
+def receive(incoming: BinaryIO) -> dict[str, Any] | None:
+    """Wait for the next message of a socket's file; None: the other side has closed."""
+    try:
+        header = incoming.read(LENGTH.size)
+        size = LENGTH.unpack(header)[0] if len(header) == LENGTH.size else 0
+        data = incoming.read(size)
+    except ConnectionError:
+        return None
+    return json.loads(data) if size and len(data) == size else None
 
 
 async def read(reader: StreamReader) -> dict[str, Any] | None:
@@ -50,16 +92,3 @@ async def read(reader: StreamReader) -> dict[str, Any] | None:
         return None
     message: dict[str, Any] = json.loads(data)
     return message
-
-
-def _exactly(connection: socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
-        try:
-            part = connection.recv(min(count - len(parts), 1 << 20))
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)

@@ -1,4 +1,4 @@
-"""Documents in the engine process: read once, and held in the loop for the questions about them."""
+"""Documents in the engine process: prefilled once, and held in the loop for the questions about them."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from kvsift.server.prompt_limit import PromptLimit
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import DocumentPrompts, PromptFormat
 
-FULL_S = 1.0  # between two tries to enter a full queue
+RETRY_S = 1.0  # between two tries to enter a full queue
 DELETED = "the document was deleted."
 Question = TypeVar("Question")
 
 
-class DocumentReading:
-    """A ``RowOutput`` that ends when the prompt is read.
+class DocumentPrefill:
+    """A ``RowOutput`` that ends with prefill.
 
     Args:
         on_end: called then, while the row has its cache.
 
     Attributes:
-        num_read: tokens that are cached.
+        num_prefilled: tokens that are cached.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self.num_read, self._on_end = 0, on_end
+        self.num_prefilled, self._on_end = 0, on_end
 
     def read(self, num_tokens: int) -> None:
-        """Keep how far the prompt is read."""
-        self.num_read = num_tokens
+        """Keep the progress of prefill."""
+        self.num_prefilled = num_tokens
 
     def foresee(self, logits: Tensor, ahead: int) -> int:
         """Return the token that is never fed."""
@@ -60,9 +60,9 @@ class HeldDocument(Generic[Question]):
     """A document and the questions that wait for it.
 
     Attributes:
-        row: that has read it, and holds its chunks; None before.
-        kept: file of what was read; None: none is kept.
-        num_read, told: tokens that are cached, and those that the server knows of.
+        row: that prefills it, and holds its chunks; None before.
+        kept: file of its prefill; None: none is kept.
+        num_prefilled, num_reported: tokens that are cached, and those that the server was notified of.
         error: why it cannot be asked about; empty if it can.
         growing: of the prompts about it.
     """
@@ -73,17 +73,17 @@ class HeldDocument(Generic[Question]):
     salt: str
     kept: Path | None = None
     row: Row | None = None
-    output: DocumentReading | None = None
+    output: DocumentPrefill | None = None
     tokens: int = 0
-    told: int = 0
+    num_reported: int = 0
     is_settled: bool = False
     error: str = ""
     waiting: list[Question] = field(default_factory=list)
     growing: GrowingText = field(default_factory=GrowingText)
 
     @property
-    def num_read(self) -> int:
-        return 0 if self.output is None else self.output.num_read
+    def num_prefilled(self) -> int:
+        return 0 if self.output is None else self.output.num_prefilled
 
 
 class HeldDocuments(Generic[Question]):
@@ -92,10 +92,10 @@ class HeldDocuments(Generic[Question]):
     Args:
         llm: whose weights are loaded.
         limit: of its prompts.
-        plan: under which they are read.
+        plan: of their prefill.
         send: a message to the server.
-        begin: a question whose document is read; it may have been cancelled.
-        refuse: a question whose document cannot be read, with the reason.
+        begin: starts a question whose document is ready; it may have been cancelled.
+        refuse: ends a question whose document has failed, with the reason.
     """
 
     def __init__(
@@ -105,28 +105,28 @@ class HeldDocuments(Generic[Question]):
         self._llm, self._form, self._limit, self._plan, self._send = llm, form, limit, plan, send
         self._begin, self._refuse = begin, refuse
         self._held: dict[str, HeldDocument[Question]] = {}
-        self._reading: dict[HeldDocument[Question], Row] = {}  # those whose rows have not ended
-        self._coming: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
+        self._in_prefill: dict[HeldDocument[Question], Row] = {}  # those whose rows have not ended
+        self._queue: SimpleQueue[HeldDocument[Question]] = SimpleQueue()
         self._lock = Lock()
-        Thread(target=self._read_all, daemon=True).start()
+        Thread(target=self._prefill_all, daemon=True).start()
 
     def add(self, message: dict[str, Any]) -> None:
-        """Read a document, once those before it are tokenized."""
+        """Queue a document for tokenization and prefill."""
         document: HeldDocument[Question] = HeldDocument(
             message["document"], message["text"], message["client"], message["salt"],
             None if message["kept"] is None else Path(message["kept"]),
         )  # fmt: skip
-        self._let_go(document.key)
+        self._release(document.key)
         self._held[document.key] = document
-        self._coming.put(document)
+        self._queue.put(document)
 
     def forget(self, key: str) -> None:
-        """Let go of a deleted document, refuse the questions that wait for it, and delete what was written since."""
-        document = self._let_go(key)
+        """Release a deleted document, refuse the questions that wait for it, and delete its file."""
+        document = self._release(key)
         if document is not None and document.kept is not None:
             remove(document.kept)
 
-    def _let_go(self, key: str) -> HeldDocument[Question] | None:
+    def _release(self, key: str) -> HeldDocument[Question] | None:
         document = self._held.pop(key, None)
         if document is not None:
             self._settle(document, DELETED)
@@ -148,7 +148,7 @@ class HeldDocuments(Generic[Question]):
         return document.text, document.growing
 
     def ask(self, key: str, question: Question) -> None:
-        """Begin a question, as soon as its document is read."""
+        """Start a question as soon as its document is ready."""
         document = self._held.get(key)
         if document is None:
             self._refuse(question, DELETED)
@@ -161,20 +161,20 @@ class HeldDocuments(Generic[Question]):
             self._answer(document, question)
 
     def report(self) -> None:
-        """Tell the server what a step has read."""
-        for document, row in [*self._reading.items()]:
+        """Notify the server of the progress that a step has made."""
+        for document, row in [*self._in_prefill.items()]:
             try:
                 self._report(document, row)
             except Exception as error:
                 self._fail(document, error)
 
     def _fail(self, document: HeldDocument[Question], error: Exception) -> None:
-        """End a document of which something cannot be told, or that cannot be begun; other ones go on."""
+        """End a document that fails before or during prefill; others continue."""
         if not isinstance(error, InputError):
             traceback.print_exception(error)
         if document.row is not None:
             self._llm.loop.close(document.row)
-        self._reading.pop(document, None)
+        self._in_prefill.pop(document, None)
         document.is_settled = False
         self._settle(document, _reason(error))
 
@@ -184,40 +184,40 @@ class HeldDocuments(Generic[Question]):
             error = row.error
             if error is not None and not isinstance(error, InputError):
                 traceback.print_exception(error)
-            self._reading.pop(document, None)
+            self._in_prefill.pop(document, None)
             if error is not None and row.source is not None and document.kept is not None:
-                drop(document.kept, _reason(error))  # and it is read from its text
+                drop(document.kept, _reason(error))  # and it is prefilled from its text
                 if document.kept.exists():  # it would be tried again
                     document.kept = None
-                self._coming.put(document)
+                self._queue.put(document)
             else:
                 self._settle(document, "" if error is None else _reason(error))
-        elif row.no_reuse:  # every question reads it anew
-            self._reading.pop(document, None)
+        elif row.no_reuse:  # every question prefills it again
+            self._in_prefill.pop(document, None)
             self._llm.loop.close(row)
             self._settle(document, "")
-        elif document.num_read != document.told:
-            document.told = document.num_read
-            self._tell(document, "reading")
+        elif document.num_prefilled != document.num_reported:
+            document.num_reported = document.num_prefilled
+            self._notify(document, "reading")
 
-    def _read_all(self) -> None:
+    def _prefill_all(self) -> None:
         while True:
-            document = self._coming.get()
+            document = self._queue.get()
             if document.is_settled:  # it was deleted meanwhile
                 continue
             try:
-                self._read(document)
+                self._prefill(document)
             except Exception as error:
                 self._fail(document, error)
 
-    def _read(self, document: HeldDocument[Question]) -> None:
-        self._tell(document, "reading")
+    def _prefill(self, document: HeldDocument[Question]) -> None:
+        self._notify(document, "reading")
         row = self._row(document)
         document.row, document.tokens = row, len(row.request.ids)
-        self._reading[document] = row
-        self._tell(document, "reading")
+        self._in_prefill[document] = row
+        self._notify(document, "reading")
         while not self._submits(row):
-            sleep(FULL_S)
+            sleep(RETRY_S)
         if self._held.get(document.key) is not document:  # deleted meanwhile
             self._llm.loop.close(row)
 
@@ -248,19 +248,19 @@ class HeldDocuments(Generic[Question]):
                 if self._held.get(document.key) is None:  # deleted meanwhile
                     remove(document.kept)
 
-        document.output = DocumentReading(on_end)
+        document.output = DocumentPrefill(on_end)
         plan = self._llm.composed_plan(self._plan)
         request = Request(ids, 1, plan, client=document.client, salt=document.salt)
         row = Row(request, document.output, holds=True)
         return row
 
     def _settle(self, document: HeldDocument[Question], error: str) -> None:
-        """The document is read, or cannot be."""
+        """End the prefill of a document, which is ready or has failed, and start or refuse its questions."""
         with self._lock:
             if document.is_settled:
                 return
             document.is_settled, document.error = True, error
-        self._tell(document, "failed" if error else "ready")
+        self._notify(document, "failed" if error else "ready")
         with self._lock:
             waiting, document.waiting = document.waiting, []
         for question in waiting:
@@ -272,14 +272,14 @@ class HeldDocuments(Generic[Question]):
         else:
             self._begin(question)
 
-    def _tell(self, document: HeldDocument[Question], status: str) -> None:
+    def _notify(self, document: HeldDocument[Question], status: str) -> None:
         row = document.row
         message: dict[str, Any] = {"op": "document", "document": document.key, "status": status}
         if status == "failed":
             message |= {"error": document.error, "pinned": False}
         else:
-            read = document.tokens if status == "ready" else document.num_read
-            message |= {"read": read, "error": None, "pinned": row is None or not row.no_reuse}
+            done = document.tokens if status == "ready" else document.num_prefilled
+            message |= {"num_prefilled": done, "error": None, "pinned": row is None or not row.no_reuse}
         self._send({**message, "tokens": document.tokens or None})
 
 

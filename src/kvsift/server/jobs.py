@@ -6,11 +6,13 @@ Text that a slow client has not taken is joined to one piece, so a job holds no 
 from __future__ import annotations
 
 from asyncio import Event
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
 from kvsift.server.api_errors import ApiError
+from kvsift.server.frames import AnswerRequest
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class AnswerState:
     Attributes:
         ids: all tokens so far.
         text, logprobs: what the client has not taken.
-        finish: why it ended; None while it goes on.
-        usage: its numbers, once it has ended.
+        finish: why it ended; None before.
+        usage: its counters, once it has ended.
         is_taken: the client knows the end.
     """
 
@@ -48,29 +50,28 @@ class ServerJob:
 
     Args:
         key: of its messages.
-        message: for the engine.
-        num_answers: of all prompts together.
+        request: for the engine.
 
     Attributes:
         answers: in the order of prompts, then samples.
         prompt_tokens: of each prompt; None until the engine has accepted the request.
-        num_read: prompt tokens that are cached; None while it waits.
+        num_prefilled: prompt tokens that are cached; None while it waits.
         is_sent: the present engine has it.
         crashes: times that the engine died with it, since it was last further than before.
         error: that ended it.
         submitted, first_token: times.
     """
 
-    def __init__(self, key: int, message: dict[str, Any], num_answers: int) -> None:
-        self.key, self._message = key, message
-        self.answers = [AnswerState() for _ in range(num_answers)]
+    def __init__(self, key: int, request: AnswerRequest) -> None:
+        self.key, self.request = key, request
+        self.answers = [AnswerState() for _ in range(request.num_answers)]
         self.prompt_tokens: list[int] | None = None
-        self.num_read: int | None = None
-        self._num_read_at_crash = -1
+        self.num_prefilled: int | None = None
+        self._num_prefilled_at_crash = -1
         self.is_sent, self.crashes = False, 0
         self.error: ApiError | None = None
         self.submitted, self.first_token = monotonic(), 0.0
-        self._news = Event()
+        self._changed = Event()
 
     @property
     def is_ended(self) -> bool:
@@ -79,27 +80,22 @@ class ServerJob:
 
     @property
     def num_open(self) -> int:
-        """Answers that go on."""
+        """Answers that have not ended."""
         return sum(answer.finish is None for answer in self.answers)
-
-    @property
-    def document(self) -> str | None:
-        """The document that it asks about."""
-        return self._message.get("document")
 
     def crashed(self, was_running: bool) -> None:
         """The engine has died, maybe of this request."""
         self.crashes += was_running
-        if self.num_read is not None:
-            self._num_read_at_crash = max(self.num_read, self._num_read_at_crash)
-        self.is_sent, self.num_read = False, None
+        if self.num_prefilled is not None:
+            self._num_prefilled_at_crash = max(self.num_prefilled, self._num_prefilled_at_crash)
+        self.is_sent, self.num_prefilled = False, None
 
     def message(self) -> dict[str, Any]:
-        """Return the message that starts it, or lets it go on after what was sent."""
+        """Return the message that submits it, or resumes it after what was sent."""
         return {
             "op": "submit",
             "id": self.key,
-            **self._message,
+            "request": vars(self.request),
             "sent": {index: answer.ids for index, answer in enumerate(self.answers) if answer.ids},
             "ended": [index for index, answer in enumerate(self.answers) if answer.finish is not None],
         }
@@ -107,20 +103,20 @@ class ServerJob:
     def accept(self, prompt_tokens: list[int]) -> None:
         """The engine has checked the request."""
         self.prompt_tokens = prompt_tokens
-        self._news.set()
+        self._changed.set()
 
     def fail(self, error: ApiError) -> None:
         """End the request with an error, unless it has ended."""
         if not self.is_ended:
             self.error = error
-        self._news.set()
+        self._changed.set()
 
     def add(self, new: dict[str, Any]) -> None:
         """Add what a step has brought for one of its answers."""
         answer = self.answers[new["index"]]
-        if "read" in new:
-            self.num_read = max(new["read"], self.num_read or 0)
-        if "tokens" in new or (self.num_read is not None and self.num_read > self._num_read_at_crash):
+        if "prefilled" in new:
+            self.num_prefilled = max(new["prefilled"], self.num_prefilled or 0)
+        if "tokens" in new or (self.num_prefilled is not None and self.num_prefilled > self._num_prefilled_at_crash):
             self.crashes = 0  # it is past what the engine would have died of
         for token, text, logprobs in new.get("tokens", ()):
             self.first_token = self.first_token or monotonic()
@@ -133,31 +129,23 @@ class ServerJob:
         elif "finish" in new:
             code = "invalid_value" if new["status"] < 500 else "answer_failed"
             self.fail(ApiError(new["status"], new["message"], code))
-        self._news.set()
+        self._changed.set()
 
     async def wait(self) -> None:
-        """Wait for news."""
-        await self._news.wait()
-        self._news.clear()
+        """Wait for a change."""
+        await self._changed.wait()
+        self._changed.clear()
 
     async def wait_accepted(self) -> None:
-        """Wait until the engine has checked the request.
-
-        Raises:
-            ApiError: if it is refused.
-        """
-        while self.prompt_tokens is None and self.error is None:
-            await self.wait()
-        if self.error is not None:
-            raise self.error
+        """Wait until the engine has checked the request (``ApiError`` if it is refused)."""
+        await self._wait_until(lambda: self.prompt_tokens is not None)
 
     async def wait_ended(self) -> None:
-        """Wait for the whole answers.
+        """Wait for the whole answers (``ApiError`` if the request failed)."""
+        await self._wait_until(lambda: self.is_ended)
 
-        Raises:
-            ApiError: if the request failed.
-        """
-        while not self.is_ended:
+    async def _wait_until(self, is_done: Callable[[], bool]) -> None:
+        while self.error is None and not is_done():
             await self.wait()
         if self.error is not None:
             raise self.error

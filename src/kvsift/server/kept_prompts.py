@@ -1,4 +1,4 @@
-"""What was read of a document, kept on the disk: a saved document (``api.saved_document``) of a row of the loop."""
+"""The prefill of a document, kept on the disk: a saved document (``api.saved_document``) of a row of the loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsift.tokenization.prompt import DocumentText
 
 
 def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] | None:
-    """Return the source of a row whose prompt was kept; None, with a line of the log, if it cannot be used."""
+    """Return the source of a row whose prompt was kept; None, which is logged, if it cannot be used."""
     if not path.exists():
         return None
     try:
@@ -36,7 +36,7 @@ def source_of(path: Path, llm: LLM, row: Row) -> Callable[[SparseCache], None] |
 
 
 def keep(path: Path, llm: LLM, row: Row, text: str) -> None:
-    """Save the prompt of a row that was read just now; a failure is a line of the log."""
+    """Save the prompt of a row whose prefill has just ended; a failure is logged."""
     assert row.cache is not None
     if row.no_reuse or learns_from_prompt(row.request.plan):
         return
@@ -55,7 +55,7 @@ def drop(path: Path, error: InputError | str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a file; one that cannot be deleted is a line of the log."""
+    """Delete a file; one that cannot be deleted is logged."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -17,7 +17,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 0.999, 1)
 
 
 class Metrics:
-    """What has been served so far."""
+    """Counters of responses, tokens and times, and gauges of the engine process."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -30,7 +30,7 @@ class Metrics:
         self._density = Histogram("kvsift_density", "Visible share of contexts.", buckets=SHARES, registry=registry)
 
     def follow(self, supervisor: Supervisor) -> None:
-        """Add the numbers of an engine process that are read when they are asked for."""
+        """Add gauges of an engine process, which are evaluated with each scrape."""
         numbers = {
             "kvsift_requests_waiting": lambda: supervisor.num_waiting,
             "kvsift_requests_running": lambda: supervisor.num_running,
@@ -43,7 +43,7 @@ class Metrics:
         for label, kind, values in (("state", "rows", OPEN_STATES), ("owner", "pages", PAGE_OWNERS)):
             gauge = Gauge(f"kvsift_{kind}", f"{kind.capitalize()} of the engine.", [label], registry=self._registry)
             for value in values:
-                gauge.labels(value).set_function(partial(_booked, supervisor, kind, value))
+                gauge.labels(value).set_function(partial(_gauge, supervisor, kind, value))
 
     def ended(self, job: ServerJob) -> None:
         """Count a request that has ended, or whose client left."""
@@ -67,5 +67,5 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-def _booked(supervisor: Supervisor, kind: str, value: str) -> int:
-    return supervisor.books.get(kind, {}).get(value, 0)
+def _gauge(supervisor: Supervisor, kind: str, value: str) -> int:
+    return supervisor.gauges.get(kind, {}).get(value, 0)

@@ -8,50 +8,37 @@ from importlib.resources import files
 from starlette.requests import Request
 from starlette.responses import Response
 
-PREFIX = "/page/"
 CSP = (
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'"  # text of documents cannot become HTML
 )
-KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-INDEX = "index.html"
+HEADERS = {
+    "content-security-policy": CSP,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # kept, and asked for again: a new version is seen at once
+}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-class PageFile:
-    """One file of the page.
-
-    Args:
-        name: of the file.
-        data: its bytes.
-
-    Attributes:
-        path: of its route.
-    """
-
-    def __init__(self, name: str, data: bytes) -> None:
-        self.path = "/" if name == INDEX else PREFIX + name
-        self._data, self._tag = data, f'"{blake2b(data, digest_size=12).hexdigest()}"'
-        self._headers = {
-            "content-type": f"{KINDS[name.rpartition('.')[2]]}; charset=utf-8",
-            "content-security-policy": CSP,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",  # kept, and asked for again: a new version is seen at once
-            "etag": self._tag,
-        }
-
-    async def answer(self, request: Request) -> Response:
-        """Return the file, unless the browser has it."""
-        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
-        if self._tag in known:
-            return Response(status_code=304, headers=self._headers)
-        return Response(self._data, headers=self._headers)
+def _load() -> dict[str, tuple[bytes, dict[str, str]]]:
+    """Content and headers of each file by the path of its route. Files are told apart by their content, as their times
+    may be those of a build."""
+    page = {}
+    for file in sorted(files("kvsift.server").joinpath("page").iterdir(), key=lambda file: file.name):
+        if kind := KINDS.get("." + file.name.rpartition(".")[2]):
+            data = file.read_bytes()
+            tag = f'"{blake2b(data, digest_size=12).hexdigest()}"'
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            page[path] = data, {**HEADERS, "content-type": f"{kind}; charset=utf-8", "etag": tag}
+    return page
 
 
-def _read() -> tuple[PageFile, ...]:
-    folder = sorted(files("kvsift.server").joinpath("page").iterdir(), key=lambda file: file.name)
-    return tuple(PageFile(file.name, file.read_bytes()) for file in folder if file.name.rpartition(".")[2] in KINDS)
+PAGE = _load()
 
 
-PAGE_FILES = _read()
-PAGE_PATHS = frozenset(file.path for file in PAGE_FILES)
+async def page_file(request: Request) -> Response:
+    """Return a file of the page, unless the browser has it."""
+    data, headers = PAGE[request.scope["path"]]
+    known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+    return Response(status_code=304, headers=headers) if headers["etag"] in known else Response(data, headers=headers)

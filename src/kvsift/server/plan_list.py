@@ -25,8 +25,8 @@ class PlanList:
         spellings = [spelling(text) if isinstance(text, str) else "" for text in given]
         pairs = [*enumerate(spellings), *((i, spelling(text)) for i, text in enumerate(resolved))]
         self._indices = {text: index for index, text in reversed(pairs) if text}
-        told = zip(given, resolved, strict=True)
-        names = (text if isinstance(text, str) and text.strip() != AUTO else name for text, name in told)
+        both = zip(given, resolved, strict=True)
+        names = (text if isinstance(text, str) and text.strip() != AUTO else name for text, name in both)
         self.names = list(dict.fromkeys(names))
 
     def index(self, plan: str | None) -> int:

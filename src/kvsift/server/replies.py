@@ -1,4 +1,4 @@
-"""A row's answer in the engine process: events for the server, and tokens that it has had before a crash."""
+"""A row's answer in the engine process: events for the server, after tokens that it received before a crash."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Reply(TextOutput):
 
 
 def usage_of(answer: Answer, num_reused: int) -> dict[str, Any]:
-    """Return the numbers of an answer that its client is told."""
+    """Return the counters of an answer for its client."""
     return {
         "completion_tokens": len(answer.token_ids),
         "cached_tokens": num_reused,

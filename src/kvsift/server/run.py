@@ -1,9 +1,10 @@
-"""The server process: the socket, the signals, and both halves until they end."""
+"""The server process: its socket, its signals, the HTTP server, and the supervisor of the engine process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import signal
 import socket
@@ -15,11 +16,11 @@ import uvicorn
 from kvsift.errors import InputError
 from kvsift.server.app import build
 from kvsift.server.connections import Connection, raise_file_limit
-from kvsift.server.heap import return_large_blocks
 from kvsift.server.settings import ServerSettings
 from kvsift.server.supervisor import Supervisor
 
-FLUSH_S = 5  # for clients to read the ends of their answers
+MMAP_THRESHOLD, LARGE_BYTES = -3, 1 << 18  # M_MMAP_THRESHOLD of glibc
+FLUSH_S = 5  # for clients to receive the ends of their answers
 
 
 class WebServer(uvicorn.Server):
@@ -49,11 +50,15 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        return socket.create_server(address[:2], family=family, backlog=2048)
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
     except (OSError, OverflowError) as error:
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             raise InputError(f"port {port} of {host} is taken. Give another --port, or 0 for any free one.") from None
         raise InputError(f"{host} port {port} cannot be listened on: {error}.") from None
+    # Connections inherit it. asyncio sets it only where a socket names its protocol, which those of create_server do
+    # not; without it the body of an answer, and every token of a stream, waits up to 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def url_of(listener: socket.socket) -> str:
@@ -65,7 +70,7 @@ def url_of(listener: socket.socket) -> str:
 async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
     app, supervisor = build(settings)
     Connection.most = raise_file_limit()
-    return_large_blocks()
+    _return_large_blocks()
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, lifespan="off", ws="none", server_header=False,
         timeout_keep_alive=30, timeout_graceful_shutdown=FLUSH_S, http=Connection,
@@ -77,7 +82,7 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
         loop.add_signal_handler(number, ending.begin, number)
     print(f"kvsift: loading the model; {url_of(listener)} answers once it is ready.", file=sys.stderr)
     engine, served = asyncio.create_task(supervisor.run()), asyncio.create_task(web.serve(sockets=[listener]))
-    told = asyncio.create_task(_tell(supervisor, url_of(listener)))
+    announcement = asyncio.create_task(_announce(supervisor, url_of(listener)))
     try:
         await asyncio.wait([engine, served], return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -86,12 +91,20 @@ async def _serve(settings: ServerSettings, listener: socket.socket) -> int:
             supervisor.abort()
         await served
         supervisor.stop()
-        told.cancel()
+        announcement.cancel()
         await engine
     return ending.code
 
 
-async def _tell(supervisor: Supervisor, url: str) -> None:
+def _return_large_blocks() -> None:
+    """Let large blocks go back to the system when they are freed. By default glibc moves them to its heap once one was
+    freed, where small blocks keep them: the process then grows with every body of megabytes. Other C libraries are
+    left alone."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE_BYTES)
+
+
+async def _announce(supervisor: Supervisor, url: str) -> None:
     await supervisor.ready.wait()
     plan = supervisor.plans.names[0]
     print(f"kvsift: {supervisor.names[0]} under {plan} at {url} (Ctrl-C ends it)", file=sys.stderr, flush=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from typing import Any
+
+from kvsift.server.responses import SampleDocument
 
 NAME = "chronicle-of-tarn.txt"
 ABOUT = (
@@ -12,39 +13,18 @@ ABOUT = (
     "years, and answers in a few words. It neither summarises nor converses."
 )
 PARAGRAPHS = 64
-# (depth in the document, fact, question, answer)
-FACTS = (
-    (
-        0.08,
-        "The access code of the old harbour is 48213.",
-        "What is the access code of the old harbour?",
-        "48213",
-    ),
-    (
-        0.27,
-        "The captain of the ship Aurora is Elena Voss.",
-        "Who is the captain of the ship Aurora?",
-        "Elena Voss",
-    ),
+FACTS = (  # depth in the document, fact, question, answer
+    (0.08, "The access code of the old harbour is 48213.", "What is the access code of the old harbour?", "48213"),
+    (0.27, "The captain of the ship Aurora is Elena Voss.", "Who is the captain of the ship Aurora?", "Elena Voss"),
     (
         0.46,
         "The bridge over the river Tarn was built in 1874.",
         "When was the bridge over the river Tarn built?",
         "1874",
     ),
-    (
-        0.65,
-        "The password for the archive is velvet canyon.",
-        "What is the password for the archive?",
-        "velvet canyon",
-    ),
-    (
-        0.86,
-        "The price of the silver compass is 340 crowns.",
-        "What is the price of the silver compass?",
-        "340 crowns",
-    ),
-)
+    (0.65, "The password for the archive is velvet canyon.", "What is the password for the archive?", "velvet canyon"),
+    (0.86, "The price of the silver compass is 340 crowns.", "What is the price of the silver compass?", "340 crowns"),
+)  # fmt: skip
 OPENINGS = (
     "In {month} the {people} of the {place} met to talk about {matter}.",
     "Nobody at the {place} remembers a {month} with so much {weather}.",
@@ -71,37 +51,21 @@ ENDINGS = (
 )
 WORDS = {
     "month": [
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
+        "January", "February", "March", "April", "May", "June", "July",
+        "August", "September", "October", "November", "December",
     ],
     "people": ["fishermen", "millers", "carpenters", "bakers", "teachers", "farmers", "weavers", "gardeners"],
     "place": ["old mill", "market hall", "village school", "upper lock", "boat house", "chapel", "smithy", "town well"],
     "weather": ["rain", "snow", "fog", "wind", "frost", "thunder", "sunshine", "hail"],
     "matter": [
-        "the new road",
-        "the price of flour",
-        "the leaking roof",
-        "the summer fair",
-        "the spring floods",
-        "the hours of the ferry",
-        "the fence along the common",
-        "the repair of the clock",
+        "the new road", "the price of flour", "the leaking roof", "the summer fair", "the spring floods",
+        "the hours of the ferry", "the fence along the common", "the repair of the clock",
     ],
-}
+}  # fmt: skip
 
 
 @cache
-def sample() -> dict[str, Any]:
+def sample() -> SampleDocument:
     """Return the object of GET /v1/sample."""
     return {"name": NAME, "text": text(), "questions": [question for _, _, question, _ in FACTS], "about": ABOUT}
 

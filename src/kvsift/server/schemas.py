@@ -17,6 +17,7 @@ MOST_LOGPROBS = 20
 MOST_FIELDS = 100  # of any object: each that is wrong would be an error of its own
 MOST_PARTS = 100_000  # objects and lists of a body
 FIRST_ERROR = Field(fail_fast=True)  # of a list
+SCHEMA_REFERENCE = "#/components/schemas/{model}"  # in the OpenAPI document
 
 
 def neutral(*values: Any) -> Any:
@@ -120,7 +121,7 @@ class TextRequest(Strict):
 
     @model_validator(mode="after")
     def check(self) -> TextRequest:
-        """Refuse combinations of no meaning."""
+        """Refuse fields that need or exclude each other."""
         if self.samples > 1 and not self.temperature:
             raise ValueError(f"n={self.n} greedy answers are the same one; give a temperature above 0")
         if len(self.stops) > 16:
@@ -136,7 +137,7 @@ class TextRequest(Strict):
         return self
 
     def _check_passages(self) -> None:
-        """Refuse a request whose passages nobody would see."""
+        """Refuse a request whose answer would not have its passages."""
         if getattr(self, "document", None) is None:
             raise ValueError("sparsity.passages are those of a document; name one in a chat: POST /v1/documents")
         if self.samples > 1:
@@ -178,8 +179,8 @@ class CompletionRequest(TextRequest):
             raise ValueError(f"{rows} answers are asked for, and one request may have {MOST_ROWS}")
         return self
 
-    def message(self) -> dict[str, Any]:
-        """Return the prompts as the engine takes them."""
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields of an ``AnswerRequest`` that have the prompts and their limit."""
         return {"prompts": self.prompts, "max_tokens": self.max_tokens or COMPLETION_TOKENS}
 
 
@@ -253,10 +254,11 @@ class ChatRequest(TextRequest):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
         return self
 
-    def message(self) -> dict[str, Any]:
-        """Return the prompt as the engine takes it."""
+    def prompt_fields(self) -> dict[str, Any]:
+        """Return the fields of an ``AnswerRequest`` that have the prompt and its limit."""
+        messages = [message.plain() for message in self.messages]
         most = self.max_completion_tokens or self.max_tokens
-        return {"messages": [message.plain() for message in self.messages], "max_tokens": most}
+        return {"messages": messages, "max_tokens": most, "document": self.document}
 
 
 class DocumentRequest(Strict):
@@ -269,6 +271,13 @@ class DocumentRequest(Strict):
 AnyRequest = CompletionRequest | ChatRequest
 NESTED: dict[str, type[BaseModel]] = {"stream_options": StreamOptions, "sparsity": Sparsity, "messages": ChatMessage}
 Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def json_body(schema: type[BaseModel], *other_types: str) -> dict[str, Any]:
+    """Return what the OpenAPI document says of the body of a route, which may also be a file of other types."""
+    content: dict[str, Any] = {"application/json": {"schema": {"$ref": SCHEMA_REFERENCE.format(model=schema.__name__)}}}
+    content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in other_types}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def parse(schema: type[Schema], body: bytes) -> Schema:
@@ -292,11 +301,11 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
 
 def _check_sizes(given: dict[str, Any]) -> None:
     """Refuse objects of very many fields, and very many values (``ApiError``): to check them takes seconds, in which
-    nobody is answered."""
-    rest: list[Any] = [given]
+    the server answers no other request."""
+    unchecked: list[Any] = [given]
     seen = 0
-    while rest:
-        value = rest.pop()
+    while unchecked:
+        value = unchecked.pop()
         seen += 1
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise ApiError(400, f"an object has {len(value)} fields, and may have {MOST_FIELDS}.", "invalid_value")
@@ -304,7 +313,8 @@ def _check_sizes(given: dict[str, Any]) -> None:
             raise ApiError(400, f"a list has {len(value)} values, and may have {MOST_TOKENS}.", "invalid_value")
         if seen > MOST_PARTS:
             raise ApiError(400, f"the body has more than {MOST_PARTS} objects and lists.", "invalid_value")
-        rest += [part for part in (value.values() if isinstance(value, dict) else value) if type(part) in (dict, list)]
+        parts = value.values() if isinstance(value, dict) else value
+        unchecked += [part for part in parts if type(part) in (dict, list)]
 
 
 def _refusal(schema: type[BaseModel], error: ValidationError) -> ApiError:

@@ -1,4 +1,4 @@
-"""ServerSettings of the server, as the command line gives them."""
+"""Settings of the server, as the command line gives them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ServerSettings:
         plan: of requests that name none.
         plans: further plans that requests may name.
         threads: of the engine on the processor; None: as many as torch uses.
-        keep_tokens: of answered prompts, those that stay cached for prompts that begin alike.
+        keep_tokens: size of the prefix cache, in tokens of answered prompts.
         reserve_tokens: for which memory is allocated, and steps captured, before the first request, where steps are
             captured; None: as many as requests may need at once, or as fit; 0: none.
         host, port: the address; port 0 is any free one.
@@ -55,7 +55,7 @@ class ServerSettings:
 
     @property
     def salts(self) -> list[str]:
-        """Whose documents are served: one for each API key, "" for everybody without any."""
+        """Salts of the documents that are served: one for each API key, "" without any key."""
         return [salt_of(key.encode()) for key in self.keys] or [""]
 
     def engine(self) -> dict[str, Any]:

@@ -5,35 +5,48 @@ from __future__ import annotations
 import asyncio
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from contextlib import suppress
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvsift.server.answers import AnswerForm, failure
-from kvsift.server.api_errors import ApiError
+from kvsift.server.api_errors import ApiError, ClientLeft
 from kvsift.server.jobs import ServerJob
 
 COMMENT_S = 1.0  # without text, until a comment says that the connection lives
+STREAM = {  # in the OpenAPI document
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "required": ["data"],
+                "properties": {"data": {"type": "string"}},
+            }  # of each event
+        }
+    }
+}
+Result = TypeVar("Result")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
-    """Do some work, unless the client leaves first. Returns whether it is done.
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of some work, which is cancelled if the client leaves before.
 
     Raises:
-        The error of the work.
+        ClientLeft: then.
     """
 
-    async def gone() -> None:
+    async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = asyncio.create_task(work), asyncio.create_task(disconnect())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
-            tasks[0].result()
-        return tasks[0].done()
+            return tasks[0].result()
+        raise ClientLeft
     finally:
         for task in tasks:
             task.cancel()
@@ -41,25 +54,31 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> bool:
 
 
 class EventResponse(Response):
-    """Server-sent events until they end, or the client leaves."""
+    """Server-sent events until they end, or the client leaves.
 
-    def __init__(self) -> None:
+    Args:
+        events: those that a client waits for come at once.
+        release: called at the end, whatever it is.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None] = lambda: None) -> None:
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
-
-    def events(self) -> AsyncIterator[bytes]:
-        """Return the events, of which those that a client waits for come at once."""
-        raise NotImplementedError
+        self._events, self._release = events, release
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events. If one cannot be made, an error is the last one: the status has been sent before."""
-        await unless_gone(receive, self._write(send))
+        try:
+            with suppress(ClientLeft):
+                await while_connected(receive, self._write(send))
+        finally:
+            self._release()
 
     async def _write(self, send: Send) -> None:
         names = (b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers
         headers = [pair for pair in names if pair[0] != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for data in self.events():
+            async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             end = b""
         except Exception as error:
@@ -69,47 +88,25 @@ class EventResponse(Response):
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
-class EventStream(EventResponse):
-    """The pieces of an answer as server-sent events.
-
-    Args:
-        job: of the request, which the engine has accepted.
-        form: of the events.
-        release: called at the end, whatever it is.
-    """
-
-    def __init__(self, job: ServerJob, form: AnswerForm, release: Callable[[ServerJob], None]) -> None:
-        super().__init__()
-        self._job, self._form, self._release = job, form, release
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the answer ends or the client leaves."""
+async def answer_events(job: ServerJob, form: AnswerForm) -> AsyncIterator[bytes]:
+    """The events of an answer, and comments while there are none."""
+    while True:
+        is_ended = job.is_ended  # before its pieces are taken
+        data = form.chunks(job)
+        if is_ended:
+            yield data + (form.last(job) if job.error is None else failure(job.error))
+            return
+        if data:
+            yield data
         try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._release(self._job)
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Return the pieces, and comments while there are none."""
-        job = self._job
-        while True:
-            is_ended = job.is_ended  # before its pieces are taken
-            data = self._form.chunks(job)
-            if is_ended:
-                end = self._form.last(job) if job.error is None else failure(job.error)
-                yield data + end
-                return
-            if data:
-                yield data
-            try:
-                async with asyncio.timeout(COMMENT_S):
-                    await job.wait()
-            except TimeoutError:
-                yield _comment(job)
+            async with asyncio.timeout(COMMENT_S):
+                await job.wait()
+        except TimeoutError:
+            yield _comment(job)
 
 
 def _comment(job: ServerJob) -> bytes:
-    """A line that clients skip, with how far the prompt is read."""
-    if job.num_read is None:
+    """A line that clients skip, with the progress of prefill."""
+    if job.num_prefilled is None:
         return b": waiting\n\n"
-    return f": read {job.num_read} of {max(job.prompt_tokens or [0])} tokens\n\n".encode()
+    return f": read {job.num_prefilled} of {max(job.prompt_tokens or [0])} tokens\n\n".encode()

@@ -1,6 +1,6 @@
 """The engine process, from the server's side: started, watched, and started again when it dies.
 
-Requests outlive it. Those that have sent nothing are submitted again; the others go on after what was sent. Those that
+Requests outlive it: they are submitted to the next one, which continues after the tokens that were sent. Those that
 were in two crashes are tried alone, one by one, and the one with which the engine dies again ends with an error.
 """
 
@@ -25,17 +25,18 @@ from kvsift.server.api_errors import ApiError, unavailable
 from kvsift.server.document_files import DocumentFiles
 from kvsift.server.documents import ENGINE_LOST as DOCUMENT_LOST
 from kvsift.server.documents import Documents
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
 from kvsift.server.plan_list import PlanList
 from kvsift.server.served_document import ServedDocument
 from kvsift.server.settings import KEY_VARIABLE, ServerSettings
 
 WORKER = sys.executable, "-m", "kvsift.server.worker"
-SILENCE_S = 60.0  # without a sign of life, and the engine is replaced
+HEARTBEAT_TIMEOUT_S = 60.0  # after which the engine is replaced
 LOADING_S = 3600.0  # for a model to be downloaded and loaded
 STEP_S = 600.0  # of one step: it hangs
 TRIES = 3  # restarts in a row that never become ready
-ENGINE_LOST = "the engine process died twice with this request, and with nothing beside it. It is not tried again."
+ENGINE_LOST = "the engine process died twice with this request, and with no other one running. It is not tried again."
 
 
 class Supervisor:
@@ -52,7 +53,7 @@ class Supervisor:
         plans: that requests may name.
         restarts: of the engine.
         pid: of the engine process.
-        books: rows by state and pages by owner in the engine, a second old at most while it takes short steps.
+        gauges: rows by state and pages by owner in the engine, as of its last heartbeat.
         documents: that clients have uploaded.
     """
 
@@ -71,7 +72,7 @@ class Supervisor:
         files = None if settings.documents is None else DocumentFiles(settings.documents)
         self.documents = Documents(self._send, files, settings.salts)
         self.names, self.positions, self.plans, self.restarts = list[str](), None, PlanList([], []), 0
-        self.books: dict[str, dict[str, int]] = {}
+        self.gauges: dict[str, dict[str, int]] = {}
         self._num_rows = 0
 
     @property
@@ -90,15 +91,15 @@ class Supervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Requests for which the engine has no row: of those of which nothing was read yet, the first are about to be
-        read if rows are free."""
-        unread = [job.num_open for job in self._jobs.values() if job.num_read is None]
-        free = self._num_rows - sum(job.num_open for job in self._jobs.values() if job.num_read is not None)
-        return sum(taken > free for taken in itertools.accumulate(unread))
+        """Requests for which the engine has no row: of those whose prefill has not begun, the first are about to begin
+        if rows are free."""
+        queued = [job.num_open for job in self._jobs.values() if job.num_prefilled is None]
+        free = self._num_rows - sum(job.num_open for job in self._jobs.values() if job.num_prefilled is not None)
+        return sum(taken > free for taken in itertools.accumulate(queued))
 
     @property
     def num_running(self) -> int:
-        """Requests that are read or answered."""
+        """Requests in prefill or decode."""
         return len(self._jobs) - self.num_waiting
 
     def check_open(self) -> None:
@@ -110,26 +111,26 @@ class Supervisor:
             text = f"{waiting} requests are waiting already. Try again in {seconds} s."
             raise ApiError(429, text, "rate_limit_exceeded", retry_after=seconds)
 
-    def submit(self, message: dict[str, Any], num_answers: int) -> ServerJob:
+    def submit(self, request: AnswerRequest) -> ServerJob:
         """Send a request to the engine.
 
         Raises:
             ApiError: if none are taken at the moment.
         """
         self.check_open()
-        job = ServerJob(next(self._keys), message, num_answers)
+        job = ServerJob(next(self._keys), request)
         self._jobs[job.key] = job
         self._idle.clear()
-        self._feed()
+        self._send_pending()
         return job
 
-    def _feed(self) -> None:
-        """Send the engine what it does not have. What was in two crashes, and is not further since, goes alone first:
-        of the most crashes the latest, as the engine dies of what has come just before."""
+    def _send_pending(self) -> None:
+        """Send the engine the documents and requests that it does not have. What was in two crashes, without progress
+        since, is sent alone first: of the most crashes the latest, as what came last is the likeliest cause."""
         if not self._is_ready:
             return
-        everything: list[ServedDocument | ServerJob] = [*self.documents.unread.values(), *self._jobs.values()]
-        suspects = [each for each in everything if each.crashes > 1]
+        candidates: list[ServedDocument | ServerJob] = [*self.documents.unread.values(), *self._jobs.values()]
+        suspects = [each for each in candidates if each.crashes > 1]
         if suspects and not self._tries_alone:
             print("kvsift: what was in two crashes is tried alone, and other requests wait.", file=sys.stderr)
         self._tries_alone = bool(suspects)
@@ -137,7 +138,7 @@ class Supervisor:
         if suspect is None:
             jobs, keys = list(self._jobs.values()), None
         elif isinstance(suspect, ServerJob):
-            jobs, keys = [suspect], [suspect.document]
+            jobs, keys = [suspect], [suspect.request.document]
         else:
             jobs, keys = [], [suspect.key]
         self.documents.resend(keys)
@@ -147,9 +148,9 @@ class Supervisor:
                 self._attempt(job, partial(self._send, job.message()))
 
     def _blame(self) -> None:
-        """The engine has died. What has died with it twice, and alone this time, is not tried again."""
-        unread = self.documents.unread  # questions about these have not begun
-        running = [job for job in self._jobs.values() if job.is_sent and job.document not in unread]
+        """Count the crash of the engine for what was running. What has crashed it twice, and alone this time, fails."""
+        unread = self.documents.unread  # questions about these are queued
+        running = [job for job in self._jobs.values() if job.is_sent and job.request.document not in unread]
         reading = self.documents.crashed()
         for job in self._jobs.values():
             job.crashed(job in running)
@@ -164,7 +165,7 @@ class Supervisor:
                 self._forget(job)
 
     def release(self, job: ServerJob) -> None:
-        """The client of a request is served, or gone: what is left of it is cancelled."""
+        """Forget a request whose client has its answer or has left; cancel the rest of the answer."""
         if self._jobs.get(job.key) is job and not job.is_ended:
             self._send({"op": "cancel", "id": job.key})
         self._forget(job)
@@ -179,7 +180,7 @@ class Supervisor:
         except Exception:  # of what counts requests; the answer is whole
             traceback.print_exc()
         if was_open and self._tries_alone:
-            self._feed()
+            self._send_pending()
 
     def _send(self, message: dict[str, Any]) -> bool:
         """Send a message to the engine process; returns whether there is one."""
@@ -221,16 +222,16 @@ class Supervisor:
         """
         tries = 0
         while not self._is_stopping:
-            was_ready = await self._live()
+            was_ready = await self._run_engine()
             tries = 0 if was_ready else tries + 1
             if not self.ready.is_set() or tries == TRIES:
                 if self._is_stopping:
                     return
-                raise InputError("the engine process ends before it is ready; the lines above have the reason.")
+                raise InputError("the engine process exited before it was ready; see the log above.")
             self.restarts += not self._is_stopping
 
-    async def _live(self) -> bool:
-        """Run one engine process to its end; whether it became ready."""
+    async def _run_engine(self) -> bool:
+        """Run one engine process until it exits. Returns whether it became ready."""
         ours, theirs = socket.socketpair()
         fd, environment = theirs.fileno(), {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
         self._process = await create_subprocess_exec(
@@ -243,20 +244,20 @@ class Supervisor:
         try:
             self._send(self._settings.engine())
             while not self._is_stopping:
-                async with asyncio.timeout(SILENCE_S if self._is_ready else LOADING_S):
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S if self._is_ready else LOADING_S):
                     message = await frames.read(reader)
                 if message is None:
                     break
-                if message["op"] == "alive":
+                if message["op"] == "heartbeat":
                     if message["step_s"] > STEP_S:
                         break
-                    self.books = {"rows": message["rows"], "pages": message["pages"]}
+                    self.gauges = {"rows": message["rows"], "pages": message["pages"]}
                 self._receive(message)
                 became_ready = became_ready or self._is_ready
         except TimeoutError:
-            print("kvsift: the engine process shows no sign of life and is replaced.", file=sys.stderr)
+            print("kvsift: the engine process sends no heartbeat and is replaced.", file=sys.stderr)
         finally:
-            self._is_ready, self.books = False, {}
+            self._is_ready, self.gauges = False, {}
             self.kill()
             self._writer.close()
             self._writer = None
@@ -276,7 +277,7 @@ class Supervisor:
             self.plans = PlanList([self._settings.plan, *self._settings.plans, "dense"], message["plans"])
             self._is_ready = True
             self.ready.set()
-            self._feed()
+            self._send_pending()
         elif op == "step":
             for new in message["rows"]:
                 if (job := self._jobs.get(new["id"])) is not None:
@@ -284,7 +285,7 @@ class Supervisor:
         elif op == "document":
             self.documents.received(message)
             if self._tries_alone:
-                self._feed()
+                self._send_pending()
         elif op in ("accepted", "refused") and (job := self._jobs.get(message["id"])) is not None:
             if op == "accepted":
                 self._attempt(job, partial(job.accept, message["prompt_tokens"]))
@@ -308,8 +309,7 @@ class Supervisor:
             if job.error is not None:  # of one answer; the others end with it
                 self._send({"op": "cancel", "id": job.key})
             elif job.first_token:
-                loop_s = asyncio.get_running_loop().time() - job.submitted
-                self._mean_s += 0.2 * (loop_s - self._mean_s)
+                self._mean_s += 0.2 * (asyncio.get_running_loop().time() - job.submitted - self._mean_s)
             self._forget(job)
-        elif self._tries_alone:  # it may be further than it was
-            self._feed()
+        elif self._tries_alone:  # it may have made progress
+            self._send_pending()

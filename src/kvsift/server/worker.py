@@ -1,25 +1,28 @@
-"""The engine process: an LLM whose loop takes rows from messages, which one thread reads.
+"""The engine process: an LLM whose loop takes rows from messages, which one thread receives.
 
     python -m kvsift.server.worker FD
 
 FD is a connected socket. The process ends when the other side closes it. Messages (``frames``):
 
-    in    settings (first), {op: submit, id, ...}, {op: cancel, id}, {op: read | forget, document, ...}
-    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]}, {op: alive, step_s, rows, pages},
-          {op: document, document, ...}
+    in    settings (first), {op: submit, id, request, sent, ended}, {op: cancel, id},
+          {op: prefill | forget, document, ...}
+    out   {op: ready | fatal}, {op: accepted | refused, id}, {op: step, rows: [...]},
+          {op: heartbeat, step_s, rows, pages}, {op: document, document, ...}
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from socket import socket
 from threading import Lock, Thread
 from time import perf_counter, sleep
-from typing import Any
+from typing import Any, BinaryIO
 
 from kvsift import threads
 from kvsift.api.generation import answer_of_row, row_of
@@ -32,15 +35,14 @@ from kvsift.errors import InputError, KVSiftError
 from kvsift.plan.capabilities import NO_PROBES, PlanCase, check
 from kvsift.plan.plan import Plan
 from kvsift.server import frames
-from kvsift.server.heap import trim
+from kvsift.server.frames import AnswerRequest
 from kvsift.server.held_documents import HeldDocuments
 from kvsift.server.prompt_limit import PromptLimit, TooLong
 from kvsift.server.replies import Reply, usage_of
 from kvsift.tokenization.growing_text import GrowingText
 from kvsift.tokenization.prompt import PromptFormat, require_text
-from kvsift.tokenization.text_offsets import TextOffsets
 
-ALIVE_S = 1.0  # between two signs of life
+HEARTBEAT_S = 1.0  # between two heartbeats
 CHAT_TOKENS = 512  # of an answer in a chat, unless the request says so
 
 
@@ -53,7 +55,7 @@ class OpenRow:
     row: Row
     reply: Reply
     started: float
-    num_read_sent: int | None = None
+    num_prefilled_sent: int | None = None
 
 
 def _warm_up(llm: LLM, specs: list[str], num_tokens: int | None) -> None:
@@ -87,7 +89,7 @@ class Worker:
             _warm_up(llm, specs, settings["reserve_tokens"])
         self._form = PromptFormat(llm.tokenizer)
         self._limit = PromptLimit.of(llm)
-        self._waiting: list[OpenRow] = []  # accepted rows that have not begun
+        self._waiting: list[OpenRow] = []  # accepted rows whose document is in prefill
         self._rows: list[OpenRow] = []
         self._lock = Lock()
         self._has_worked = False  # since the heap was trimmed
@@ -95,15 +97,15 @@ class Worker:
             llm, self._form, self._limit, self._plans[0], self._send, self._begin, self._refuse_row
         )
 
-    def run(self) -> None:
-        """Serve until the other side closes."""
+    def run(self, incoming: BinaryIO) -> None:
+        """Serve the messages of a socket's file until the other side closes."""
         llm = self._llm
         ready = {"model": llm.directory.name, "positions": llm.directory.max_positions, "rows": llm.loop.max_rows}
         self._send({"op": "ready", **ready, "plans": [str(plan) for plan in self._plans]})
         llm.loop.after_step, llm.loop.on_fault = self._report, _end_process
         llm.loop.start()
-        Thread(target=self._show_life, daemon=True).start()
-        while (message := frames.receive(self._connection)) is not None:
+        Thread(target=self._send_heartbeats, daemon=True).start()
+        while (message := frames.receive(incoming)) is not None:
             self._take(message)
 
     def _take(self, message: dict[str, Any]) -> None:
@@ -112,7 +114,7 @@ class Worker:
             self._submit(message)
         elif op == "cancel":
             self._cancel(message["id"])
-        elif op == "read":
+        elif op == "prefill":
             self._documents.add(message)
         else:
             self._documents.forget(message["document"])
@@ -124,28 +126,28 @@ class Worker:
         with self._sending:
             self._connection.sendall(data)
 
-    def _show_life(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             started = self._llm.loop.step_started
             step_s = 0.0 if started is None else perf_counter() - started
             if self._has_worked and not self._rows:
                 self._has_worked = False
-                trim()
-            self._send({"op": "alive", "step_s": step_s, **self._llm.loop.counts()})
-            sleep(ALIVE_S)
+                _trim_heap()
+            self._send({"op": "heartbeat", "step_s": step_s, **self._llm.loop.counts()})
+            sleep(HEARTBEAT_S)
 
     def _submit(self, message: dict[str, Any]) -> None:
-        key = message["id"]
+        key, request = message["id"], AnswerRequest(**message["request"])
         try:
-            prompts = self._prompts(message)
-            rows = self._open(message, prompts, self._offsets(message))
+            prompts = self._prompts(request)
+            rows = self._open(message, request, prompts)
         except TooLong as error:
             self._refuse(key, 400, error, "context_length_exceeded")
             return
         except InputError as error:
             self._refuse(key, 400, error, "invalid_value")
             return
-        except Exception as error:  # of this request; the others go on
+        except Exception as error:  # of this request; others continue
             traceback.print_exc()
             reason = f"the prompt cannot be read ({type(error).__name__}); the log has the reason."
             self._refuse(key, 500, RuntimeError(reason), "prompt_failed")
@@ -154,14 +156,13 @@ class Worker:
         with self._lock:
             self._waiting += rows
         for opened in rows:
-            if (document := message.get("document")) is None:
+            if request.document is None:
                 self._begin(opened)
             else:
-                self._documents.ask(document, opened)
+                self._documents.ask(request.document, opened)
 
     def _begin(self, opened: OpenRow) -> None:
-        """Let a row run unless it was cancelled; a request that does not fit the line of the loop ends, and a row that
-        the loop cannot take."""
+        """Submit a row to the loop, unless it was cancelled. A full queue ends its request, another error the row."""
         with self._lock:
             if opened not in self._waiting:
                 return
@@ -173,38 +174,33 @@ class Worker:
             self._cancel(opened.request)
             self._refuse(opened.request, 429, error, "rate_limit_exceeded")
         except Exception as error:  # of this row
-            self._send_frame(frames.pack_step([self._leave(opened, error)]))
+            self._send_frame(frames.pack_step([self._fail(opened, error)]))
         with self._lock:
-            is_gone = opened not in self._rows
-        if is_gone:  # cancelled while it was submitted
+            is_cancelled = opened not in self._rows
+        if is_cancelled:  # while it was submitted
             self._llm.loop.close(opened.row)
 
     def _refuse_row(self, opened: OpenRow, reason: str) -> None:
-        """End a row that has not begun."""
+        """End a row that was not submitted."""
         ending = _ending_of(InputError(f"the document cannot be read: {reason}"))
         self._send_frame(frames.pack_step([self._encode(opened, ending)]))
 
     def _refuse(self, request: int, status: int, error: Exception, code: str) -> None:
         self._send({"op": "refused", "id": request, "status": status, "message": str(error), "code": code})
 
-    def _prompts(self, message: dict[str, Any]) -> list[list[int]]:
+    def _prompts(self, request: AnswerRequest) -> list[list[int]]:
         """Tokens of the prompts."""
-        if "messages" in message:
-            document, growing = self._document(message)
-            self._limit.check_text(len(document) + sum(len(each["content"]) for each in message["messages"]))
-            return [self._form.encode_messages(message["messages"], document, growing)]
-        return [self._encoded(prompt) for prompt in message["prompts"]]
+        if not request.messages:
+            return [self._encode_prompt(prompt) for prompt in request.prompts]
+        text, growing = self._document(request)
+        self._limit.check_text(len(text) + sum(len(each["content"]) for each in request.messages))
+        return [self._form.encode_messages(request.messages, text, growing)]
 
-    def _document(self, message: dict[str, Any]) -> tuple[str, GrowingText | None]:
+    def _document(self, request: AnswerRequest) -> tuple[str, GrowingText | None]:
         """Text before the messages of a chat, and what encodes prompts about it."""
-        return ("", None) if message.get("document") is None else self._documents.text(message["document"])
+        return ("", None) if request.document is None else self._documents.text(request.document)
 
-    def _offsets(self, message: dict[str, Any]) -> TextOffsets | None:
-        if not message.get("passages"):
-            return None
-        return self._form.message_offsets(message["messages"], self._document(message)[0])
-
-    def _encoded(self, prompt: str | list[int]) -> list[int]:
+    def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         llm = self._llm
         if isinstance(prompt, str):
             require_text(prompt, "prompt")
@@ -215,60 +211,54 @@ class Worker:
             raise InputError(f"the prompt has token {largest}, and the vocabulary {vocabulary} tokens, from 0 on.")
         return prompt
 
-    def _open(
-        self, message: dict[str, Any], prompts: Sequence[list[int]], offsets: TextOffsets | None
-    ) -> list[OpenRow]:
+    def _open(self, message: dict[str, Any], request: AnswerRequest, prompts: list[list[int]]) -> list[OpenRow]:
         """The rows of a request, one for each prompt and sample; those that ended before a restart are left out."""
-        plan, started = self._plan(message), perf_counter()
-        if message["exact"] and message["min_recovery"] is None:
-            plan = self._llm.plans.verified(plan)
-        check_exact(self._llm, plan, message["exact"])
-        runs_as, rows, samples = self._llm.composed_plan(plan), list[OpenRow](), message["n"]
-        is_chat = "messages" in message
-        end = self._form.stop if is_chat and not message["ignore_eos"] else None  # of an answer, as an eos token is
-        stops = [*message["stop"], *filter(None, [end])]
-        for index in range(len(prompts) * samples):
+        llm, started, is_chat = self._llm, perf_counter(), bool(request.messages)
+        options = GenerateOptions(**request.options)
+        plan = self._plan(request)
+        if options.exact and request.min_recovery is None:
+            plan = llm.plans.verified(plan)
+        check_exact(llm, plan, options.exact)
+        runs_as, rows, sampling = llm.composed_plan(plan), list[OpenRow](), Sampling(**request.sampling)
+        offsets = None
+        if options.passages:
+            offsets = self._form.message_offsets(request.messages, self._document(request)[0])
+        stops = options.stops
+        if is_chat and self._form.stop and not request.ignore_eos:  # it ends an answer as an eos token does
+            stops += (self._form.stop,)
+        for index in range(request.num_answers):
             if index in message["ended"]:
                 continue
-            ids = prompts[index // samples]
-            most = self._room(ids, message["max_tokens"])
-            self._llm.check_prompts([ids], most, plan)
-            sampling = Sampling(message["temperature"], message["top_p"], message["seed"]).nth(index % samples)
-            options = GenerateOptions(
-                max_new_tokens=most,
-                sampling=sampling,
-                stop=stops,
-                stop_token_ids=message.get("stop_token_ids"),
-                skip_special_tokens=message.get("skip_special_tokens"),
-                logprobs=message["logprobs"],
-                exact=message["exact"],
-            )
-            request = self._llm.request(
-                ids, runs_as, options, streamed=True, offsets=offsets, ignores_ends=bool(message["ignore_eos"]),
-                client=message["client"], salt=message["salt"],
+            prompt, sample = divmod(index, request.num_samples)
+            ids = prompts[prompt]
+            most = self._max_new_tokens(ids, request.max_tokens)
+            llm.check_prompts([ids], most, plan)
+            of_row = llm.request(
+                ids, runs_as, replace(options, max_new_tokens=most, sampling=sampling.nth(sample), stop=stops),
+                streamed=True, offsets=offsets, ignores_ends=request.ignore_eos, client=request.client,
+                salt=request.salt,
             )  # fmt: skip
             sent = message["sent"].get(str(index), ())
-            reply = Reply(request, self._llm.tokenizer, self._llm.device, sent, strips=is_chat)
-            rows.append(OpenRow(message["id"], index, row_of(self._llm, reply), reply, started))
+            reply = Reply(of_row, llm.tokenizer, llm.device, sent, strips=is_chat)
+            rows.append(OpenRow(message["id"], index, row_of(llm, reply), reply, started))
         return rows
 
-    def _room(self, ids: Sequence[int], asked: int | None) -> int:
-        """Most tokens of an answer."""
+    def _max_new_tokens(self, ids: Sequence[int], max_tokens: int | None) -> int:
         positions = self._limit.positions
         if not ids:
             raise InputError("the prompt is empty.")
-        if asked is None:
-            asked = CHAT_TOKENS if positions is None else max(min(CHAT_TOKENS, positions - len(ids)), 1)
-        self._limit.check_tokens(len(ids), asked)
-        return asked
+        if max_tokens is None:
+            max_tokens = CHAT_TOKENS if positions is None else max(min(CHAT_TOKENS, positions - len(ids)), 1)
+        self._limit.check_tokens(len(ids), max_tokens)
+        return max_tokens
 
-    def _plan(self, message: dict[str, Any]) -> Plan:
-        plan, least = self._plans[message["plan"]], message["min_recovery"]
-        if least is None:
+    def _plan(self, request: AnswerRequest) -> Plan:
+        plan = self._plans[request.plan]
+        if request.min_recovery is None:
             return plan
         if plan.decode is None:
             raise InputError("min_recovery widens a budget, and this plan decodes densely. Leave it out.")
-        rule = replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=least))
+        rule = replace(plan.decode, budget=replace(plan.decode.budget, min_recovery=request.min_recovery))
         guarded = replace(plan, decode=rule)
         check(PlanCase(guarded, probe_every=self._llm.probe_every), NO_PROBES)
         return guarded
@@ -276,32 +266,32 @@ class Worker:
     def _cancel(self, request: int) -> None:
         with self._lock:
             self._waiting = [opened for opened in self._waiting if opened.request != request]
-            gone = [opened for opened in self._rows if opened.request == request]
+            cancelled = [opened for opened in self._rows if opened.request == request]
             self._rows = [opened for opened in self._rows if opened.request != request]
-        for opened in gone:
+        for opened in cancelled:
             self._llm.loop.close(opened.row)
 
     def _report(self) -> None:
-        """Send what a step has brought, in one message. A row whose news cannot be told ends; the others go on."""
+        """Send what a step has brought, in one message. A row whose news cannot be sent ends; others continue."""
         self._has_worked = True
         with self._lock:
             rows = list(self._rows)
-        if told := [*filter(None, map(self._told, rows))]:
-            self._send_frame(frames.pack_step(told))
+        if encoded := [*filter(None, map(self._encode_news, rows))]:
+            self._send_frame(frames.pack_step(encoded))
         self._documents.report()
 
-    def _told(self, opened: OpenRow) -> bytes:
+    def _encode_news(self, opened: OpenRow) -> bytes:
         """What is new about a row, encoded; empty: nothing is."""
         try:
             new = self._news(opened)
-            told = self._encode(opened, new) if new else b""
+            encoded = self._encode(opened, new) if new else b""
         except Exception as error:  # of this row
-            return self._leave(opened, error)
+            return self._fail(opened, error)
         if "finish" in new:
             self._forget(opened)
-        return told
+        return encoded
 
-    def _leave(self, opened: OpenRow, error: Exception) -> bytes:
+    def _fail(self, opened: OpenRow, error: Exception) -> bytes:
         """End a row with an error; returns its last news, encoded."""
         self._forget(opened)
         return self._encode(opened, _ending_of(error))
@@ -319,8 +309,8 @@ class Worker:
         row, reply = opened.row, opened.reply
         ended = row.is_ended  # before its events are fetched
         new: dict[str, Any] = {}
-        if row.state != "waiting" and reply.num_read != opened.num_read_sent:
-            new["read"] = opened.num_read_sent = reply.num_read
+        if row.state != "waiting" and reply.num_read != opened.num_prefilled_sent:
+            new["prefilled"] = opened.num_prefilled_sent = reply.num_read
         if reply.events:
             new["tokens"] = [reply.events.popleft() for _ in range(len(reply.events))]
         if ended:
@@ -335,6 +325,12 @@ class Worker:
         return {"finish": row.finish_reason, "usage": usage_of(answer, row.num_reused)}
 
 
+def _trim_heap() -> None:
+    """Return what is free inside the heap of glibc to the system, in some milliseconds."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _end_process(error: BaseException) -> None:
     """End the process after a fault that no row explains; the server starts another."""
     traceback.print_exception(error)
@@ -342,8 +338,7 @@ def _end_process(error: BaseException) -> None:
 
 
 def _ending_of(error: BaseException) -> dict[str, Any]:
-    """The end of a row with an error. The client is told what kvsift says itself; of other errors the log has the
-    reason."""
+    """The end of a row with an error. Messages of kvsift are sent to the client; those of other errors are logged."""
     status, message = 400 if isinstance(error, InputError) else 500, str(error)
     if not isinstance(error, KVSiftError):
         traceback.print_exception(error)
@@ -356,7 +351,8 @@ def _ending_of(error: BaseException) -> dict[str, Any]:
 def main() -> None:
     """Serve the socket whose number is the first argument."""
     connection = socket(fileno=int(sys.argv[1]))
-    settings = frames.receive(connection)
+    incoming = connection.makefile("rb")
+    settings = frames.receive(incoming)
     assert settings is not None, "the server sends settings first"
     if settings["threads"] is not None:
         threads.use(settings["threads"])
@@ -367,7 +363,7 @@ def main() -> None:
         return
     code = 0
     try:
-        worker.run()
+        worker.run(incoming)
     except BaseException:
         traceback.print_exc()
         code = 1

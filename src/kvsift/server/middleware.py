@@ -1,4 +1,4 @@
-"""What every request passes: the Host allow-list, the API key, and its id. Plain ASGI, which hides no disconnect."""
+"""Middleware of every request: Host allow-list, API key and request id. Plain ASGI, which hides no disconnect."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from socket import gethostname
 from uuid import uuid4
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvsift.server.api_errors import ApiError
-from kvsift.server.page_files import PAGE_PATHS
+from kvsift.server.page_files import PAGE
 from kvsift.server.settings import salt_of
 
 HOST = re.compile(r"(\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._~-]+))(:\d{0,5})?")
 REQUEST_ID = "x-request-id"  # of every response: the client's own, if it is valid
 VALID_ID = re.compile(r"[A-Za-z0-9_.:/+=-]{1,128}")
-WITHOUT_KEY = {"/health", *PAGE_PATHS}  # the page asks for the key, and sends it with what it fetches
+WITHOUT_KEY = {"/health", *PAGE}  # the page asks for the key, and sends it with what it fetches
 
 
-class Door:
-    """Checks of a request before the application.
+class AccessMiddleware:
+    """Answers requests from other hosts, or without an API key, in place of the application.
 
     Args:
         app: the application.
@@ -41,10 +40,12 @@ class Door:
         self._hosts = {"localhost", gethostname().lower(), *(host.lower() for host in hosts)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or pass it on."""
+        """Refuse a request, or pass it on."""
         if scope["type"] != "http":
             return
 
+        if scope["method"] == "HEAD":  # as GET; uvicorn leaves out the body
+            scope = {**scope, "method": "GET"}
         headers = Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
         request_id = given if VALID_ID.fullmatch(given) else uuid4().hex
@@ -57,23 +58,22 @@ class Door:
 
         try:
             self._check_host(headers.get("host", ""))
-            scope["client_name"] = self._client(scope, headers)
+            scope["owner"] = self._client(scope, headers)
         except ApiError as error:
-            response = JSONResponse(error.as_dict(), error.status, error.headers)
-            await response(scope, receive, counted)
+            await error.response()(scope, receive, counted)
         else:
             await self._app(scope, receive, counted)
 
     def _check_host(self, host: str) -> None:
         """Refuse names that are not this server's: a web page elsewhere may have one that leads here. An address in
         numbers is what it says."""
-        name = host_name(host)
+        name = _host_name(host)
         if name not in self._hosts and not _is_address(name):
             text = f"this server is not {host[:80]!r}. Use its address, or start it with --allow-host."
             raise ApiError(403, text, "host_not_allowed")
 
     def _client(self, scope: Scope, headers: Headers) -> tuple[str, str]:
-        """Whom rows belong to, and the salt of what they share.
+        """The client whose share of the engine is counted, and the salt of the prefixes and documents that it shares.
 
         Raises:
             ApiError: without one of the API keys.
@@ -90,7 +90,7 @@ class Door:
         return salt, salt
 
 
-def host_name(host: str) -> str:
+def _host_name(host: str) -> str:
     """Return the name in a Host header, without port and brackets; "" if the header is malformed (RFC 9110 7.2)."""
     found = HOST.fullmatch(host)
     return "" if found is None else (found["address"] or found["name"]).lower()
