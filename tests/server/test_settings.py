@@ -1,4 +1,4 @@
-"""API keys of a file, and addresses that need one."""
+"""API keys of a file, addresses that need one, and plans that requests may name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvsift.errors import InputError
-from kvsift.server.settings import check_exposure, read_keys
+from kvsift.server.api_errors import ApiError
+from kvsift.server.settings import PlanList, check_exposure, read_keys, spelling
 
 
 @pytest.mark.parametrize(("host", "keys", "is_open", "is_refused"), [
@@ -28,3 +29,21 @@ def test_a_key_file_of_comments_alone_is_refused(tmp_path: Path) -> None:
     file.write_text("# none yet\n\n")
     with pytest.raises(InputError, match="has no key"):
         read_keys(file, {})
+
+
+def test_plans_are_compared_as_texts() -> None:
+    plans = PlanList(["quest:budget=96:window=32", "dense"], ["decode=quest:budget=96:sinks=4:window=32", "dense"])
+    assert [plans.index(plan) for plan in (None, "quest:window=32:budget=96", " quest: budget=96:window=32 ")] == [
+        0
+    ] * 3
+    assert plans.index("decode=quest:budget=96:sinks=4:window=32") == 0
+    assert plans.index("dense") == 1
+    for other in ("quest", "quest:budget=97:window=32", "loki:calibration=/etc/passwd", "", "dense,dense"):
+        with pytest.raises(ApiError, match="is not one of this server's: quest:budget=96:window=32; dense"):
+            plans.index(other)
+    auto = PlanList(["auto", "dense"], ["quest:budget=96", "dense"])
+    assert auto.names == ["quest:budget=96", "dense"]
+    assert [auto.index(plan) for plan in ("auto", "quest:budget=96", None)] == [0] * 3
+    with pytest.raises(ApiError, match="is not one of this server's"):
+        plans.index("auto")
+    assert spelling("decode=quest:b=2:a=1, prefill=dense") == spelling("prefill=dense,decode=quest:a=1:b=2")

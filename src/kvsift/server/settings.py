@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvsift.errors import InputError
+from kvsift.server.api_errors import ApiError
 
 PlanText = str | Mapping[str, Any]
 KEY_VARIABLE = "KVSIFT_API_KEY"
+AUTO = "auto"  # plan.syntax has it, and imports torch
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,43 @@ class ServerSettings:
             "keep_tokens": self.keep_tokens,
             "reserve_tokens": self.reserve_tokens,
         }
+
+
+class PlanList:
+    """The plans that requests may name: those that the server was started with, and dense. A plan ``auto`` is listed as
+    what it stands for. The plan of a request is compared as text and never parsed, so it opens no file.
+
+    Args:
+        given: as the server was started with; the first is that of requests without one.
+        resolved: the same plans as the engine writes them.
+    """
+
+    def __init__(self, given: Sequence[PlanText], resolved: Sequence[str]) -> None:
+        spellings = [spelling(text) if isinstance(text, str) else "" for text in given]
+        pairs = [*enumerate(spellings), *((i, spelling(text)) for i, text in enumerate(resolved))]
+        self._indices = {text: index for index, text in reversed(pairs) if text}
+        both = zip(given, resolved, strict=True)
+        names = (text if isinstance(text, str) and text.strip() != AUTO else name for text, name in both)
+        self.names = list(dict.fromkeys(names))
+
+    def index(self, plan: str | None) -> int:
+        """Return the place of a plan; None is the first.
+
+        Raises:
+            ApiError: 400 for any other plan, with the list.
+        """
+        if plan is None:
+            return 0
+        if (index := self._indices.get(spelling(plan))) is None:
+            text = f"the plan {plan!r} is not one of this server's: {'; '.join(self.names)}."
+            raise ApiError(400, text, "plan_not_allowed", "sparsity")
+        return index
+
+
+def spelling(plan: str) -> str:
+    """Return a plan without white space, its rules and their options in order."""
+    rules = ("".join(rule.split()).split(":") for rule in plan.split(","))
+    return ",".join(sorted(":".join([head, *sorted(options)]) for head, *options in rules))
 
 
 def salt_of(key: bytes) -> str:

@@ -27,9 +27,8 @@ from kvsift.server.documents import ENGINE_LOST as DOCUMENT_LOST
 from kvsift.server.documents import Documents
 from kvsift.server.frames import AnswerRequest
 from kvsift.server.jobs import ServerJob
-from kvsift.server.plan_list import PlanList
 from kvsift.server.served_document import ServedDocument
-from kvsift.server.settings import KEY_VARIABLE, ServerSettings
+from kvsift.server.settings import KEY_VARIABLE, PlanList, ServerSettings
 
 WORKER = sys.executable, "-m", "kvsift.server.worker"
 HEARTBEAT_TIMEOUT_S = 60.0  # after which the engine is replaced
