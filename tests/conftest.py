@@ -27,7 +27,7 @@ settings.register_profile("first_failure", settings.get_profile("kvsift"), phase
 settings.load_profile("kvsift")
 
 # torch.empty and its kin are filled with NaN in this mode: whoever reads what was never written finds out
-torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_deterministic_debug_mode("warn")  # imports no compiler, as use_deterministic_algorithms does
 torch.set_num_threads(1)  # tensors here are tiny, and tests share the machine
 
 

@@ -3,12 +3,15 @@
 import contextlib
 import shutil
 import subprocess
+import sysconfig
+import venv
 import zipfile
 from importlib.metadata import distributions, requires
 from pathlib import Path
 
 import pytest
 
+import kvsift
 from kvsift import native
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +46,31 @@ def test_the_wheel_carries_the_embedded_model_and_its_types(tmp_path):
     assert {name for name in names if name.startswith("kvsift/server/page/")} == page
     assert not [name for name in names if name.startswith(("tests/", "lab/", "kvsift_lab/", "results/", "csrc/"))]
     assert not [name for name in names if name.endswith(".so")]  # that of the checkout is for its own Python
+
+
+def test_both_wheels_work_in_a_clean_environment(tmp_path):
+    """Only what they depend on comes from outside."""
+    from hatchling.build import build_wheel as build_lab
+
+    built_wheel(tmp_path, **{"wheel.cmake": "false"})
+    with contextlib.chdir(ROOT / "lab"):
+        build_lab(str(tmp_path))
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", *map(str, tmp_path.glob("*.whl")))
+    for module in ("kvsift", "kvsift_lab"):
+        assert run(python, "-c", f"import {module}; print({module}.__file__)").startswith(packages)
+    command = tmp_path / "env" / "bin" / "kvsift"
+    assert run(command, "--version").strip() == f"kvsift {kvsift.__version__}"
+    assert f"kvsift-lab {kvsift.__version__}" in " ".join(run(python, "-m", "pip", "list").split())
+    assert "sketch:" in run(command, "methods", "sketch")
+    assert "decode" in run(command, "bench", "--help")
+
+
+def run(*command):
+    return subprocess.run([*map(str, command)], cwd="/", capture_output=True, text=True, check=True).stdout
 
 
 def test_without_a_compiler_the_wheel_lacks_only_the_core(tmp_path, monkeypatch):

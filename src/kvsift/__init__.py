@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsift import threads  # sets what torch reads when it is loaded
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from kvsift.api.llm import LLM

@@ -167,6 +167,10 @@ class Runner:
         self.attention.fork(sources)
         poison(self.store)
 
+    def state(self, row: int = 0) -> Any:
+        """What the decode rule remembers about a row."""
+        return self.attention._states.of("decode", row)
+
     def summaries(self, row: int = 0) -> dict[str, Tensor]:
         """Packed rows of all pages of a row, by kind; in float32, because torch cannot compare 8-bit tensors."""
         num_pages = -(-self.store.lengths[row] // self.store.page_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.paged_cases import copy_of, distance, paged_kv, pools_of, same
 from torch import Tensor
 
@@ -87,13 +87,12 @@ def test_token_by_token_is_what_the_store_would_hold(run: object, dtype: torch.d
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", SKETCHES)
-@pytest.mark.parametrize(("page_size", "head_dim"), [(16, 64), (5, 80), (32, 128), (4, 24)])
+@crossed(shape=[(16, 64), (5, 80), (32, 128), (4, 24)], kind=list(SKETCHES), dtype=DTYPES)
 def test_sketches_are_those_of_the_reference_but_for_rounding(
-    page_size: int, head_dim: int, kind: str, dtype: torch.dtype
+    shape: tuple[int, int], kind: str, dtype: torch.dtype
 ) -> None:
     """A code is another one only where a number lies on the border of two."""
+    page_size, head_dim = shape
     lengths = [1, page_size + 1, 2 * page_size, 2 * page_size + 3]
     kv = paged_kv(lengths, 2, page_size, head_dim, dtype, DEVICE, foreign=page_size == 16)
     rows, expected = pools_of([kind], kv), pools_of([kind], kv)

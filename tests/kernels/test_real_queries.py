@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from kernels.conftest import DEVICE, DTYPES, needs_triton
+from kernels.conftest import DEVICE, DTYPES, crossed, needs_triton
 from kernels.decode_cases import DecodeCase, Lists
 from kernels.decode_checks import by_twins, check_step
 from kvsift_lab.eval.tasks import make_sample
@@ -95,10 +95,9 @@ def step_of(question: Asked, kind: str, budget: Budget, dtype: torch.dtype) -> t
     return case, (pages[None], torch.full((1, shape.num_kv_heads), pages.shape[1], dtype=torch.int32, device=DEVICE))
 
 
+@needs_triton
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("budget", [256, 1024])
-@pytest.mark.parametrize("function", [sifted_attention, pytest.param(by_twins, marks=needs_triton)])
+@crossed(budget=[256, 1024], dtype=DTYPES, function=[sifted_attention, by_twins])
 def test_kernels_select_what_the_composed_path_selects(
     function: Any, budget: int, dtype: torch.dtype, length: int
 ) -> None:

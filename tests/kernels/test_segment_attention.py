@@ -9,6 +9,7 @@ import pytest
 import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton
 from torch import Tensor
+from turns import in_turns
 
 from kvsift.kernels.attention import attention_reference
 from kvsift.kernels.segment_attention import (
@@ -91,8 +92,7 @@ def test_the_reference_is_attention_with_a_mask(shape: tuple[int, int, int, int,
 
 
 @needs_triton
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), in_turns(SHAPES, DTYPES), ids=str)
 def test_the_twin_is_as_exact_as_the_dtype(shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
     foreign = (SHAPES.index(shape) + DTYPES.index(dtype)) % 2 == 0  # pages of our own or of another owner's blocks
     case = draw(shape, dtype, foreign)

@@ -9,6 +9,7 @@ import torch
 from kernels.conftest import DEVICE, DTYPES, needs_triton
 from kernels.decode_cases import DecodeCase, draw_case
 from kernels.decode_checks import by_twins, check_step
+from turns import in_turns
 
 from kvsift.kernels.cuda_module import have_nvrtc
 from kvsift.kernels.page_summary import SUMMARIES
@@ -27,8 +28,7 @@ SPANS = [(1, 2, 5), (1, 2, 5), (0, 1, 99), (2, 1, 0), (1, 3, 4)]  # sinks, windo
 
 
 @needs_triton
-@pytest.mark.parametrize("kind", SUMMARIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), in_turns(SUMMARIES, DTYPES), ids=str)
 def test_the_twins_one_after_the_other_do_what_the_reference_does(kind: str, dtype: torch.dtype) -> None:
     shared = (list(SUMMARIES).index(kind) + DTYPES.index(dtype)) % 2 == 0  # lists per KV head or per query head
     case = draw_case(LENGTHS, 1, 3, 12, 8, dtype, kind=kind, spans=SPANS)

@@ -101,7 +101,7 @@ def test_a_prompt_that_is_dropped_while_it_is_read_is_answered_as_one_that_is_hi
 ) -> None:
     dropped = []
 
-    @examples(20)
+    @examples(12)
     @given(case=cases(evicting(name, knobs)(), "prefill"), steps=st.integers(0, 70), data=st.data())
     def holds(case: Case, steps: int, data: st.DataObject) -> None:
         rule = Rule(evicting(name, knobs)(), case.budget)
@@ -120,7 +120,7 @@ def test_a_prompt_that_is_dropped_while_it_is_read_is_answered_as_one_that_is_hi
         dropped.append(freed.store.num_stored(0) < tokens.length)
 
     holds()
-    assert sum(dropped) > 5
+    assert sum(dropped) > 3
 
 
 @pytest.mark.parametrize("spec", ["h2o:budget=64:window=16", "keydiff:budget=64:window=16", "streaming_llm:budget=64"])

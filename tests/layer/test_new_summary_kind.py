@@ -18,6 +18,7 @@ from kernels.decode_checks import by_twins, check_step, error_ratio
 from kernels.paged_cases import copy_of, distance, paged_kv, pools_of
 from layer.test_paged_decode import SideBySide
 from torch import Tensor
+from turns import in_turns
 
 from kvsift import LLM
 from kvsift.kernels.append import append_reference, append_triton
@@ -71,9 +72,11 @@ def test_it_is_written_beside_other_kinds(dtype: torch.dtype) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("group", "shared"), [(1, True), (3, True), (3, False)])
-def test_it_is_scored_by_reference_and_triton(group: int, shared: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dtype"), in_turns([(3, True), (1, True), (3, False)], [torch.float16, torch.float32]), ids=str
+)
+def test_it_is_scored_by_reference_and_triton(heads: tuple[int, bool], dtype: torch.dtype) -> None:
+    group, shared = heads
     case = draw_case([300, 1, 61], 2, group, 16, 4, dtype, kind="mean_only")
     exact, formula = exact_scores(case, shared), exact_scores(case, shared, dtype)
     for function in (score_pages_reference, score_pages_triton):

@@ -129,7 +129,7 @@ def test_column_sums_are_those_of_all_queries_at_once() -> None:
     for cuts in ([333], [1, 40, 64, 200, 321, 333]):
         runner = Runner(plan_of(H2O(), 1000))
         runner.feed_all(tokens, 333, cuts)
-        sums = runner.attention._states.of("decode", 0).sums
+        sums = runner.state().sums
         assert (sums.position, sums.counted) == (334, 334)
         scores.append(sums.scores[:, :334])
     torch.testing.assert_close(scores[0], expected.float(), rtol=1e-5, atol=1e-5)
@@ -144,7 +144,7 @@ def test_each_mode_counts_its_own_queries_while_all_is_visible_too(mode: str, co
     runner.feed_all(tokens, 70, range(70, 80))
     runner.crop(0, 74)
     runner.feed(tokens.part(74, 75), decode_tokens=1)
-    assert runner.attention._states.of("decode", 0).sums.counted == counted
+    assert runner.state().sums.counted == counted
 
 
 def test_decode_only_has_no_answer_for_prefill() -> None:

@@ -211,7 +211,7 @@ def test_a_checkpoint_is_restored_from_any_later_length() -> None:
     there_and_back.crop(0, 103)
     for runner in (there_and_back, straight):
         runner.feed(rotated(raw).part(103, 140))
-    one, other = (runner.attention._states.of("decode", 0) for runner in (there_and_back, straight))
+    one, other = (runner.state() for runner in (there_and_back, straight))
     assert len(one.tiles) == len(other.tiles) == 140 // 16
     assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))
 
@@ -222,7 +222,7 @@ def test_a_long_prompt_at_once_is_summed_as_its_chunks_are() -> None:
     at_once, in_chunks = Runner(plan), Runner(plan)
     at_once.feed_all(rotated(raw), 699, [699])
     in_chunks.feed_all(rotated(raw), 699, [*range(0, 699, 37), 699])
-    one, other = (runner.attention._states.of("decode", 0) for runner in (at_once, in_chunks))
+    one, other = (runner.state() for runner in (at_once, in_chunks))
     assert len(one.tiles) == len(other.tiles) == 700 // 16
     assert one._waiting == (), "the queries of the chunk are let go"
     assert all(torch.equal(*pair) for pair in zip(one.tiles, other.tiles))

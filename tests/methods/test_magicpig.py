@@ -158,7 +158,7 @@ def test_keys_are_hashed_once_until_the_centre_moves() -> None:
     tokens = draw_tokens(80, 1)
     method = MagicPIG(bits=3, tables=10)
     runner = Runner(phase_plan(method, Budget(tokens=20, sinks=2, window=4, dense_layers=()), "decode"))
-    state = runner.attention._states.of("decode", 0)
+    state = runner.state()
     hashed: list[int] = []
     original = state.hash
     state.hash = lambda vectors: (hashed.append(vectors.shape[-2]), original(vectors))[1]

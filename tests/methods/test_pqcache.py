@@ -156,7 +156,7 @@ def test_new_tokens_get_the_centroids_there_are_until_a_refit(monkeypatch: pytes
     )
     method = PQCache(bits=2)
     runner = Runner(phase_plan(method, Budget(tokens=20, sinks=2, window=4, dense_layers=()), "decode"))
-    state = runner.attention._states.of("decode", 0)
+    state = runner.state()
     tokens = draw_tokens(90, 1)
     runner.feed_all(tokens.part(0, 78), 66, range(66, 78))  # 61 to 72 candidates
     assert fits == [56, 64]

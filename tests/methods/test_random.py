@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from contracts.harness import SHAPE, Asked, Runner, draw_tokens, spy
 from kvsift.methods.random import Random
 from kvsift.plan.budget import Budget
 from kvsift.plan.plan import Plan, Rule
+from kvsift.types import Candidates, LayerShape
 
 DRAW = """
 import torch
@@ -33,15 +35,14 @@ def drawn(seed: int, layer: int = 2) -> list[Asked]:
 
 
 def test_the_draw_is_the_same_in_every_process() -> None:
-    draws = {
-        subprocess.run(
-            [sys.executable, "-c", DRAW], capture_output=True, text=True, timeout=120, check=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(draws) == 1
-    assert len(draws.pop()) > 1000
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", DRAW], capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+    ).stdout  # fmt: skip
+    shape = LayerShape(layer=3, num_query_heads=4, num_kv_heads=2, head_dim=8, scale=1.0)
+    here = Random(seed=7).score(None, shape, torch.zeros(4, 1, 8), 1234, Candidates(2, 50, 16), None)  # type: ignore[arg-type]
+    assert json.loads(elsewhere) == here.flatten().tolist()
+    assert here.numel() >= 100
 
 
 def test_the_draw_does_not_touch_the_global_generator() -> None:
@@ -66,7 +67,7 @@ def test_heads_draw_for_themselves() -> None:
 
 def test_every_unit_has_the_same_chance() -> None:
     counts = torch.zeros(60)
-    for seed in range(60):
+    for seed in range(30):
         for asked in drawn(seed):
             units = asked.selection.units
             counts += torch.bincount(units[units < 49].flatten(), minlength=60)

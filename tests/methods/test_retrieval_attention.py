@@ -55,10 +55,6 @@ def reference(tokens: Tokens, shared: bool) -> Tensor:
     return torch.stack(outputs)
 
 
-def state_of(runner: Runner, row: int = 0) -> Any:
-    return runner.attention._states.of("decode", row)
-
-
 @pytest.mark.parametrize("heads", ["query", "kv"])
 @pytest.mark.parametrize("index", EXACT)
 def test_it_sees_the_nearest_keys_beside_sinks_and_window(index: str, heads: str) -> None:
@@ -76,7 +72,7 @@ def test_generated_tokens_are_found_once_they_leave_the_window(index: str) -> No
     runner = Runner(plan(**knobs(index)), shape=SHAPE)
     answer = runner.feed_all(tokens, 100, range(100, 160))[:, -1]
     assert_same_answer(answer, reference(tokens, False), "a generated token was lost")
-    assert len(state_of(runner).spans) == 1, "the index was built more than once"
+    assert len(runner.state().spans) == 1, "the index was built more than once"
 
 
 @pytest.mark.parametrize("index", EXACT)
@@ -87,12 +83,12 @@ def test_a_tail_that_grows_long_gets_an_index_of_its_own(index: str, monkeypatch
     answer = [runner.feed(tokens.part(0, 100), None)[0]]
     answer += [runner.feed(tokens.part(at, at + 1), None, decode_tokens=1)[0] for at in range(100, 180)]
     assert_same_answer(answer[-1][:, 0], reference(tokens, False), "parts do not add up")
-    parts = state_of(runner).spans
+    parts = runner.state().spans
     assert [(part.first, part.stop) for part in parts] == [(4, 93), (93, 114), (114, 135), (135, 156)]
     runner.fork([0, 0])
     runner.crop(1, 130)
-    assert [part.stop for part in state_of(runner, 1).spans] == [93, 114]
-    assert len(state_of(runner).spans) == 4
+    assert [part.stop for part in runner.state(1).spans] == [93, 114]
+    assert len(runner.state().spans) == 4
     ways = tokens.part(0, 130).then(draw_tokens(1, 5, SHAPE))
     other = runner.feed(None, ways.part(130), decode_tokens=1)[1]
     assert_same_answer(other[:, 0], reference(ways, False), "a fork remembers what was cropped")
@@ -104,7 +100,7 @@ def test_what_the_graph_cannot_reach_is_looked_for() -> None:
     tokens = draw_tokens(121, 6, SHAPE)
     runner = Runner(plan(**knobs("graph")), shape=SHAPE)
     runner.feed_all(tokens.part(0, 120), 119, [119])
-    state = state_of(runner)
+    state = runner.state()
     graph = state.spans[0].index
     graph.neighbours.fill_(-1)
     graph.entries[:, 2:] = -1
@@ -120,7 +116,7 @@ def test_prepare_builds_what_the_first_question_uses(per: str, graphs: int) -> N
     runner = Runner(plan(per=per, **knobs("graph")), shape=SHAPE)
     runner.feed(tokens.part(0, 119))
     runner.attention.prepare()
-    state, method = state_of(runner), RetrievalAttention(index="graph")
+    state, method = runner.state(), RetrievalAttention(index="graph")
     built = state.spans[0]
     assert (built.first, built.stop, built.length) == (SINKS, 120 - WINDOW, 119)
     answer = runner.feed(tokens.part(119), decode_tokens=1)[0]
@@ -168,7 +164,7 @@ def test_a_cache_that_was_filled_without_it_is_scanned_and_that_is_said() -> Non
     runner.attention.replan(plan(index="graph"))
     answer = runner.feed(tokens.part(119), decode_tokens=1)[0]
     assert_same_answer(answer[:, 0], reference(tokens, False), "not the nearest keys")
-    [told] = RetrievalAttention().describe(state_of(runner))["indexes"]
+    [told] = RetrievalAttention().describe(runner.state())["indexes"]
     assert told["kind"] == "flat"
     assert "its queries are not known" in told["why"]
 
@@ -181,7 +177,7 @@ def test_codes_are_used_when_asked_for() -> None:
     tokens = draw_tokens(120, 10, SHAPE)
     runner = Runner(plan(index="flat_int8"), shape=SHAPE)
     runner.feed_all(tokens, 119, [119])
-    [told] = RetrievalAttention().describe(state_of(runner))["indexes"]
+    [told] = RetrievalAttention().describe(runner.state())["indexes"]
     assert (told["kind"], told["why"], told["rows"]) == ("flat_int8", "as asked", 120 - WINDOW - SINKS)
 
 
@@ -192,7 +188,7 @@ def test_without_the_core_it_scans_in_torch(monkeypatch: pytest.MonkeyPatch) -> 
     runner = Runner(plan(), shape=SHAPE)
     answer = runner.feed_all(tokens, 119, [119])[:, -1]
     assert_same_answer(answer, reference(tokens, False), "not the nearest keys")
-    told = RetrievalAttention().describe(state_of(runner))
+    told = RetrievalAttention().describe(runner.state())
     assert told["level"] == "torch"
     assert "a test took it away" in told["indexes"][0]["why"]
     with pytest.raises(InputError, match="a test took it away"):

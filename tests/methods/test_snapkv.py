@@ -69,7 +69,7 @@ def test_another_prompt_votes_anew_over_what_is_left() -> None:
 
 
 def left_of(runner: Runner, length: int) -> Tensor:
-    drops = runner.attention._states.of("decode", 0).drops
+    drops = runner.state().drops
     return torch.zeros(SHAPE.num_kv_heads, length, dtype=torch.bool).scatter_(
         1, drops.left(length, torch.device("cpu")), True
     )

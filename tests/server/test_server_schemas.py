@@ -151,7 +151,7 @@ def test_the_transcript_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     data += form.chunks(job) + form.last(job)
     head = (
         'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1700000000,"model":"tiny",'
-        '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
+        '"system_fingerprint":"kvsift-0.1.0","choices":['
     )
     assert data.decode() == (
         head + '{"index":0,"delta":{"role":"assistant","content":"Gr\\u00fc\\u00df"},"logprobs":null,'
@@ -191,7 +191,7 @@ def test_the_transcript_of_two_samples_that_fail(monkeypatch: pytest.MonkeyPatch
     data += form.chunks(job) + failure(job.error)
     head = (
         'data: {"id":"cmpl-1","object":"text_completion","created":1700000000,"model":"tiny",'
-        '"system_fingerprint":"kvsift-0.1.0.dev0","choices":['
+        '"system_fingerprint":"kvsift-0.1.0","choices":['
     )
     assert data.decode() == (
         head + '{"index":0,"text":"two","logprobs":null,"finish_reason":null}]}\n\n'

@@ -8,6 +8,7 @@ import random
 import re
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -133,6 +134,10 @@ def _docstrings_of(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, UnicodeDecodeError, OSError):  # some distributions have templates that are not Python
         return
-    for node in ast.walk(tree):
+    nodes: deque[ast.AST] = deque([tree])  # in the order of ast.walk, which visits all expressions too
+    while nodes:
+        node = nodes.popleft()
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield ast.get_docstring(node) or ""
+        for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+            nodes.extend(getattr(node, block, ()))

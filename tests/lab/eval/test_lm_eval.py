@@ -70,10 +70,16 @@ def by_one_pass(lm: Any, context: list[int], continuation: list[int]) -> tuple[f
     return total, [int(logits[at].argmax()) for at in places]
 
 
+def score(lm: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """Log-likelihood of a continuation, and whether it is the likeliest, as lm-eval asks for them."""
+    [found] = lm._loglikelihood_tokens([((CONTEXT, CONTINUATION), context, continuation)])
+    return found  # type: ignore[no-any-return]
+
+
 def test_a_continuation_is_as_likely_as_in_one_dense_pass(dense: Any) -> None:
     context, continuation = dense.tok_encode(CONTEXT), dense.tok_encode(CONTINUATION, add_special_tokens=False)
     expected, _ = by_one_pass(dense, context, continuation)
-    ((total, greedy),) = dense._loglikelihood_tokens([((CONTEXT, CONTINUATION), context, continuation)])
+    total, greedy = score(dense, context, continuation)
     assert total == pytest.approx(expected, rel=1e-3)
     assert not greedy
 
@@ -83,8 +89,8 @@ def test_the_likeliest_continuation_is_greedy(dense: Any) -> None:
     likeliest: list[int] = []
     for _ in range(4):
         likeliest.append(by_one_pass(dense, [*context, *likeliest], [0])[1][0])
-    assert dense._score(context, likeliest)[1]
-    assert not dense._score(context, [*likeliest[:-1], (likeliest[-1] + 1) % 200])[1]
+    assert score(dense, context, likeliest)[1]
+    assert not score(dense, context, [*likeliest[:-1], (likeliest[-1] + 1) % 200])[1]
 
 
 def test_continuations_of_one_context_read_it_once(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +100,14 @@ def test_continuations_of_one_context_read_it_once(dense: Any, monkeypatch: pyte
         dense.llm, "prefill", lambda cache, ids, *a, **k: fed.append(len(ids)) or prefill(cache, ids, *a, **k)
     )
     context = dense.tok_encode(CONTEXT + "!")
-    alone = dense._score(context, [70, 71])
-    assert [dense._score(context, each) for each in ([70, 71], [80], [70, 71])][::2] == [alone, alone]
+    alone = score(dense, context, [70, 71])
+    assert [score(dense, context, each) for each in ([70, 71], [80], [70, 71])][::2] == [alone, alone]
     assert fed.count(len(context) - 1) == 1
 
 
 def test_a_text_without_context_follows_bos(dense: Any) -> None:
     assert dense.prefix_token_id == 0
-    total, _ = dense._score([0], dense.tok_encode(CONTINUATION, add_special_tokens=False))
+    total, _ = score(dense, [0], dense.tok_encode(CONTINUATION, add_special_tokens=False))
     expected, _ = by_one_pass(dense, [0], dense.tok_encode(CONTINUATION, add_special_tokens=False))
     assert total == pytest.approx(expected, rel=1e-3)
 
@@ -112,7 +118,7 @@ def test_a_plan_decides_what_is_read(lm_eval: ModuleType, model: Path, dense: An
     sifted = lm_eval.KVSiftLM(str(model), plan=plan, device="cpu")
     assert {"prefill", "decode"} == {phase for phase in ("prefill", "decode") if sifted.llm.plan.rule(phase)}
     context = dense.tok_encode(CONTEXT)
-    assert sifted._score(context, [70, 71, 72])[0] != dense._score(context, [70, 71, 72])[0]
+    assert score(sifted, context, [70, 71, 72])[0] != score(dense, context, [70, 71, 72])[0]
 
 
 def test_generation_ends_at_a_stop_or_at_its_length(dense: Any) -> None:
@@ -158,7 +164,7 @@ def test_a_context_keeps_all_tokens_that_the_model_has_positions_for(
     monkeypatch.setattr(lm_eval.KVSiftLM, "max_length", 40)
     context, continuation = dense.tok_encode(CONTEXT), [70, 71, 72]
     expected, _ = by_one_pass(dense, context[-38:], continuation)
-    assert dense._score(context, continuation)[0] == pytest.approx(expected, rel=1e-3)
+    assert score(dense, context, continuation)[0] == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_stop_before_anything_else_leaves_no_text(dense: Any, monkeypatch: pytest.MonkeyPatch) -> None:

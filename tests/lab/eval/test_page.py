@@ -23,7 +23,11 @@ from kvsift import InputError
 @pytest.fixture
 def result(tmp_path: Path) -> dict[str, Any]:
     """Two lengths, all rows, scores that differ."""
-    return result_of(document_of(recipe_of(tmp_path, ("[700]", "[700, 1400]"))))
+    return two_lengths(tmp_path)
+
+
+def two_lengths(folder: Path) -> dict[str, Any]:
+    return result_of(document_of(recipe_of(folder, ("[700]", "[700, 1400]"))))
 
 
 def result_of(document: dict[str, Any], lengths: tuple[int, ...] = (700, 1400), questions: int = 3) -> dict[str, Any]:
@@ -52,9 +56,10 @@ def result_of(document: dict[str, Any], lengths: tuple[int, ...] = (700, 1400), 
     return {"recipe": document, "rows": document["rows"], "samples": samples, "sessions": [session], **tables}
 
 
-@pytest.fixture
-def text(result: dict[str, Any]) -> str:
-    return page([("mine & yours", result)])
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Its page, drawn once: charts take most of a second."""
+    return page([("mine & yours", two_lengths(tmp_path_factory.mktemp("recipe")))])
 
 
 def test_the_page_needs_nothing_else(text: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from kvsift_lab.eval.recipe import EvalRecipe, Job
-from kvsift_lab.eval.results import ResultsDirectory, load_result, read_summary
+from kvsift_lab.eval.results import ResultsDirectory, document_of, load_result, read_summary
 from kvsift_lab.eval.summary import tables_of
 from kvsift_lab.stored import SampleFile, compressed, read_json, whole_lines
 from lab.eval.samples import recipe_of, recipe_text, sample
@@ -274,7 +274,7 @@ def whole_result(folder: Path, recipe: EvalRecipe) -> ResultsDirectory:
     results.sessions.append(session())
     results.append(sample(question=0))
     results.append(sample(question=1))
-    results.write_summary(tables_of(results._recipe, results.samples, []))
+    results.write_summary(tables_of(document_of(recipe), results.samples, []))
     return results
 
 
@@ -305,7 +305,7 @@ def test_a_summary_that_an_earlier_version_compressed_is_read_and_written_as_tex
     summary.unlink()
     assert read_json(summary) == json.loads(text)
     again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
-    again.write_summary(tables_of(again._recipe, again.samples, []))
+    again.write_summary(tables_of(document_of(recipe), again.samples, []))
     again.close()
     assert contents(tmp_path / "out").keys() == FINISHED
     assert summary.read_bytes() == text
@@ -315,7 +315,7 @@ def test_a_packed_result_that_is_only_looked_at_is_not_touched(tmp_path: Path, r
     whole_result(tmp_path / "out", recipe).close()
     before = contents(tmp_path / "out")
     again = ResultsDirectory(tmp_path / "out", recipe, recipe_text())
-    again.write_summary(tables_of(again._recipe, again.samples, []))
+    again.write_summary(tables_of(document_of(recipe), again.samples, []))
     again.close()
     assert contents(tmp_path / "out") == before
 
@@ -327,7 +327,7 @@ def test_a_packed_result_that_grows_is_text_again_until_it_is_whole(tmp_path: Pa
     again.append(sample(question=2))
     assert contents(tmp_path / "out").keys() == {"samples.jsonl", "summary.json", "recipe.toml"}
     assert [each["question"] for each in load_everything(tmp_path / "out")] == [0, 1, 2]
-    again.write_summary(tables_of(again._recipe, again.samples, []))
+    again.write_summary(tables_of(document_of(recipe), again.samples, []))
     again.close()
     assert contents(tmp_path / "out").keys() == FINISHED
     assert load_result(tmp_path / "out")["samples"] == again.samples

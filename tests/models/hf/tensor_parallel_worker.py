@@ -1,6 +1,6 @@
 """One rank of test_tensor_parallel: split a model, generate under a plan; rank 0 writes what came out.
 
-Arguments: "transformers" or "torch", for who splits; directory of the model; plan; file to write.
+Arguments: directory of the model; plan; file to write; and who splits, one after the other: "transformers", "torch".
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ def split_by_torch(directory: str) -> PreTrainedModel:
     return model
 
 
-def main(splitter: str, directory: str, plan: str, target: str) -> None:
+def main(directory: str, plan: str, target: str, *splitters: str) -> None:
     torch.set_num_threads(1)
-    if splitter == "torch":
-        model = split_by_torch(directory)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
-    with kvsift.sparse(model.eval(), plan) as run:
-        tokens = model.generate(**ragged(*LENGTHS), max_new_tokens=10, do_sample=False)
+    found = {}
+    for splitter in splitters:
+        if splitter == "torch":
+            model = split_by_torch(directory)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(directory, tp_plan="auto")
+        with kvsift.sparse(model.eval(), plan) as run:
+            tokens = model.generate(**ragged(*LENGTHS), max_new_tokens=10, do_sample=False)
+        found[splitter] = {"tokens": tokens.tolist(), **run.report()["phases"]["decode"]}
     if distributed.get_rank() == 0:
-        Path(target).write_text(json.dumps({"tokens": tokens.tolist(), **run.report()["phases"]["decode"]}))
+        Path(target).write_text(json.dumps(found))
     with suppress(RuntimeError):  # the other one may be gone already, with its answer
         distributed.barrier()
     os._exit(0)  # gloo's threads abort now and then when the interpreter ends

@@ -6,12 +6,12 @@ from copy import deepcopy
 
 import pytest
 import torch
-from models.tiny import FAMILIES, SPARSE, VERSION, WITH_SLIDING_LAYERS, fed, greedy, prompt, tiny
+from models.tiny import CACHED, SPARSE, VERSION, WITH_SLIDING_LAYERS, fed, greedy, prompt, tiny
 
 import kvsift
 from kvsift.models.hf.sparse import SparseCache
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", CACHED)
 QUESTION = prompt(25, seed=4)
 
 

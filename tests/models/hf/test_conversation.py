@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from models.tiny import FAMILIES, SPARSE, VERSION, assert_sparse, empty_cache, fed, greedy, logits, prompt, tiny
+from models.tiny import CACHED, SPARSE, VERSION, assert_sparse, empty_cache, fed, greedy, logits, prompt, tiny
 
 import kvsift
 from kvsift.methods.base import Phase
 from kvsift.models.hf.sparse import feeding
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize("family", CACHED)
 QUESTION = prompt(25, seed=4)
 
 

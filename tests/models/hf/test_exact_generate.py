@@ -7,6 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 from models.tiny import (
+    CACHED,
     FAMILIES,
     VERSION,
     WITH_SLIDING_LAYERS,
@@ -22,7 +23,7 @@ from transformers import LlamaForCausalLM
 
 import kvsift
 
-families = pytest.mark.parametrize("family", FAMILIES)
+cached = pytest.mark.parametrize("family", CACHED)
 WAYS = {
     "alone": {},
     "beams": {"num_beams": 3},
@@ -32,8 +33,13 @@ WAYS = {
 }
 
 
-@families
-@pytest.mark.parametrize("way", WAYS)
+def families_and(*ways: str) -> pytest.MarkDecorator:
+    """Every family in the first way, and those that a cache can tell apart in the others."""
+    pairs = [(family, way) for family in FAMILIES for way in ways if way == ways[0] or family in CACHED]
+    return pytest.mark.parametrize(("family", "way"), pairs)
+
+
+@families_and(*WAYS)
 def test_tokens_equal_eager_attention(family: str, way: str) -> None:
     model = tiny(family)
     ids = prompt(40).repeat(1, 3)  # a text that repeats itself: prompt lookup finds drafts
@@ -42,8 +48,7 @@ def test_tokens_equal_eager_attention(family: str, way: str) -> None:
         assert torch.equal(greedy(model, ids, **WAYS[way]), expected)
 
 
-@families
-@pytest.mark.parametrize("way", ["alone", "beams", "prefill chunks"])
+@families_and("alone", "beams", "prefill chunks")
 def test_tokens_of_a_left_padded_batch_equal_eager_attention(family: str, way: str) -> None:
     model = tiny(family)
     batch = ragged(100, 61, 97)
@@ -52,7 +57,7 @@ def test_tokens_of_a_left_padded_batch_equal_eager_attention(family: str, way: s
         assert torch.equal(greedy(model, **batch, **WAYS[way]), expected)
 
 
-@families
+@cached
 def test_samples_with_one_seed_equal_eager_attention(family: str) -> None:
     model = tiny(family)
     options = {"max_new_tokens": 10, "do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": 2}
@@ -66,7 +71,7 @@ def test_samples_with_one_seed_equal_eager_attention(family: str) -> None:
 ASSISTED = [
     (family, assistant)
     for assistant in ("its twin", "a stranger")
-    for family in FAMILIES
+    for family in CACHED
     # before 5.23 an assistant with sliding layers fails in transformers itself, when it takes drafts back
     if assistant == "a stranger" or VERSION >= (5, 23) or family not in WITH_SLIDING_LAYERS
 ]
@@ -81,7 +86,7 @@ def test_assisted_tokens_equal_eager_attention(family: str, assistant: str) -> N
         assert torch.equal(greedy(model, prompt(100), assistant_model=drafter), expected)
 
 
-@families
+@cached
 def test_second_turn_on_a_kept_cache_equals_eager_attention_over_everything(family: str) -> None:
     model = tiny(family)
     first = torch.cat([prompt(80), greedy(model, prompt(80))], 1)
@@ -94,7 +99,7 @@ def test_second_turn_on_a_kept_cache_equals_eager_attention_over_everything(fami
         assert torch.equal(greedy(model, second, past_key_values=cache), expected)
 
 
-@families
+@cached
 def test_second_turn_of_a_padded_batch_on_an_explicit_cache_equals_eager_attention(family: str) -> None:
     model = tiny(family)
     batch = ragged(60, 45)
@@ -114,7 +119,7 @@ def test_drafts_of_the_model_s_own_lower_layers_change_no_token() -> None:
         assert torch.equal(greedy(model, prompt(100), assistant_early_exit=2), expected)
 
 
-@families
+@cached
 @pytest.mark.parametrize("lengths", [(30,), (30, 41, 22)])
 def test_rows_that_end_in_padding_answer_as_stock(family: str, lengths: tuple[int, ...]) -> None:
     """generate() goes on from the last column, which sees the real tokens before it."""

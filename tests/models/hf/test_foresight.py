@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.tiny import FAMILIES, drafting, greedy, left_alone, logits, prompt, ragged, tiny
+from models.tiny import FAMILIES, greedy, left_alone, logits, prompt, tiny
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -106,21 +106,6 @@ def test_the_choice_is_that_of_what_was_foreseen(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("kvsift.models.hf.foresight.foreseen", of_itself)
         own = logits(model, prompt(1, seed=5), past_key_values=caches[1])
     assert not torch.allclose(true, own)
-
-
-def test_rows_of_a_padded_batch_answer_as_they_do_alone() -> None:
-    model, lengths = tiny(), (150, 111, 64)
-    with kvsift.sparse(model, PLAN):
-        together = greedy(model, **ragged(*lengths))
-        alone = [greedy(model, prompt(length, seed=row)) for row, length in enumerate(lengths)]
-    assert torch.equal(together, torch.cat(alone))
-
-
-def test_drafts_change_no_token() -> None:
-    model, assistant = tiny(), drafting(tiny(seed=2))
-    with kvsift.sparse(model, PLAN):
-        expected = greedy(model, prompt())
-        assert torch.equal(greedy(model, prompt(), assistant_model=assistant), expected)
 
 
 def test_where_nothing_is_foreseen_the_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

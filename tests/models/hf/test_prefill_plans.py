@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.tiny import FAMILIES, WITH_SLIDING_LAYERS, greedy, logits, prompt, ragged, tiny
+from models.tiny import CACHED, FAMILIES, WITH_SLIDING_LAYERS, greedy, logits, prompt, ragged, tiny
 from torch import Tensor
 from turns import in_turns
 
@@ -43,7 +43,7 @@ def test_streaming_prefill_is_eager_attention_over_sinks_and_window(family: str)
     assert run.report()["phases"]["prefill"]["density"] < 0.6
 
 
-@pytest.mark.parametrize(("family", "plan"), in_turns(FAMILIES, list(PLANS)))
+@pytest.mark.parametrize(("family", "plan"), in_turns(CACHED, list(PLANS)))
 def test_padding_batch_and_chunks_change_no_token(family: str, plan: str) -> None:
     model = tiny(family)
     with kvsift.sparse(model, PLANS[plan]) as run:
@@ -55,7 +55,7 @@ def test_padding_batch_and_chunks_change_no_token(family: str, plan: str) -> Non
     assert run.report()["phases"]["prefill"]["density"] < 0.6
 
 
-@pytest.mark.parametrize(("family", "plan"), in_turns(FAMILIES, list(SELECTING)))
+@pytest.mark.parametrize(("family", "plan"), in_turns(CACHED, list(SELECTING)))
 def test_selections_of_whole_segments_change_no_token_with_padding_or_chunks(family: str, plan: str) -> None:
     model = tiny(family)
     with kvsift.sparse(model, SELECTING[plan]) as run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models.tiny import FAMILIES, SIZES, SPARSE, assert_sparse, greedy, logits, prompt, ragged, tiny
+from models.tiny import CACHED, FAMILIES, SIZES, SPARSE, assert_sparse, greedy, logits, prompt, ragged, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -12,10 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 import kvsift
 
-families = pytest.mark.parametrize("family", FAMILIES)
 
-
-@families
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_registered_attention_without_a_cache_of_ours_is_dense(family: str) -> None:
     model, batch = tiny(family), ragged(90, 61)
     real = batch["attention_mask"].bool()
@@ -28,7 +26,7 @@ def test_the_registered_attention_without_a_cache_of_ours_is_dense(family: str) 
     assert torch.equal(greedy(model, **batch), expected[2])
 
 
-@families
+@pytest.mark.parametrize("family", CACHED)
 def test_a_model_made_with_our_attention_runs_sparsely_with_a_cache_of_ours(family: str) -> None:
     model = tiny(family)
     with kvsift.sparse(model, SPARSE) as run:

@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from models.tiny import (
+    CACHED,
     FAMILIES,
     SPARSE,
     VERSION,
@@ -24,6 +25,7 @@ from turns import in_turns
 import kvsift
 
 families = pytest.mark.parametrize("family", FAMILIES)
+cached = pytest.mark.parametrize("family", CACHED)
 LENGTHS = (150, 121, 149, 135)
 PLANS = {
     "quest": SPARSE,
@@ -34,6 +36,7 @@ PLANS = {
     "random": "random:budget=48:page_size=8:window=8:dense_layers=none",
     "a share of the context": "quest:ratio=0.3:page_size=8:window=8:dense_layers=none",
     "a share of the mass": "quest:mass=0.6:budget=64:page_size=8:window=8:dense_layers=none",
+    "queries foreseen": "infinigen:alpha=0.5:partial=0.5:budget=60:window=8:dense_layers=none",
 }
 
 
@@ -59,7 +62,7 @@ def test_every_plan_gives_a_row_of_a_padded_batch_the_tokens_it_gets_alone(plan:
     assert_sparse(run)
 
 
-@families
+@cached
 def test_the_order_of_a_batch_changes_no_row(family: str) -> None:
     model = tiny(family)
     batch, order = ragged(*LENGTHS), torch.tensor([2, 0, 3, 1])
@@ -88,7 +91,7 @@ def test_a_prompt_fed_token_by_token_is_still_prefill() -> None:
     assert_sparse(run)
 
 
-@families
+@cached
 def test_prompt_lookup_changes_no_token_and_verifies_drafts_sparsely(family: str) -> None:
     model = tiny(family)
     ids = prompt(50).repeat(1, 3)
@@ -104,7 +107,7 @@ def test_prompt_lookup_changes_no_token_and_verifies_drafts_sparsely(family: str
 ASSISTED = [
     (family, assistant)
     for assistant in ("its twin", "a stranger")
-    for family in FAMILIES
+    for family in CACHED
     # before 5.23 an assistant with sliding layers fails in transformers itself, when it takes drafts back
     if assistant == "a stranger" or VERSION >= (5, 23) or family not in WITH_SLIDING_LAYERS
 ]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from contracts.harness import Runner, assert_same_answer, draw_tokens
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods.test_retrieval_attention import SHAPE, SINKS, WINDOW, needs_core, plan, reference, state_of
+from methods.test_retrieval_attention import SHAPE, SINKS, WINDOW, needs_core, plan, reference
 
 from kvsift.errors import InputError
 from kvsift.indexes import auto, trial
@@ -29,11 +29,11 @@ TOKENS = draw_tokens(300, 21, SHAPE)
 
 
 def spans(runner: Runner, row: int = 0) -> list[tuple[int, int]]:
-    return [(span.first, span.stop) for span in state_of(runner, row).spans]
+    return [(span.first, span.stop) for span in runner.state(row).spans]
 
 
 def graphs(runner: Runner, row: int = 0) -> list[GraphIndex]:
-    return [span.index for span in state_of(runner, row).spans]
+    return [span.index for span in runner.state(row).spans]
 
 
 @needs_core
@@ -47,7 +47,7 @@ def test_a_block_gets_an_index_once_the_window_has_left_it() -> None:
     answer = [runner.feed(TOKENS.part(at, at + 1), decode_tokens=1)[0] for at in range(250, 300)][-1]
     assert_same_answer(answer[:, 0], reference(TOKENS, False), "blocks and the rest do not add up")
     assert spans(runner)[-1] == (192, 256), "generated tokens fill blocks, too"
-    told = RetrievalAttention().describe(state_of(runner))
+    told = RetrievalAttention().describe(runner.state())
     assert [index["kind"] for index in told["indexes"]] == ["graph"] * 4
 
 
@@ -60,6 +60,7 @@ def test_a_prompt_that_ends_inside_its_first_block_is_scanned() -> None:
 
 
 @needs_core
+@settings(max_examples=10)
 @given(
     st.lists(st.integers(1, 280), max_size=12),
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 70), st.booleans()), max_size=4),
@@ -97,8 +98,8 @@ def test_forks_share_graphs_and_widen_them_apart() -> None:
         assert own is not other
         assert own.neighbours is other.neighbours
     runner.feed(TOKENS.part(250, 251), draw_tokens(1, 3, SHAPE), decode_tokens=1)
-    state_of(runner).audits.take(251, torch.full((4, 5), -1), torch.zeros(4, 5, dtype=torch.int64), 2)
-    state_of(runner).widen()
+    runner.state().audits.take(251, torch.full((4, 5), -1), torch.zeros(4, 5, dtype=torch.int64), 2)
+    runner.state().widen()
     assert graphs(runner)[0].widths == (1.5, 1.5)
     assert graphs(runner, 1)[0].widths == (1.0, 1.0) == tuple(graphs(runner, 1)[0].widths)
 
@@ -113,7 +114,7 @@ def test_a_document_is_asked_again_as_if_for_the_first_time() -> None:
     runner.feed(draw_tokens(30, 2, SHAPE), decode_tokens=30)
     runner.crop(0, 100)
     assert torch.equal(runner.feed_all(TOKENS, 250, range(250, 300), start=100), first)
-    assert state_of(runner).audits.log, "nothing was audited"
+    assert runner.state().audits.log, "nothing was audited"
 
 
 @needs_core
@@ -135,7 +136,7 @@ def test_queries_that_are_not_known_leave_a_scan_of_their_blocks() -> None:
     runner.attention.replan(plan(**WIDE))
     answer = runner.feed_all(TOKENS, 299, [299], start=100)[:, -1]
     assert_same_answer(answer, reference(TOKENS, False), "not the nearest keys")
-    told = RetrievalAttention().describe(state_of(runner))["indexes"]
+    told = RetrievalAttention().describe(runner.state())["indexes"]
     assert [index["kind"] for index in told] == ["flat", "flat", "graph", "graph"]
     assert "queries of this block are not known" in told[0]["why"]
 
@@ -149,7 +150,7 @@ def test_auto_looks_at_no_clock(cost: int, kinds: set[str], monkeypatch: pytest.
     monkeypatch.setattr(auto, "LEAST_ROWS", 0)
     runner = Runner(plan(block=BLOCK), shape=SHAPE)
     runner.feed_all(TOKENS, 299, [299])
-    for span in state_of(runner).spans:
+    for span in runner.state().spans:
         assert isinstance(span.index, AutoIndex)
         assert set(span.index.statistics()["heads"]) == kinds
         assert "scored less than a key in" in span.why
