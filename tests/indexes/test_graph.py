@@ -216,8 +216,10 @@ def test_what_cannot_be_used_is_refused(data: IndexData, lists: Tensor) -> None:
         index.search(queries, data.keys.transpose(1, 2).contiguous().transpose(1, 2), 5)
     with pytest.raises(InputError, match="crop"):
         index.search(queries, data.keys[:, :100], 5)
+    starved = index.fork()
+    starved.beam = [0, 5]
     with pytest.raises(InputError, match="beam of 1 or more"):
-        index.search(queries, data.keys, 5, beam=[0, 5])
+        starved.search(queries, data.keys, 5)
     with pytest.raises(InputError, match="NaN"):
         index.search(torch.full_like(queries, torch.nan), data.keys, 5)
     with pytest.raises(InputError, match="k=0"):

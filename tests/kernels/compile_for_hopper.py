@@ -68,7 +68,6 @@ def launch_all(pdl: bool) -> None:
         x, weight = zeros(rows, 512), zeros(1000, 512)
         linear_triton(x, weight, zeros(1000), norm=norm, residual=zeros(rows, 1000), pdl=pdl)
         gated_linear_triton(x, weight, norm=norm, pdl=pdl)
-        gated_linear_triton(x, weight, activation="gelu_tanh", pdl=pdl)
     if not pdl:
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), summaries)
         append_triton(kv, zeros(2, 2, head_dim), zeros(2, 2, head_dim), {})

@@ -14,7 +14,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from kvsift.kernels.gated_linear import (
-    Activation,
     _gate_kernel,
     gate_triton,
     gated_linear,
@@ -24,7 +23,6 @@ from kvsift.kernels.gated_linear import (
 from kvsift.kernels.skinny_product import Tiling, in_registers, on_tensor_cores
 
 SHORT = [dtype for dtype in DTYPES if dtype != torch.float32]  # float32 goes to torch
-ACTIVATIONS: list[Activation] = ["silu", "gelu_tanh"]
 
 CASES: list[tuple[int, int, int, Tiling | None]] = [  # (rows, inter, in, tiling)
     (1, 16, 512, in_registers(4, 1, 2)),  # everything fits
@@ -51,21 +49,18 @@ def exactly(x: Tensor, gate_up: Tensor, how: dict[str, Any]) -> Tensor:
         norm, eps = how["norm"]
         x = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * norm.double()
     gate, up = (x @ gate_up.double().T).chunk(2, -1)
-    functional = torch.nn.functional
-    active = functional.silu(gate) if how["activation"] == "silu" else functional.gelu(gate, approximate="tanh")
-    return active * up
+    return torch.nn.functional.silu(gate) * up
 
 
 @needs_triton
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("normed", [False, True], ids=["", "norm"])
 @pytest.mark.parametrize(("rows", "inter", "num_in", "tiling"), CASES)
 def test_the_twin_is_as_near_to_the_exact_product_as_torch(
-    rows: int, inter: int, num_in: int, tiling: Tiling | None, normed: bool, activation: Activation, dtype: torch.dtype
+    rows: int, inter: int, num_in: int, tiling: Tiling | None, normed: bool, dtype: torch.dtype
 ) -> None:
     x, gate_up, norm = draw(rows, inter, num_in, dtype)
-    how: dict[str, Any] = {"activation": activation, "norm": norm if normed else None}
+    how: dict[str, Any] = {"norm": norm if normed else None}
     twin = gated_linear_triton(x, gate_up, tiling=tiling, **how)
     exact, own = exactly(x, gate_up, how), gated_linear_reference(x, gate_up, **how)
     assert twin.dtype == dtype
@@ -74,15 +69,11 @@ def test_the_twin_is_as_near_to_the_exact_product_as_torch(
 
 @needs_triton
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("inter", [40, 1500])  # less than a block, more
-def test_the_gate_of_a_finished_product_is_that_of_the_reference(
-    inter: int, activation: Activation, dtype: torch.dtype
-) -> None:
+def test_the_gate_of_a_finished_product_is_that_of_the_reference(inter: int, dtype: torch.dtype) -> None:
     x, gate_up, _ = draw(3, inter, 16, dtype)
-    how: dict[str, Any] = {"activation": activation, "norm": None}
-    exact, own = exactly(x, gate_up, how), gated_linear_reference(x, gate_up, **how)
-    found = gate_triton(torch.nn.functional.linear(x, gate_up), activation)
+    exact, own = exactly(x, gate_up, {}), gated_linear_reference(x, gate_up)
+    found = gate_triton(torch.nn.functional.linear(x, gate_up))
     assert found.dtype == dtype
     assert distance(found, exact) <= 2 * distance(own, exact)
 
@@ -95,7 +86,7 @@ def test_a_gate_that_lies_beyond_32_bits_is_read_where_it_lies(tmp_path: Path) -
     gate_up[..., :1024] = torch.randn(rows, 2, 1024, generator=torch.Generator().manual_seed(0)).half()
     (tmp_path / "out").mkdir()
     found = far_memory(tmp_path / "out", rows * inter, torch.float16).view(rows, inter)
-    _gate_kernel[(rows, 1)](gate_up, found, inter, SILU=True, BLOCK=1024)
+    _gate_kernel[(rows, 1)](gate_up, found, inter, BLOCK=1024)
     gate, up = gate_up[..., :1024].unbind(1)
     torch.testing.assert_close(found[:, :1024], torch.nn.functional.silu(gate) * up)
 

@@ -30,8 +30,8 @@ class GraphIndex:
     """Graphs of one layer of one sequence. They cover the rows they were built from; later rows are scanned exactly.
 
     Attributes:
-        beam: keys that a search follows before it ends, one number per KV head: more finds more and scans more. May be
-            set.
+        beam: keys that a search follows before it ends, one number per KV head: more finds more and scans more. Below
+            the number of keys that a search is for it ends sooner, with the best keys it met. May be set.
         patience: a search ends early after so many followed keys in a row that led to none of the k best; one number
             per KV head, 0 to search to the end of the beam. Hard queries search longer. May be set.
         widths: factors of both, per KV head (``widen``).
@@ -108,14 +108,13 @@ class GraphIndex:
         entries = torch.randint(0, n, (len(keys), NUM_ENTRIES), generator=generator, dtype=torch.int32)
         return cls(neighbours, entries, [0] * len(keys), [beam] * len(keys), {"knn_seconds": 0.0, "build_seconds": 0.0})
 
-    def search(self, queries: Tensor, keys: Tensor, k: int, *, beam: list[int] | None = None) -> tuple[Tensor, Tensor]:
+    def search(self, queries: Tensor, keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Find keys with large inner products by a walk along the edges.
 
         Args:
             queries: [num_query_heads, d], of one token.
             keys: [num_kv_heads, n, d], whose first ``rows`` rows are those of the build.
             k: keys per query head.
-            beam: instead of the attribute. If it is below k the walk ends sooner, and returns the k best keys it met.
 
         Returns:
             ids int64 [num_query_heads, k], best first, -1 at the end; scores float32 [num_query_heads, k], q.k, -inf
@@ -128,7 +127,7 @@ class GraphIndex:
         check_form(keys)
         num_kv_heads, n, d = keys.shape
         num_query_heads, num_graphs = queries.shape[0], self.neighbours.shape[0]
-        beams = self.widened if beam is None else beam
+        beams = self.widened
         if num_query_heads % num_graphs or len(beams) != num_kv_heads or min(beams) < 1 or n < self.rows:
             raise InputError(
                 f"{num_query_heads} query heads, {num_kv_heads} KV heads, {n} keys, beams {beams}: this index has "

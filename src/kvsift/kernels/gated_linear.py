@@ -1,8 +1,6 @@
-"""Gate and up projection of a few rows and their gated product, in one launch."""
+"""Gate and up projection of a few rows and their product gated by SiLU, in one launch."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,45 +17,37 @@ from kvsift.kernels.skinny_product import (
 from kvsift.kernels.triton_shim import jit, jit_for_any, runs_on_triton, tl, triton
 from kvsift.native.product import product, takes_product
 
-Activation = Literal["silu", "gelu_tanh"]
-
 
 def gated_linear(
-    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu", steady: bool = False,
-    pdl: bool = False,
-) -> Tensor:  # fmt: skip
-    """Compute ``activation(gate) * up`` from the two halves of ``rms_norm(x) @ gate_up.T``.
+    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, steady: bool = False, pdl: bool = False
+) -> Tensor:
+    """Compute ``silu(gate) * up`` from the two halves of ``rms_norm(x) @ gate_up.T``.
 
     Args:
         x: [rows, in].
         gate_up: [2 * inter, in], the weights of gate, then those of up.
         norm: weight [in] and eps of an RMS norm of ``x``.
-        activation: of the gate.
         steady: see ``linear``.
         pdl: launched while the kernel before still runs (Hopper and later); weights are then asked for at once.
 
     Returns:
-        [rows, inter] in the dtype of ``x``; both projections and the activation are rounded to it on the way.
+        [rows, inter] in the dtype of ``x``; both projections and SiLU are rounded to it on the way.
     """
-    if takes_product(x, gate_up, steady) and activation == "silu":
+    if takes_product(x, gate_up, steady):
         return product(x, gate_up, norm=norm, gated=True)
     if is_skinny(x, gate_up):
-        return gated_linear_triton(x, gate_up, norm=norm, activation=activation, steady=steady, pdl=pdl)
+        return gated_linear_triton(x, gate_up, norm=norm, steady=steady, pdl=pdl)
     if norm is not None:
         x = rms_norm(x, *norm, pdl=pdl)
     if runs_on_triton(x):
-        return gate_triton(torch.nn.functional.linear(x, gate_up), activation)
-    return gated_linear_reference(x, gate_up, activation=activation)
+        return gate_triton(torch.nn.functional.linear(x, gate_up))
+    return gated_linear_reference(x, gate_up)
 
 
-def gated_linear_reference(
-    x: Tensor, gate_up: Tensor, *, norm: Norm | None = None, activation: Activation = "silu"
-) -> Tensor:
+def gated_linear_reference(x: Tensor, gate_up: Tensor, *, norm: Norm | None = None) -> Tensor:
     product = torch.nn.functional.linear(rms_norm_reference(x, *norm) if norm else x, gate_up)
     gate, up = product.chunk(2, -1)
-    if activation == "silu":
-        return torch.nn.functional.silu(gate) * up
-    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return torch.nn.functional.silu(gate) * up
 
 
 def gated_linear_triton(
@@ -65,7 +55,6 @@ def gated_linear_triton(
     gate_up: Tensor,
     *,
     norm: Norm | None = None,
-    activation: Activation = "silu",
     steady: bool = False,
     pdl: bool = False,
     tiling: Tiling | None = None,
@@ -74,14 +63,14 @@ def gated_linear_triton(
     tiling = tiling or choose_tiling(2 * inter, gate_up.shape[1], x.shape[0], steady)
     out = x.new_empty(x.shape[0], inter)
     _gated_linear_kernel[(triton.cdiv(2 * inter, tiling.outs),)](
-        out, inter, SILU=activation == "silu", **product_arguments(x, gate_up, norm, tiling, pdl)
+        out, inter, **product_arguments(x, gate_up, norm, tiling, pdl)
     )
     return out
 
 
 @jit_for_any("rows")
 def _gated_linear_kernel(
-    out_ptr, inter, SILU: tl.constexpr, x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in,
+    out_ptr, inter, x_ptr, weight_ptr, norm_ptr, eps, x_row, weight_row, rows, num_in,
     ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, EVEN: tl.constexpr, DOT: tl.constexpr,
     DEPTH: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -94,38 +83,34 @@ def _gated_linear_kernel(
     )  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     gate, up = tl.split(tl.reshape(products.to(dtype), (ROWS, OUTS // 2, 2)))  # rounded, as two projections would be
-    y = gated(gate, up, SILU)
+    y = gated(gate, up)
     row, outs = tl.arange(0, ROWS)[:, None], tl.program_id(0) * (OUTS // 2) + tl.arange(0, OUTS // 2)
     inside = (row < rows) & (outs < inter)[None, :]
     tl.store(out_ptr + row * inter + outs[None, :], y.to(dtype), mask=inside)
 
 
-def gate_triton(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """Compute ``activation(gate) * up`` from a finished product [rows, 2 * inter] -> [rows, inter]."""
+def gate_triton(gate_up: Tensor) -> Tensor:
+    """Compute ``silu(gate) * up`` from a finished product [rows, 2 * inter] -> [rows, inter]."""
     rows, inter = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, inter)
     _gate_kernel[(rows, triton.cdiv(inter, 1024))](  # the second axis of a grid has at most 65,535 programs
-        gate_up, out, inter, SILU=activation == "silu", BLOCK=1024, num_warps=4
+        gate_up, out, inter, BLOCK=1024, num_warps=4
     )
     return out
 
 
 @jit
-def gated(gate, up, SILU: tl.constexpr):
-    """Apply the activation; it is rounded before the product, as in a separate module."""
+def gated(gate, up):
+    """Apply SiLU, which is rounded before the product, as in a separate module."""
     wide = gate.to(tl.float32)
-    if SILU:
-        active = wide * tl.sigmoid(wide)
-    else:
-        # x (1 + tanh u) / 2 = x sigmoid(2 u)
-        active = wide * tl.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide * wide * wide))
+    active = wide * tl.sigmoid(wide)
     return active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
 
 
 @jit
-def _gate_kernel(gate_up_ptr, out_ptr, inter, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up_ptr, out_ptr, inter, BLOCK: tl.constexpr):
     row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate_up_ptr += row * 2 * inter
     gate = tl.load(gate_up_ptr + i, mask=i < inter, other=0.0)
     up = tl.load(gate_up_ptr + inter + i, mask=i < inter, other=0.0)
-    tl.store(out_ptr + row * inter + i, gated(gate, up, SILU).to(gate.dtype), mask=i < inter)
+    tl.store(out_ptr + row * inter + i, gated(gate, up).to(gate.dtype), mask=i < inter)

@@ -83,9 +83,9 @@ def noise(rng: random.Random) -> Iterator[str]:
             yield " " + sentence
 
 
-def haystack(rng: random.Random, noise_share: float = 0.25) -> Iterator[str]:
-    """Return noise for some samples and prose for the others."""
-    return noise(rng) if rng.random() < noise_share else prose(rng)
+def haystack(rng: random.Random) -> Iterator[str]:
+    """Return noise for a quarter of the samples and prose for the others."""
+    return noise(rng) if rng.random() < 0.25 else prose(rng)
 
 
 def document(
