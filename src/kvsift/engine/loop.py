@@ -241,8 +241,8 @@ class Loop(EngineThread):
 
     def _end_late_rows(self) -> None:
         now = self.clock()
-        for row in self.rows:
-            if row.request.deadline is not None and now >= row.request.deadline:
+        for row in self.rows:  # one that continues a document has a first token in any case
+            if row.request.deadline is not None and now >= row.request.deadline and row.prefix is None:
                 self._end(row, "deadline")
 
     def _advance(self, row: Row) -> None:
